@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
@@ -93,6 +96,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             super().__init__(model=model, args=args, **given)
             self._start(self._request_of_prepared(kwargs, control))
         self._report()
+        self._log_to_output_dir()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as `Trainer.train` does; refuses a checkpoint after which samples would be repeated or skipped."""
@@ -201,6 +205,13 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self.add_callback(self.longctx_run.recorder)
         self.add_callback(self.longctx_run.report)
         self.add_callback(ReplicaCheck(self.longctx_config, self.longctx_run))
+
+    def _log_to_output_dir(self) -> None:
+        """Names TensorBoard's folder now: an evaluation before training would start the log in ./runs, where it would stay."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and callback.tb_writer is None:
+                name = f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}"
+                callback.logging_dir = str(Path(self.args.output_dir) / "runs" / name)
 
     def _check_early(self, args: TrainingArguments | None, given: dict[str, Any]) -> dist.ProcessGroup | None:
         """Checks the arguments of a trainer of TRL, before it makes its model and sets ready; returns the control group."""

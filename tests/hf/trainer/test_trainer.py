@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import pytest
@@ -25,6 +25,7 @@ from helpers.trainers.trainer_runs import (
     training_arguments,
 )
 from transformers import AutoModelForCausalLM, Trainer
+from transformers.integrations import TensorBoardCallback
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
 
@@ -329,3 +330,43 @@ def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str, accumula
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_resuming_plans_no_step_that_is_over(rows, tmp_path: Path, accumulation: int) -> None:
     assert plans_of_resumed_run(rows, str(tmp_path), accumulation) == (accumulation, accumulation)
+
+
+class Writer:
+    """Keeps what would be written for TensorBoard, by folder."""
+
+    written: ClassVar[dict[str | None, list[str]]] = {}
+
+    def __init__(self, log_dir: str | None = None) -> None:
+        self._names = self.written.setdefault(log_dir, [])
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self._names.append(name)
+
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        self._names.append(name)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Curves(TensorBoardCallback):
+    """TensorBoard's callback of transformers, which needs no package here."""
+
+    def __init__(self) -> None:
+        self._SummaryWriter, self.tb_writer, self.logging_dir = Writer, None, None
+
+
+def test_curves_and_every_evaluation_go_into_one_folder_of_the_run(tmp_path: Path, rows) -> None:
+    Writer.written.clear()
+    trainer = make_trainer(
+        ModelCase(), rows, str(tmp_path), {}, {"max_steps": 2, "logging_steps": 1}, eval_dataset=rows[:4], callbacks=[Curves()]
+    )
+    # as the recipe does
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    ((folder, names),) = Writer.written.items()
+    assert folder is not None and folder.startswith(str(tmp_path / "runs"))
+    assert names.count("eval/loss") == 2 and names.count("train/loss") == 2
