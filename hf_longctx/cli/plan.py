@@ -23,6 +23,7 @@ _DEFAULT_STEPS = 3
 _PLAN_EPILOG = """examples:
   hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100
   hf-longctx plan --model gpt-7b --lengths lognormal:6.963,1.6 --gpus 64 --hardware a100-40g
+  hf-longctx plan --model checkpoint --lengths chats.jsonl:messages --tokenizer checkpoint --gpus 8 --hardware h100
   hf-longctx plan --model llama-3.1-70b --lengths lognormal:9,1.5 --gpus 64 --hardware h100 --global-batch 64 --ablation
   hf-longctx plan --model checkpoint/config.json --lengths tokens.jsonl:input_ids --gpus 16 --hardware h200 --output forecast
 """
@@ -39,6 +40,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         help="one length per line (.gz too), a histogram file ('length count' lines), FILE.jsonl:COLUMN (.json, .csv, "
         ".parquet), or lognormal:MU,SIGMA; without it, only memory and the longest sequence are forecast",
+    )
+    what.add_argument(
+        "--tokenizer",
+        help="counts the tokens of a COLUMN of text or of chat messages: a local folder, a name on the hub, or 'bytes'",
     )
     what.add_argument("--limit", type=int, help="most tokens of a sequence; longer sequences are left out and counted")
     what.add_argument(
@@ -136,6 +141,7 @@ def _report(forecast: Forecast, as_json: bool) -> str:
 
 
 def _forecast(options: argparse.Namespace) -> Forecast:
+    from hf_longctx.cli.token_counts import TokenCounter
     from hf_longctx.sim.forecast import make_forecast
     from hf_longctx.sim.scenario import build_scenario
     from hf_longctx.sim.workloads import read_workload
@@ -145,10 +151,12 @@ def _forecast(options: argparse.Namespace) -> Forecast:
     if options.global_batch is not None and options.global_batch < 1:
         raise ValueError(f"--global-batch is {options.global_batch}; a step needs at least one sequence")
     wanted = options.global_batch or _DEFAULT_BATCH
-    if options.lengths is None:
-        workload = None
-    else:
-        workload = read_workload(options.lengths, options.limit, wanted * options.steps, options.seed)
+    workload = None
+    counter = TokenCounter(options.tokenizer) if options.tokenizer else None
+    if options.lengths is not None:
+        workload = read_workload(options.lengths, options.limit, wanted * options.steps, options.seed, counter)
+    if counter is not None and not counter.was_used:
+        raise ValueError("--tokenizer has no effect, since --lengths names no column of text or messages; leave it out")
     scenario = build_scenario(_request(options, workload.longest if workload else 0))
     batch = options.global_batch or min(wanted, workload.num_sequences if workload else wanted)
     if options.ablation and workload is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,25 @@ _FORMS = (
     "one length per line (.gz too), a histogram file ('length count' lines), a column (FILE.jsonl:COLUMN, .json, .csv, "
     ".parquet), or lognormal:MU,SIGMA"
 )
+_NEEDED = "a list of token ids (integers) or an integer is needed, or text or messages with --tokenizer"
 _EXAMPLE = "lognormal:6.963,1.6 for a median of exp(6.963) = 1057 tokens"
 # most sequences that are drawn without replacement; with more, replacement makes no difference
 _MAX_EXPANDED = 20_000_000
 # most draws from a distribution until enough lengths are within the limit
 _MAX_DRAWS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class UncountedRow:
+    """A text, or the messages of a conversation with its tools, whose tokens a tokenizer counts. `place`: file and line."""
+
+    place: str
+    value: Any
+    tools: Any = None
+
+
+# gives the number of tokens of every row; 0 leaves the row out
+CountTokens = Callable[[Sequence[UncountedRow]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -84,10 +98,13 @@ class Workload:
         return tuple(tuple(step) for step in drawn.reshape(num_steps, global_batch).tolist())
 
 
-def read_workload(text: str, limit: int | None = None, num_sampled: int = 0, seed: int = 0) -> Workload:
+def read_workload(
+    text: str, limit: int | None = None, num_sampled: int = 0, seed: int = 0, count_tokens: CountTokens | None = None
+) -> Workload:
     """The workload that `text` names: a file, a column of a file, or `lognormal:mu,sigma` (then `num_sampled` are drawn).
 
-    Sequences longer than `limit` are dropped and counted. Raises ValueError with file and line for a value that is no length.
+    Sequences longer than `limit` are dropped and counted. `count_tokens` counts columns of text and conversations. Raises
+    ValueError with file and line for a value that is no length.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the limit is {limit} tokens; it must be at least 1")
@@ -99,7 +116,7 @@ def read_workload(text: str, limit: int | None = None, num_sampled: int = 0, see
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"lengths are read from {str(path)!r}, which {problem}; give {_FORMS}")
     if column:
-        lengths = _column_lengths(path, column)
+        lengths = _column_lengths(path, column, count_tokens)
         return _collect(text, lengths, np.ones(len(lengths), dtype=np.int64), limit)
     if str(path).endswith(_COLUMN_SUFFIXES):
         raise ValueError(f"{path} has columns; name the one with the tokens or their number, for example {path}:input_ids")
@@ -194,24 +211,27 @@ def _text_lines(path: Path) -> list[str]:
         raise ValueError(f"{path} is not a text file ({error}); give {_FORMS}") from None
 
 
-def _column_lengths(path: Path, column: str) -> IntArray:
+def _column_lengths(path: Path, column: str, count_tokens: CountTokens | None) -> IntArray:
     if path.suffix == ".parquet":
-        return _parquet_lengths(path, column)
+        return _parquet_lengths(path, column, count_tokens)
     if str(path).endswith(_TABLE_SUFFIXES):
-        return _table_lengths(path, column)
-    return np.array([_value_length(value, where, column) for where, value in _json_values(path, column)], dtype=np.int64)
+        return _table_lengths(path, column, count_tokens)
+    return _lengths_of(_json_rows(path, column), column, count_tokens)
 
 
-def _table_lengths(path: Path, column: str) -> IntArray:
-    """The numbers in one column of a table with a header line, separated by commas or tabs."""
+def _table_lengths(path: Path, column: str, count_tokens: CountTokens | None) -> IntArray:
+    """The numbers (or, with a tokenizer, texts) in one column of a table with a header line, separated by commas or tabs."""
     reader = csv.DictReader(_text_lines(path), delimiter="\t" if ".tsv" in path.suffixes else ",")
     if column not in (reader.fieldnames or ()):
         raise ValueError(f"{path}: no column {column!r}; found {', '.join(reader.fieldnames or ())}")
-    return np.array([_length(row[column] or "", f"{path}, line {reader.line_num}") for row in reader], dtype=np.int64)
+    rows = [UncountedRow(f"{path}, line {reader.line_num}", row[column] or "") for row in reader]
+    if count_tokens is not None and not all(row.value.strip().lstrip("-").isdigit() for row in rows):
+        return _lengths_of(rows, column, count_tokens)
+    return np.array([_length(row.value, row.place) for row in rows], dtype=np.int64)
 
 
-def _json_values(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    """(location for error messages, value of the column) of every row of a JSON Lines file or a JSON file with rows."""
+def _json_rows(path: Path, column: str) -> Iterator[UncountedRow]:
+    """Every row of a JSON Lines file or a JSON file with rows, with the value of the column."""
     lines = _text_lines(path)
     if ".jsonl" in path.suffixes:
         texts: Iterable[tuple[str, str]] = ((f"line {i}", line) for i, line in enumerate(lines, 1) if line.strip())
@@ -227,7 +247,7 @@ def _json_values(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         if not isinstance(row, dict) or column not in row:
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ValueError(f"{path}, {where}: no column {column!r}; found {found}")
-        yield f"{path}, {where}", row[column]
+        yield UncountedRow(f"{path}, {where}", row[column], row.get("tools"))
 
 
 def _parse_json(text: str, where: str) -> Any:
@@ -237,7 +257,7 @@ def _parse_json(text: str, where: str) -> Any:
         raise ValueError(f"{where}: not JSON ({error})") from None
 
 
-def _parquet_lengths(path: Path, column: str) -> IntArray:
+def _parquet_lengths(path: Path, column: str, count_tokens: CountTokens | None) -> IntArray:
     try:
         import pyarrow.compute
         import pyarrow.parquet
@@ -247,18 +267,22 @@ def _parquet_lengths(path: Path, column: str) -> IntArray:
         names = pyarrow.parquet.read_schema(path).names
         if column not in names:
             raise ValueError(f"{path}: no column {column!r}; found {', '.join(names)}")
-        values = pyarrow.parquet.read_table(path, columns=[column])[column]
+        read = pyarrow.parquet.read_table(path, columns=[column, *(["tools"] if "tools" in names and column != "tools" else [])])
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise ValueError(f"{path} is not a Parquet file ({error})") from None
+    types, values = pyarrow.types, read[column]
     kind = values.type
     if values.null_count:
         raise ValueError(f"{path}: column {column!r} has {values.null_count} empty rows; remove them")
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if is_list and types.is_integer(kind.value_type):
         values = pyarrow.compute.list_value_length(values)
-    elif pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-        raise ValueError(_text_message(str(path), column))
-    elif not pyarrow.types.is_integer(kind):
-        raise ValueError(f"{path}: column {column!r} holds {kind}; a column of lists (of tokens) or of integers is needed")
+    elif is_list or types.is_string(kind) or types.is_large_string(kind):
+        tools = read["tools"].to_pylist() if "tools" in read.column_names else [None] * len(values)
+        rows = [UncountedRow(f"{path}, row {i}", *each) for i, each in enumerate(zip(values.to_pylist(), tools, strict=True))]
+        return _lengths_of(rows, column, count_tokens)
+    elif not types.is_integer(kind):
+        raise ValueError(f"{path}: column {column!r} holds {kind}; {_NEEDED}")
     lengths = np.asarray(values.to_numpy(), dtype=np.int64)
     wrong = np.flatnonzero((lengths < 1) | (lengths > MAX_LENGTH))
     if len(wrong):
@@ -266,21 +290,38 @@ def _parquet_lengths(path: Path, column: str) -> IntArray:
     return lengths
 
 
+def _lengths_of(rows: Iterable[UncountedRow], column: str, count_tokens: CountTokens | None) -> IntArray:
+    """Lengths of rows that hold lengths or token ids, or texts and conversations if there is a tokenizer to count them."""
+    lengths, uncounted = [], []
+    for row in rows:
+        kind = "text" if isinstance(row.value, str) else "conversations" if _is_conversation(row.value) else ""
+        if not kind:
+            lengths.append(_value_length(row.value, row.place, column))
+        elif count_tokens is None:
+            raise ValueError(
+                f"{row.place}: column {column!r} holds {kind}, whose tokens cannot be counted without a tokenizer; add "
+                f"--tokenizer with the model's folder or name, or name a column of token ids (input_ids)"
+            )
+        else:
+            uncounted.append(row)
+    if uncounted and count_tokens is not None:
+        counts = zip(uncounted, count_tokens(uncounted), strict=True)
+        lengths += [_length(str(count), row.place) for row, count in counts if count]
+    return np.array(lengths, dtype=np.int64)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
 def _value_length(value: Any, where: str, column: str) -> int:
-    if isinstance(value, str):
-        raise ValueError(_text_message(where, column))
     if isinstance(value, list):
+        if (other := next((each for each in value if type(each) is not int), None)) is not None:
+            raise ValueError(f"{where}: column {column!r} holds a list with {other!r:.60} in it; {_NEEDED}")
         return _length(str(len(value)), where)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where}: column {column!r} holds {value!r}; a list (of tokens) or an integer is needed")
+        raise ValueError(f"{where}: column {column!r} holds {value!r:.60}; {_NEEDED}")
     return _length(str(value), where)
-
-
-def _text_message(where: str, column: str) -> str:
-    return (
-        f"{where}: column {column!r} holds text, whose tokens cannot be counted without a tokenizer; tokenize it first and name "
-        f"the column of token ids (input_ids), or write one length per line"
-    )
 
 
 def _length(word: str, where: str) -> int:

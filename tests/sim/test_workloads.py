@@ -88,6 +88,15 @@ BAD = {
         "t",
         "line 1: column 't' holds text, whose tokens cannot be counted without a tokenizer",
     ),
+    "messages": (
+        "a.jsonl",
+        '{"t": [1, 2]}\n{"t": [{"role": "user", "content": "hello"}]}\n',
+        "t",
+        "line 2: column 't' holds conversations, whose tokens cannot be counted without a tokenizer; add --tokenizer",
+    ),
+    "list of words": ("a.jsonl", '{"t": [1, "b"]}\n', "t", "line 1: column 't' holds a list with 'b' in it; a list of token ids"),
+    "list of lists": ("a.jsonl", '{"t": [[1], [2]]}\n', "t", "holds a list with [1] in it"),
+    "list of floats": ("a.json", '[{"t": [0.5, 0.5]}]', "t", "holds a list with 0.5 in it"),
     "float column": ("a.jsonl", '{"t": 1}\n{"t": 1.5}\n', "t", "line 2: column 't' holds 1.5"),
     "true": ("a.jsonl", '{"t": true}\n', "t", "holds True"),
     "empty list": ("a.jsonl", '{"t": [1]}\n{"t": []}\n', "t", "line 2: 0 tokens"),
@@ -115,12 +124,15 @@ def test_a_parquet_column_that_is_no_length_is_refused(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     columns = {"text": ["a", "b"], "half": [0.5, 1.5], "some": [[1], None], "none": [[1], []]}
+    columns |= {"floats": [[0.5], [1.5]], "chats": [[{"role": "user", "content": "a"}]] * 2}
     parquet.write_table(pyarrow.table(columns), path)
     for column, message in {
         "text": "holds text",
         "half": "holds double",
         "some": "1 empty rows",
         "none": "row 1: 0 tokens",
+        "floats": "row 0: column 'floats' holds a list with 0.5 in it",
+        "chats": "row 0: column 'chats' holds conversations, whose tokens cannot be counted without a tokenizer",
         "other": "found text, half, some, none",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
@@ -211,7 +211,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and callback.tb_writer is None:
                 name = f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}"
-                callback.logging_dir = str(Path(self.args.output_dir) / "runs" / name)
+                callback.logging_dir = str(Path(self.args.output_dir or ".") / "runs" / name)
 
     def _check_early(self, args: TrainingArguments | None, given: dict[str, Any]) -> dist.ProcessGroup | None:
         """Checks the arguments of a trainer of TRL, before it makes its model and sets ready; returns the control group."""

@@ -363,7 +363,7 @@ def test_curves_and_every_evaluation_go_into_one_folder_of_the_run(tmp_path: Pat
     trainer = make_trainer(
         ModelCase(), rows, str(tmp_path), {}, {"max_steps": 2, "logging_steps": 1}, eval_dataset=rows[:4], callbacks=[Curves()]
     )
-    # as the recipe does
+    # evaluate first, like the recipe
     trainer.evaluate()
     trainer.train()
     trainer.evaluate()

@@ -1,0 +1,85 @@
+"""`hf-longctx plan --tokenizer`: columns of text and messages have the lengths that training would give them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from helpers.models.chats import conversation, word_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hf_longctx import tokenise_chat
+from hf_longctx.cli.main import main
+from hf_longctx.cli.token_counts import TokenCounter
+from hf_longctx.hf.data.tokenise import tokenise_text
+from hf_longctx.plan.core.serialize import plan_from_json
+from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.sim.workloads import read_workload
+
+MACHINE = ["--model", "llama-3.2-1b", "--gpus", "8", "--hardware", "h100", "--steps", "1", "--json"]
+ROWS: list[dict[str, Any]] = [
+    {"text": "the cat sat on the mat", "messages": conversation("what is this?", "it is an answer to a question")},
+    {
+        "text": "one two three four " * 30,
+        "messages": conversation("hello", "to you " * 40, "the cat", "said hello", system="one"),
+    },
+    {"text": "hello", "messages": conversation("what is it?", "the mat")},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> tuple[str, PreTrainedTokenizerFast]:
+    """A tokenizer with a chat template, and the folder in which it is saved."""
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    word_tokenizer().save_pretrained(folder)
+    return folder, word_tokenizer()
+
+
+def written(folder: Path, form: str) -> str:
+    dataset = datasets.Dataset.from_list(ROWS)
+    path = folder / f"rows.{form}"
+    if form == "parquet":
+        dataset.to_parquet(path)
+    elif form == "csv":
+        dataset.remove_columns("messages").to_csv(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+@pytest.mark.parametrize(("form", "column"), [("jsonl", "messages"), ("parquet", "messages"), ("jsonl", "text"), ("csv", "text")])
+def test_lengths_are_those_of_training(tokenizer, tmp_path: Path, form: str, column: str) -> None:
+    folder, loaded = tokenizer
+    tokenise = tokenise_chat if column == "messages" else tokenise_text
+    expected = sorted(len(ids) for ids in tokenise(datasets.Dataset.from_list(ROWS), loaded)["input_ids"])
+    workload = read_workload(f"{written(tmp_path, form)}:{column}", count_tokens=TokenCounter(folder))
+    assert [length for length, count in zip(workload.lengths, workload.counts, strict=True) for _ in range(count)] == expected
+
+
+def test_the_command_counts_tokens_of_messages_and_not_messages(tokenizer, tmp_path: Path, capsys) -> None:
+    file = f"{written(tmp_path, 'jsonl')}:messages"
+    assert main(["plan", *MACHINE, "--lengths", file]) == 1
+    assert "line 1: column 'messages' holds conversations" in (error := capsys.readouterr().err) and "--tokenizer" in error
+    assert main(["plan", *MACHINE, "--lengths", file, "--tokenizer", tokenizer[0]]) == 0
+    plan = plan_from_json(json.dumps(json.loads(capsys.readouterr().out)["plan"]))
+    # the longest conversation says 80 words in its first answer
+    assert max(validate_plan(plan).lengths) > 80
+
+
+BAD = {
+    "no such folder": (["--tokenizer", "nowhere/tokenizer"], "messages", "--tokenizer 'nowhere/tokenizer' cannot be loaded"),
+    "no template": (["--tokenizer", "bytes"], "messages", "line 1: a conversation, but the tokenizer has no chat template"),
+    "nothing to count": (["--tokenizer", "bytes"], "", "--tokenizer has no effect"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_tokenizer_that_cannot_count_is_refused_in_one_line(tmp_path: Path, capsys, name: str) -> None:
+    words, column, message = BAD[name]
+    file = f"{written(tmp_path, 'jsonl')}:{column}" if column else "lognormal:6,1"
+    assert main(["plan", *MACHINE, "--lengths", file, *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
