@@ -138,7 +138,8 @@ class ByteModel:
         tile_tokens = policy.tile_tokens if policy else 0
         policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
         # equal layers are mostly one object, so each object is counted once
-        counted = {id(layer): LAYER_NUMBERS(LayerBytes(self.model, load, layer, tile_tokens)) for layer in policies}
+        distinct = {id(layer): layer for layer in policies}
+        counted = {key: LAYER_NUMBERS(LayerBytes(self.model, load, layer, tile_tokens)) for key, layer in distinct.items()}
         outside = OutsideBytes(self.model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
         found = chunk_numbers(
             np.array([[counted[id(layer)] for layer in policies]], dtype=np.int64),

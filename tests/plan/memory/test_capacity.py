@@ -24,7 +24,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.catalog import model_names, named_model
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
-from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.layer import LayerBytes, Load
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 
 # Llama-3.1-8B, and a small model with half as many KV heads as heads
@@ -189,3 +189,32 @@ def test_the_reserved_share_covers_workspace_beside_groups_that_keep_everything(
     num_tokens = byte_model.kept_tokens(int(USABLE_SHARE * device_bytes))
     found = byte_model.chunk(replace(Load.document(num_tokens, byte_model.model.num_layers), is_shared=True, groups_heads=True))
     assert 0.7 * device_bytes < found.device + found.workspace < 0.9 * device_bytes
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_what_is_kept_by_formula_needs_at_most_an_eighth_more_or_a_fifteenth_less_by_the_byte_model(name: str) -> None:
+    """`docs/architecture.md` quotes this difference; it must be told there again if it grows."""
+    byte_model = ByteModel(named_model(name))
+    num_tokens = byte_model.kept_tokens(40 * GIB)
+    found = byte_model.chunk(Load.document(num_tokens, byte_model.model.num_layers))
+    assert 0.93 < (found.device + found.workspace) / (40 * GIB) < 1.13
+    # tokens that fit by the byte model, which the document also quotes
+    fitting = byte_model.longest(40 * GIB, 0, lambda _: [None], Load.document(1, byte_model.model.num_layers))
+    quoted = {"llama-3.1-8b": (5223, 4962), "llama-3.1-70b": (1278, 1126)}
+    assert (num_tokens, fitting) == quoted.get(name, (num_tokens, fitting))
+
+
+def test_layers_that_are_one_object_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LayerPolicy] = []
+
+    def counting(model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> LayerBytes:
+        made.append(policy)
+        return LayerBytes(model, load, policy, tile_tokens)
+
+    monkeypatch.setattr("hf_longctx.plan.memory.byte_model.LayerBytes", counting)
+    model = named_model("llama-3.1-70b")
+    ByteModel(model).chunk(Load.document(100, model.num_layers))
+    assert len(made) == 1
+    half = LayerPolicy((TensorShare("mlp", recompute=0.5, device=0.5),))
+    ByteModel(model).chunk(Load.document(100, model.num_layers), ActivationPolicy(0, layers=(half,) * 40))
+    assert len(made) == 3
