@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_parameters
 
 
 @torch.no_grad()
-def load_adapters(model: Any, folder: str) -> None:
+def load_adapters(model: Any, folder: str, file_names: Mapping[str, str] | None = None) -> None:
     """Copies the adapters saved in `folder` into the adapters of `model`, which may be sharded or one pipeline stage.
 
-    Every rank reads its own weights. Raises ValueError if the folder has no adapters in safetensors, or not all weights.
+    Embedding and head too are read if PEFT has saved them. `file_names`: names of the model's weights that have others in the
+    file. Every rank reads its own weights. Raises ValueError if the folder has no adapters in safetensors, or not all weights.
     """
     targets, file = adapter_parameters(model), Path(folder) / ADAPTER_FILE
     if not file.exists():
@@ -27,5 +29,8 @@ def load_adapters(model: Any, folder: str) -> None:
                 f"{file} lacks {len(missing)} weights of this model's adapters (the first is {missing[0]}); resume with the "
                 f"config of the saved adapters"
             )
+        names = file_names or {}
+        frozen = {names.get(name, name): weight for name, weight in model.named_parameters()}
+        targets |= {name: weight for name, weight in frozen.items() if name in reader.keys()}  # noqa: SIM118 (not a mapping)
         for name, target in targets.items():
             target.copy_(sharded_like(target, reader.get_tensor(name)))

@@ -37,7 +37,7 @@ from hf_longctx.hf.checkpoints.sharded import (
     renamed_weights,
     set_optimizer_states,
 )
-from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_parameters, is_adapted
+from hf_longctx.hf.models.adapters import ADAPTER_FILE, is_adapted, saved_parameters
 from hf_longctx.hf.models.cutting import find_pieces
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.runtime.execution.stage_model import StageModel
@@ -55,7 +55,7 @@ def save_stages(
     """
     rank = dist.get_rank() if control is not None else 0
     is_writer = rank % ranks_per_stage == 0
-    only = adapter_parameters(stage.model).values() if is_adapted(stage.model) else None
+    only = saved_parameters(stage.model) if is_adapted(stage.model) else None
     weights = gather_weights(stage.model, is_writer, only)
     if stage.tied and stage.stage:
         weights.pop(stage.tied, None)
@@ -82,10 +82,10 @@ def load_stage_weights(stage: StageModel, folder: str) -> None:
     Every rank reads its own weights. Raises ValueError for a folder without safetensors, for one that lacks a weight of this
     stage, and for a model whose weights have other names or shapes in files.
     """
-    if is_adapted(stage.model):
-        return load_adapters(stage.model, folder)
-    _check_shapes(stage.model)
     owner = _embedding_name(stage)
+    if is_adapted(stage.model):
+        return load_adapters(stage.model, folder, {stage.tied: owner} if stage.tied else {})
+    _check_shapes(stage.model)
     copy_weights(stage.model, folder, {owner: stage.tied} if stage.tied and stage.stage else {}, is_part=True)
 
 
@@ -148,7 +148,7 @@ def _partial(folder: str, stage: int) -> Path:
 def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_size: str) -> None:
     """Writes the weights of one stage. `save_pretrained` cannot: without adapters it writes on global rank 0 only."""
     if is_adapted(model):
-        model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)
+        model.save_pretrained(str(partial), state_dict=weights)
         return
     partial.mkdir(parents=True)
     weights = revert_weight_conversion(model, weights)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.lora import Embedding, Linear, LoraLayer, ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -31,6 +32,7 @@ _FREE_SETTINGS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+    "trainable_token_indices",
 }
 # settings with several tested values; every other setting must have its default
 _SETTINGS: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gaussian")}
@@ -79,9 +81,26 @@ def _setting_problems(config: LoraConfig) -> list[str]:
     problems, default = [], LoraConfig()
     for name, value in vars(config).items():
         allowed = _SETTINGS.get(name, (getattr(default, name, None),))
-        if name not in _FREE_SETTINGS and not any(value is each or value == each for each in allowed):
+        # PEFT itself turns None into empty collections, for example for mixtures of experts
+        is_none = isinstance(value, list | tuple | set | dict) and not value and None in allowed
+        if name in _FREE_SETTINGS or is_none or any(value is each or value == each for each in allowed):
+            continue
+        if name == "target_parameters":
+            problems.append(_parameters_problem(config))
+        else:
             problems.append(f"LoraConfig {name}={value!r} is not in the tested list; use {' or '.join(map(repr, allowed))}")
     return problems
+
+
+def _parameters_problem(config: LoraConfig) -> str:
+    """Why adapters on single weights are refused: their memory is not predicted, although their gradients would be right."""
+    named = sorted(config.target_parameters or ())
+    return (
+        f"LoraConfig has adapters on the weights {', '.join(named)} (target_parameters), for which PEFT copies all experts of a "
+        f"layer in every forward, and no plan counts these bytes; name Linear modules outside the experts instead, such as "
+        f"target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'] (on a mixture of experts, PEFT takes 'all-linear' and names "
+        f"such as 'gate_proj' or 'down_proj' to mean the experts too)"
+    )
 
 
 def _module_problems(model: PeftModel) -> list[str]:
@@ -90,7 +109,8 @@ def _module_problems(model: PeftModel) -> list[str]:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     if other := next((module for _, module in layers if not _is_tested(module)), None):
         problems.append(
-            f"an adapter is on module {type(other.get_base_layer()).__name__}, which is not tested; target Linear modules only"
+            f"an adapter is on module {type(other.get_base_layer()).__name__}, which is not tested; target Linear modules and "
+            f"the embedding only"
         )
     if any(module.merged for _, module in layers):
         problems.append("the adapters are merged into the weights; call model.unmerge_adapter()")
@@ -116,10 +136,24 @@ def _module_problems(model: PeftModel) -> list[str]:
 
 
 def _is_tested(layer: BaseTunerLayer) -> bool:
-    """Whether an adapter is on a linear or a four-bit linear module; on the latter, PEFT's adapter has a class of its own."""
-    if type(layer) is Linear:
+    """Whether an adapter is on a linear or a four-bit linear module, or on the embedding or single tokens of it.
+
+    On a four-bit linear module, PEFT's adapter has a class of its own. Single weights are refused by their setting.
+    """
+    if type(layer) in (Linear, Embedding, TrainableTokensLayer, ParamWrapper):
         return True
     return isinstance(layer, LoraLayer) and is_four_bit(layer.get_base_layer())
+
+
+def tied_token_problem(model: Any) -> str:
+    """Why stages cannot train single tokens of a tied embedding, which PEFT keeps in one adapter of two modules; else empty."""
+    wrappers = [module for module in model.modules() if isinstance(module, TrainableTokensWrapper)]
+    if not any(wrapper.token_adapter.tied_adapter for wrapper in wrappers):
+        return ""
+    return (
+        "trainable_token_indices train an embedding that is tied to the head, and two pipeline stages would have to share that "
+        "adapter; use stages=1, or leave trainable_token_indices out"
+    )
 
 
 def shard_problems(model: Any) -> list[str]:
@@ -210,6 +244,9 @@ def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
     if not isinstance(module, LoraLayer):
         return 0
     layer: Any = module
+    if _ADAPTER not in layer.lora_A:
+        # an embedding's adapter looks rows up
+        return 0
     first = layer.lora_A[_ADAPTER].weight
     element = max(first.element_size(), hidden.itemsize)
     copied = layer.in_features * first.element_size() if first.dtype != hidden else 0
@@ -219,7 +256,19 @@ def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Parameters that are saved in the adapter's folder, under the names that the saved file gives them."""
+    """Parameters of the adapters, under the names that the saved file gives them."""
     own = dict(model.named_parameters())
     found: dict[str, nn.Parameter] = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
     return found
+
+
+def saved_parameters(model: Any) -> list[nn.Parameter]:
+    """Parameters among which PEFT chooses what it writes into the adapter's folder: those of adapters, embedding and head.
+
+    It writes embedding and head if they have adapters or if the vocabulary was resized. To know the latter it may ask the Hub,
+    so ranks must not depend on its choice.
+    """
+    base = base_of(model)
+    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if isinstance(end, nn.Module)]
+    found = [*adapter_parameters(model).values(), *(parameter for end in ends for parameter in end.parameters())]
+    return list({id(parameter): parameter for parameter in found}.values())

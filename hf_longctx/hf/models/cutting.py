@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_longctx.hf.models.adapters import base_of, hidden_dtype
+from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
@@ -108,6 +108,8 @@ def stage_problems(model: nn.Module) -> list[str]:
         for field, value in sorted(config.get_text_config().to_dict().items())
         if any(word in field for word in _SHARING_WORDS) and value
     ]
+    if problem := tied_token_problem(model):
+        problems.append(problem)
     try:
         num_layers = find_pieces(model).num_layers
         if num_layers != (num_calls := config.get_text_config().num_hidden_layers):

@@ -94,10 +94,12 @@ def _shared_weight_problems(model: nn.Module, layers: list[nn.Module]) -> list[s
     """Problem with the first weight that belongs to two layers, or to a layer and a module outside of all layers."""
     base = base_of(model)
     inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
-    ends = [module for module in (base.get_input_embeddings(), base.get_output_embeddings()) if module is not None]
+    # adapters wrap embedding and head
+    pair = (base.get_input_embeddings(), base.get_output_embeddings())
+    ends = {id(module) for end in pair if end is not None for module in end.modules()}
     owners: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        unit: Any = "ends" if module in ends else inside.get(id(module), name)
+        unit: Any = "ends" if id(module) in ends else inside.get(id(module), name)
         for own_name, weight in module.named_parameters(recurse=False):
             full_name = f"{name}.{own_name}"
             first_name, first_unit = owners.setdefault(id(weight), (full_name, unit))

@@ -28,7 +28,7 @@ from hf_longctx.hf.checkpoints.sharded import (
     save_optimizer,
 )
 from hf_longctx.hf.checkpoints.staged import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
-from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted
+from hf_longctx.hf.models.adapters import is_adapted, saved_parameters
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.runtime.execution.stage_model import StageModel
@@ -142,7 +142,7 @@ class ShardedPlacement:
         if not is_sharded(model):
             return None
         self.prepare(model)
-        return gather_weights(model, is_writer, adapter_parameters(model).values() if is_adapted(model) else None)
+        return gather_weights(model, is_writer, saved_parameters(model) if is_adapted(model) else None)
 
     def load(self, model: Any, folder: str) -> bool:
         # `Trainer` loads a model that is still whole, if it reads its weights right

@@ -17,6 +17,7 @@ import torch
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import random_rows, reference_step
 from helpers.models.staged_models import even_parts
+from helpers.models.tiny_models import adapted
 from helpers.plans.layouts import plan_of
 from helpers.plans.policies import replayed
 from helpers.plans.sliced_plans import sliced_plan
@@ -27,6 +28,7 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.activations import activation_problem
+from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stage_problems
 from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
@@ -52,6 +54,8 @@ WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]
 SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0, 17)]]
 TILE_TOKENS = 16
 Step = tuple[float, dict[str, Tensor]]
+# settings of a `LoraConfig`; without any, all weights are trained
+Lora = tuple[tuple[str, Any], ...]
 
 
 ROADS = ("packed", "slices", "ulysses", "ring", "recomputed", "sharded", "stages")
@@ -102,6 +106,21 @@ def worst(found: Step, expected: Step) -> float:
     return max(errors)
 
 
+def build(name: str, lora: Lora = ()) -> Any:
+    """The tiny model of a class, with adapters if there are settings for them."""
+    model = build_any(name)
+    return adapted(model, **dict(lora)).train() if lora else model
+
+
+def attention_adapters(name: str) -> Lora:
+    """Settings of adapters on all linear modules in the attention of a class, except names that PEFT takes to mean experts."""
+    modules = build_any(name, is_random=False).modules()
+    blocks = [module for module in modules if any(word in type(module).__name__ for word in ("Attention", "MLA"))]
+    linears = {key for block in blocks for key, each in block.named_modules() if isinstance(each, torch.nn.Linear)}
+    found = {key.split(".")[-1] for key in linears} - {"gate_proj"}
+    return (("r", 2), ("lora_alpha", 8), ("target_modules", sorted(found)))
+
+
 def rows() -> list[dict[str, list[int]]]:
     return random_rows(LENGTHS)
 
@@ -110,9 +129,9 @@ def num_labels() -> int:
     return sum(label != -100 for row in rows() for label in row["labels"][1:])
 
 
-def reference(name: str) -> Step:
+def reference(name: str, lora: Lora = ()) -> Step:
     """Loss and gradients of plain Hugging Face, eager, one document at a time."""
-    return reference_step(build_any(name), rows())
+    return reference_step(build(name, lora), rows())
 
 
 def gradients_of(model: Any) -> dict[str, Tensor]:
@@ -135,16 +154,16 @@ def lone_step(model: Any, plan: StepPlan, engine: ActivationEngine | None = None
     return float(result.loss), gradients_of(model)
 
 
-def patched(name: str) -> Any:
-    model = build_any(name)
-    patch_model(model)
+def patched(name: str, lora: Lora = ()) -> Any:
+    model = build(name, lora)
+    patch_model(base_of(model))
     return model
 
 
-def recomputed_step(name: str) -> Step:
+def recomputed_step(name: str, lora: Lora = ()) -> Step:
     """Runs slices whose layers are recomputed, in tiles; logits are whole only if the class changes them after the head."""
-    model = patched(name)
-    if (problem := activation_problem(model)) != head_problem(model):
+    model = patched(name, lora)
+    if (problem := activation_problem(base_of(model))) != head_problem(model):
         raise Refused(problem)
     layers = layer_modules(model)
     plan = recomputing_plan(len(layers))
@@ -152,9 +171,9 @@ def recomputed_step(name: str) -> Step:
     return lone_step(model, plan, ActivationEngine(layers, head=head))
 
 
-def staged_step(name: str) -> Step:
+def staged_step(name: str, lora: Lora = ()) -> Step:
     """Runs one packed row through two stages, one after the other in this process."""
-    whole_model = patched(name)
+    whole_model = patched(name, lora)
     if problems := stage_problems(whole_model):
         raise Refused(problems[0])
     num_layers = num_attention_layers(whole_model)
@@ -180,8 +199,9 @@ def staged_step(name: str) -> Step:
     if tied:
         names = {id(p): n for n, p in whole_model.named_parameters()}
         embedding = names[id(whole_model.get_input_embeddings().weight)]
-        head = next(key for key in gradients if key not in names.values())
-        gradients[embedding] = gradients[embedding] + gradients.pop(head)
+        # under adapters it is frozen and has no gradient
+        for head in [key for key in gradients if key not in names.values()]:
+            gradients[embedding] = gradients[embedding] + gradients.pop(head)
     return float(loss), gradients
 
 
@@ -194,51 +214,51 @@ def self_tested(model: Any) -> str:
     return "left out" if test is None else test.run(RunPlace(GroupPool((1,), 1.0), None, CPU, False, lambda count: count))
 
 
-def local_outcome(name: str) -> Outcome:
+def local_outcome(name: str, lora: Lora = ()) -> Outcome:
     """Outcome of the roads that need one process."""
     outcome = Outcome()
-    model = build_any(name)
+    model = build(name, lora)
     if problems := setup_problems(model, None, LongContextConfig(), 2, (1, 2)):
         raise AssertionError(f"{name} is refused: {problems}")
     assert model_spec(model).num_layers == num_attention_layers(model)
     with wide_floats():
-        expected = reference(name)
-        outcome.run("packed", lambda: lone_step(patched(name), sliced_plan(LENGTHS, WHOLE)), expected)
-        outcome.run("slices", lambda: lone_step(patched(name), sliced_plan(LENGTHS, SLICES)), expected)
-        outcome.run("recomputed", lambda: recomputed_step(name), expected)
-        outcome.run("stages", lambda: staged_step(name), expected)
-    outcome.self_test = self_tested(patched(name))
+        expected = reference(name, lora)
+        outcome.run("packed", lambda: lone_step(patched(name, lora), sliced_plan(LENGTHS, WHOLE)), expected)
+        outcome.run("slices", lambda: lone_step(patched(name, lora), sliced_plan(LENGTHS, SLICES)), expected)
+        outcome.run("recomputed", lambda: recomputed_step(name, lora), expected)
+        outcome.run("stages", lambda: staged_step(name, lora), expected)
+    outcome.self_test = self_tested(patched(name, lora))
     return outcome
 
 
-def group_step(name: str, ulysses: int, is_sharded: bool) -> Step:
-    pool, model = group_pool(), patched(name)
+def group_step(name: str, ulysses: int, is_sharded: bool, lora: Lora = ()) -> Step:
+    pool, model = group_pool(), patched(name, lora)
     plan = plan_of(
         [[(2, tuple(range(len(LENGTHS))))]], LENGTHS, 2, ulysses=ulysses, parameters="sharded" if is_sharded else "replicated"
     )
     if is_sharded:
-        shard_model(model, tuple(model._no_split_modules or ()), mesh(2))
+        shard_model(model, tuple(base_of(model)._no_split_modules or ()), mesh(2))
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, CPU)
     result = executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows(), pool.rank)["chunks"], num_labels())
     return float(result.loss), gradients_of(model)
 
 
-def group_outcome(name: str) -> Outcome:
+def group_outcome(name: str, lora: Lora = ()) -> Outcome:
     """Outcome of the roads that need two ranks; called on each of them."""
     outcome = Outcome()
     with wide_floats():
-        expected = reference(name)
-        outcome.run("ulysses", lambda: group_step(name, 0, False), expected)
-        outcome.run("ring", lambda: group_step(name, 1, False), expected)
-        outcome.run("sharded", lambda: group_step(name, 0, True), expected)
+        expected = reference(name, lora)
+        outcome.run("ulysses", lambda: group_step(name, 0, False, lora), expected)
+        outcome.run("ring", lambda: group_step(name, 1, False, lora), expected)
+        outcome.run("sharded", lambda: group_step(name, 0, True, lora), expected)
     return outcome
 
 
-def sweep(name: str, pool: RankPool) -> Outcome:
+def sweep(name: str, pool: RankPool, lora: Lora = ()) -> Outcome:
     """Outcome of all roads of a class; the two ranks of `pool` run theirs while this process runs its own."""
     with ThreadPoolExecutor(1) as waiting:
-        ranks = waiting.submit(pool.run, group_outcome, name)
-        total = local_outcome(name)
+        ranks = waiting.submit(pool.run, group_outcome, name, lora)
+        total = local_outcome(name, lora)
         for outcome in ranks.result():
             total.refusals |= outcome.refusals
             total.errors |= {road: max(error, total.errors.get(road, 0.0)) for road, error in outcome.errors.items()}

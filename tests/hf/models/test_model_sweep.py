@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers.measures.class_sweep import OPTIONAL, ROADS, sweep
+from helpers.measures.class_sweep import OPTIONAL, ROADS, attention_adapters, local_outcome, sweep
 from helpers.models.any_model import build_any, class_names, kinds_of
 from helpers.models.model_table import cells_of, read_page
 from helpers.models.reference import TOLERANCE
@@ -29,8 +29,8 @@ NO_DEFAULT = (
 AT_LEAST_EXACT = 90
 
 
-def marked(names: tuple[str, ...] | list[str]) -> list:
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.sweep) for name in names]
+def marked(names: tuple[str, ...] | list[str], fast: tuple[str, ...] = FAST) -> list:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.sweep) for name in names]
 
 
 @pytest.mark.parametrize("name", marked(TESTED_MODELS))
@@ -42,6 +42,19 @@ def test_a_tested_class_is_exact(ranks, name: str) -> None:
     assert name in NO_DEFAULT or kinds_of(name) <= {type(module).__name__ for module in build_any(name).modules()}
     said = read_page()[0][name][1:]
     assert list(cells_of(outcome, head_problem(build_any(name))).values())[1:] == said
+
+
+# PEFT rewrites the settings of adapters for the first two; scores of low rank, one projection for queries, keys and values
+FAST_ADAPTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM")
+
+
+@pytest.mark.parametrize("name", marked(TESTED_MODELS, FAST_ADAPTED))
+def test_adapters_on_the_attention_of_a_tested_class_are_exact(ranks, name: str) -> None:
+    lora = attention_adapters(name)
+    outcome = sweep(name, ranks(2), lora) if name in FAST_ADAPTED else local_outcome(name, lora)
+    assert {road: error for road, error in outcome.errors.items() if not error <= TOLERANCE} == {}
+    assert set(outcome.refusals) <= set(OPTIONAL) and {"packed", "slices"} <= set(outcome.errors)
+    assert outcome.self_test.startswith("self-test passed"), outcome.self_test
 
 
 @newest

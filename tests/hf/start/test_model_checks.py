@@ -253,6 +253,28 @@ def test_adapters_have_no_problem(task_type: str | None, dtype: torch.dtype, aut
     assert problems_at_start(lora(cast(tiny_llama(), dtype), autocast, task_type=task_type, **settings)) == []
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_adapters_on_the_embedding_or_on_tokens_have_no_problem(is_tied: bool) -> None:
+    for settings in ({"target_modules": ["q_proj", "embed_tokens"]}, {"trainable_token_indices": [3, 5]}):
+        for config in ({}, {"parameters": "sharded"}):
+            model = lora(tiny_llama(tie_word_embeddings=is_tied), **settings)
+            assert problems_at_start(model, num_ranks=2, degrees=(1, 2), **config) == []
+
+
+def test_tokens_of_a_tied_embedding_are_refused_in_stages_alone() -> None:
+    model = lora(tiny_llama(tie_word_embeddings=True), trainable_token_indices=[3, 5])
+    (problem,) = problems_at_start(model, num_ranks=2, stages=2)
+    assert problem.startswith("trainable_token_indices train an embedding that is tied to the head") and "stages=1" in problem
+    assert problems_at_start(lora(trainable_token_indices=[3, 5]), num_ranks=2, stages=2) == []
+
+
+def test_empty_settings_that_peft_adds_are_none() -> None:
+    model = lora(tiny_mixtral(), target_modules=["q_proj", "o_proj"])
+    # PEFT's own doing, which is not the user's choice
+    assert model.peft_config["default"].target_parameters == set()
+    assert problems_at_start(model) == []
+
+
 def added_by_transformers() -> Any:
     model = tiny_llama()
     model.add_adapter(LoraConfig(target_modules=["q_proj"]))
@@ -289,6 +311,16 @@ def of_half_and_single() -> Any:
     return model
 
 
+def with_convolution() -> Any:
+    model = tiny_llama()
+    model.model.layers[0].mlp.gate_proj = torch.nn.Conv1d(32, 48, 1)
+    return model
+
+
+def tiny_mixtral() -> Any:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**LLAMA_SHAPE, num_local_experts=4, num_experts_per_tok=2))
+
+
 # problem -> (how the model is made, text in the message)
 REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
     "prompt tuning": (
@@ -312,9 +344,17 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         lambda: lora(init_lora_weights="pissa"),
         "init_lora_weights='pissa' is not in the tested list; use True or False or",
     ),
-    "embedding": (
-        lambda: lora(target_modules=["embed_tokens"]),
-        "an adapter is on module Embedding, which is not tested; target Linear modules only",
+    "convolution": (
+        lambda: lora(with_convolution(), target_modules=["gate_proj"]),
+        "an adapter is on module Conv1d, which is not tested; target Linear modules and the embedding only",
+    ),
+    "experts": (
+        lambda: lora(tiny_mixtral(), target_parameters=["mlp.experts.gate_up_proj"]),
+        "adapters on the weights mlp.experts.gate_up_proj (target_parameters), for which PEFT copies all experts of a layer",
+    ),
+    "experts of all-linear": (
+        lambda: lora(tiny_mixtral(), target_modules="all-linear"),
+        "adapters on the weights down_proj, gate.weight, gate_up_proj (target_parameters), for which PEFT copies all experts",
     ),
     "saved norm": (
         lambda: lora(modules_to_save=["input_layernorm"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]), ("lora_bias", True))
 DORA = (("r", 2), ("use_rslora", True), ("use_dora", True), ("target_modules", PROJECTIONS), ("modules_to_save", ["lm_head"]))
 
+# an adapter on the embedding, and one on single tokens of it
+ENDS = (("r", 2), ("target_modules", ["q_proj", "embed_tokens", "lm_head"]))
+TOKENS = (("r", 2), ("target_modules", ["q_proj", "down_proj"]), ("trainable_token_indices", [3, 5, 60]))
+
 
 def tight(lora: Any) -> dict[str, Any]:
     """A device that keeps everything of 30 tokens beside frozen weights and adapters, fewer than most rows have."""
@@ -45,6 +50,8 @@ STAGES = {"tokens_per_rank": 96, "stages": 2}
 RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "sharded, then stages": (DORA, SHARDED, STAGES),
     "stages, then gathered": (LORA, STAGES, GATHERED),
+    "adapters on embedding and head": (ENDS, SHARDED, STAGES),
+    "single tokens": (TOKENS, STAGES, SHARDED),
     "recomputing": (DORA, tight(DORA), tight(DORA)),
 }
 
@@ -82,6 +89,11 @@ def assert_folder(folder: Path, case: ModelCase, weights: dict[str, torch.Tensor
     with torch.no_grad():
         logits = [model.eval()(input_ids=ids).logits for model in (found, expected)]
     assert relative_error(logits[0], logits[1]) <= TOLERANCE
+    with tempfile.TemporaryDirectory() as own_folder:
+        expected.save_pretrained(own_folder)
+        own, saved = (load_file(Path(each, "adapter_model.safetensors")) for each in (own_folder, folder))
+    assert own.keys() == saved.keys()
+    assert max(relative_error(saved[key], weight) for key, weight in own.items()) <= TOLERANCE
 
 
 def test_shards_inside_stages_follow_one_plain_process(ranks, tmp_path: Path) -> None:
