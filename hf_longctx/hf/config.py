@@ -198,6 +198,14 @@ class LongContextConfig:
             "starts with."
         },
     )
+    resume_partial: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume from a checkpoint whose weights are there even if other parts (optimizer, schedule, random numbers, "
+            "count of steps, data record) are missing or damaged; the log says what starts anew. False: refuse it, naming the "
+            "files."
+        },
+    )
     collective_timeout_s: float = field(
         default=60.0,
         metadata={"help": "Seconds after which ranks that wait for a dead or hanging rank give up with an error."},
@@ -300,6 +308,7 @@ KINDS: dict[str, Kind] = {
     "node_aligned": Flag(),
     "hardware": Text(),
     "calibration_steps": _COUNT,
+    "resume_partial": Flag(),
     "collective_timeout_s": _SECONDS,
     "fp32_gradients": Flag(),
     "self_test": Flag(),

@@ -1,26 +1,25 @@
 """Records in every checkpoint which data came before it, so that a resumed run takes the next sample or refuses to start.
 
-Used by the trainer (and by the callback over a stock loader, through `check_resumed`).
+The trainer writes the record and its manifest (`checkpoints/`); the callback over a stock loader uses `check_resumed`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
+from accelerate import PartialState
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 
+from hf_longctx.hf.checkpoints.manifest import DATA_FILE, read_record
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import Cursor
 
 logger = logging.getLogger(__name__)
-
-RECORD_NAME = "longctx_data.json"
 
 # the settings that decide which samples a step has -> what to do when one differs from the checkpoint's
 _REMEDIES = {
@@ -57,8 +56,8 @@ def data_settings(
     }
 
 
-class DataRecorder(TrainerCallback):
-    """Writes into every checkpoint the settings that decide which samples come next, and compares them when a run resumes.
+class DataRecorder:
+    """Describes for every checkpoint the settings that decide which samples come next, and compares them when a run resumes.
 
     `describe` says what data the training reads, with a value for every name in `_REMEDIES`.
     """
@@ -67,30 +66,48 @@ class DataRecorder(TrainerCallback):
         self.settings: dict[str, Any] = {}
         self.cursor: Callable[[], Cursor | None] = lambda: None
         self.resumed_from: Path | None = None
+        self.starts_anew = False
 
     def describe(self, settings: dict[str, Any]) -> None:
         """Stores which data the present training reads, for its checkpoints and for `problems`."""
         self.settings = settings
 
     def follow(self, cursor: Callable[[], Cursor | None]) -> None:
-        """From now on, writes the place in the stream into checkpoints; `cursor` returns that place on rank 0."""
+        """From now on, puts the place in the stream into records; `cursor` returns that place on rank 0."""
         self.cursor = cursor
 
-    def resume(self, checkpoint: str | bool | None, args: TrainingArguments) -> None:
-        """Stores the checkpoint from which the next training resumes; `checkpoint` is the argument of `Trainer.train`."""
-        folder = get_last_checkpoint(str(args.output_dir)) if checkpoint is True else checkpoint
-        self.resumed_from = Path(folder) if folder and not args.ignore_data_skip else None
+    def resume(self, folder: Path | None, starts_anew: bool = False) -> None:
+        """Stores the checkpoint after whose data the next training goes on; None: the data start at their beginning.
+
+        starts_anew: do without the checkpoint's record, so that a stream starts at its beginning.
+        """
+        self.resumed_from, self.starts_anew = folder, starts_anew
+
+    def record(self, step: int) -> dict[str, Any]:
+        """The record of the data before optimizer step `step` ends; the place in a stream is right on rank 0."""
+        cursor = self.cursor()
+        return {"step": step, "settings": self.settings, "cursor": None if cursor is None else asdict(cursor)}
 
     def problems(self) -> list[str]:
-        """Lists the settings that differ from the checkpoint's, so that samples would repeat or be skipped. For rank 0."""
-        record = self._record()
-        if self.resumed_from is None:
+        """Lists on any rank what keeps it from going on after the checkpoint's data.
+
+        That is a record that cannot be read, and settings that differ from the checkpoint's, so that samples would repeat or be
+        skipped.
+        """
+        if self.resumed_from is None or self.starts_anew:
             return []
+        remedy = "set LongContextConfig(resume_partial=True) to go on without it, or ignore_data_skip=True to start the data anew"
+        try:
+            record = self._record()
+            _cursor_of(record)
+        except ValueError as error:
+            return [f"{self.resumed_from}: {error}; {remedy}"]
         if record is None:
-            missing = f"{self.resumed_from} has no readable {RECORD_NAME}, which records the data that came before it"
+            missing = f"{self.resumed_from} has no {DATA_FILE}, which records the data that came before it"
             if self.settings["train_dataset"] == "stream":
                 return [f"{missing}, so the stream cannot go on; set ignore_data_skip=True to start the stream anew"]
-            logger.warning("%s; make sure that the data and batch settings are those of the first run", missing)
+            if PartialState().is_main_process:
+                logger.warning("%s; make sure that the data and batch settings are those of the first run", missing)
             return []
         return [
             f"{name} was {record['settings'].get(name)!r} in {self.resumed_from.name} and is {value!r} now, so samples would be "
@@ -101,27 +118,25 @@ class DataRecorder(TrainerCallback):
 
     def start(self) -> Cursor:
         """Position from which a stream continues; its beginning if nothing is resumed."""
-        record = self._record()
-        return Cursor(**record["cursor"]) if record is not None and record["cursor"] is not None else Cursor()
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        cursor = self.cursor()
-        record = {"settings": self.settings, "cursor": None if cursor is None else asdict(cursor)}
-        path = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", RECORD_NAME)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record, indent=2) + "\n")
-        temporary.replace(path)
+        return _cursor_of(self._record()) or Cursor()
 
     def _record(self) -> dict[str, Any] | None:
-        if self.resumed_from is None:
-            return None
-        try:
-            record = json.loads((self.resumed_from / RECORD_NAME).read_text())
-        except (OSError, json.JSONDecodeError):
-            return None
-        return record if isinstance(record, dict) and {"settings", "cursor"} <= set(record) else None
+        """The record of the checkpoint; raises ValueError for one that cannot be read."""
+        return None if self.resumed_from is None or self.starts_anew else read_record(self.resumed_from)
+
+
+def _cursor_of(record: dict[str, Any] | None) -> Cursor | None:
+    """The place in the stream that a record has, if any; raises ValueError for one that is none."""
+    if record is None or record["cursor"] is None:
+        return None
+    try:
+        cursor = Cursor(**record["cursor"])
+    except TypeError:
+        raise ValueError(f"{DATA_FILE} has no place in a stream, but {record['cursor']!r:.80}") from None
+    numbers = (cursor.epoch, cursor.row, cursor.piece)
+    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(cursor.digest, str):
+        raise ValueError(f"{DATA_FILE} has no place in a stream, but {record['cursor']!r:.80}")
+    return cursor
 
 
 def sequences_per_step(args: TrainingArguments) -> int:

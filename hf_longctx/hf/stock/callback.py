@@ -8,8 +8,10 @@ that full plans run. Evaluation keeps the trainer's own loop, with the model's o
 from __future__ import annotations
 
 import logging
+import socket
 from contextlib import ExitStack
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 from accelerate import PartialState
@@ -18,10 +20,15 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
+from hf_longctx.hf.checkpoints.choice import Choice
+from hf_longctx.hf.checkpoints.manifest import Contents
+from hf_longctx.hf.checkpoints.room import folder_problems
+from hf_longctx.hf.checkpoints.staging import checkpoint_name, seal
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers
 from hf_longctx.hf.models.routers import has_balance
+from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.start.arguments import argument_problems
 from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_problems
 from hf_longctx.hf.stock.collators import collator_problems
@@ -95,6 +102,7 @@ class LongContextCallback(TrainerCallback):
         with ExitStack() as undo:
             check_resumed(args, state, train_dataloader)
             self._start_exchange(args, model, processing_class, undo)
+            self._check_files(args, state)
             self._undo = undo.pop_all()
 
     def on_pre_optimizer_step(
@@ -119,6 +127,16 @@ class LongContextCallback(TrainerCallback):
             f"on_nonfinite='skip' leaves such steps out"
         )
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds the manifest to a checkpoint that the stock trainer has written in place, so that a resumed run can check it."""
+        if self._trainer is not None or self.exchange is None:
+            return
+        group = self.exchange.source.pool.control
+        hosts = gather_objects(socket.gethostname(), group)
+        owner = hosts.index(hosts[args.process_index]) if args.save_on_each_node else 0
+        contents = Contents(state.global_step, args.world_size, 1, "replicated", args.save_only_model, None)
+        seal(Path(str(args.output_dir), checkpoint_name(state.global_step)), contents, group, owner)
+
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._trainer is not None:
             return
@@ -126,10 +144,22 @@ class LongContextCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         self.detach()
 
+    def _check_files(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Raises ValueError on every rank if the stock trainer has resumed from a checkpoint that is not whole."""
+        assert self.exchange is not None
+        if not state.global_step:
+            return
+        folder = Path(str(args.output_dir), checkpoint_name(state.global_step))
+        if folder.is_dir():
+            Choice(self.config.resume_partial, args.ignore_data_skip, self.exchange.source.pool.control).loaded(folder)
+        elif args.process_index == 0:
+            logger.warning("%s is not there, so the checkpoint that this training resumes from was not checked", folder)
+
     def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any, undo: ExitStack) -> None:
         """Checks everything on every rank, makes the process groups, and hooks the model."""
         config = self.config
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
+        problems += folder_problems(args, model)
         if attention_name(model) in NAMES.values():
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
         if has_balance(model):
@@ -204,7 +234,6 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
         undo.callback(run.close)
         planned._report()
         undo.callback(trainer.remove_callback, run.report)
-        undo.callback(trainer.remove_callback, run.recorder)
         undo.callback(trainer.remove_callback, ReplicaCheck)
     finally:
         lent |= set(vars(trainer)) - own

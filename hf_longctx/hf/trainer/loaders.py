@@ -97,7 +97,8 @@ def _check_resumed(run: Run, train_dataset: str, shuffle_seed: int | None, is_cu
     """Records the run's data for later checkpoints; raises on every rank if it resumes from a checkpoint with other data."""
     cut_tokens = run.sets.longest_sequence if is_cut else None
     run.recorder.describe(data_settings(run.args, run.config, train_dataset, shuffle_seed, cut_tokens))
-    raise_together(run.recorder.problems() if run.args.process_index == 0 else [], run.control)
+    # on every rank, since each may see a checkpoint of its own
+    raise_together(run.recorder.problems(), run.control)
 
 
 def _batches_done(run: Run, per_epoch: int, global_step: Callable[[], int]) -> int:

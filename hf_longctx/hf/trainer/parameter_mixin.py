@@ -2,9 +2,9 @@
 
 These private methods of `Trainer` are overridden, each here and nowhere else: `_wrap_model`, `_move_model_to_device`,
 `_clip_grad_norm`, `_get_grad_norm`, `_track_num_input_tokens`, `_save`, `_load_from_checkpoint`, `_load_best_model`,
-`_save_optimizer_and_scheduler` and `_load_optimizer_and_scheduler`. `Trainer` sums two more numbers over ranks that need no
-override: the loss, since every rank returns the loss of the whole step, and the count of floating point operations, since every
-rank counts those of its own parameters.
+`_save_optimizer_and_scheduler` and `_load_optimizer_and_scheduler`; `CheckpointMixin` overrides those about folders. `Trainer`
+sums two more numbers over ranks that need no override: the loss, since every rank returns the loss of the whole step, and the
+count of floating point operations, since every rank counts those of its own parameters.
 """
 
 from __future__ import annotations
@@ -12,27 +12,21 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks
 from hf_longctx.hf.start.setup import shared_parameters
+from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import Placement
 from hf_longctx.hf.trainer.run import Run
-
-# users put the mixin in front of a Trainer subclass, so type checkers treat it as one
-if TYPE_CHECKING:
-    _TrainerBase = Trainer
-else:
-    _TrainerBase = object
 
 SCHEDULER_FILE = "scheduler.pt"
 
@@ -49,7 +43,7 @@ class PlacedModel(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class ParameterMixin(_TrainerBase):
+class ParameterMixin(CheckpointMixin):
     """The part of `LongContextMixin` about parameters; the run is started before any of it is used."""
 
     longctx_config: LongContextConfig
@@ -132,12 +126,13 @@ class ParameterMixin(_TrainerBase):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes the weights of all ranks, the tokenizer and the arguments; no weights if the placement wrote them already."""
-        if not self._placement.writes_weights:
-            return super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
-        folder = Path(self._folder(output_dir))
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(str(folder))
-        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        with self._holding_errors():
+            if not self._placement.writes_weights:
+                return super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
+            folder = Path(self._folder(output_dir))
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(str(folder))
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._placement.load(self.model, resume_from_checkpoint):
@@ -149,14 +144,17 @@ class ParameterMixin(_TrainerBase):
             super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._placement.save_optimizer(self.model, self._plain_optimizer, output_dir):
-            return super()._save_optimizer_and_scheduler(output_dir)
-        assert self.lr_scheduler is not None
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
+        with self._holding_errors():
+            if not self._placement.save_optimizer(self.model, self._plain_optimizer, output_dir):
+                return super()._save_optimizer_and_scheduler(output_dir)
+            assert self.lr_scheduler is not None
+            if self.args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads states, even those of a run with another number of ranks or stages, or with sharded parameters."""
+        if self._starts_anew("optimizer"):
+            return None
         if checkpoint is None or not self._placement.load_optimizer(self.model, self._plain_optimizer, checkpoint):
             return super()._load_optimizer_and_scheduler(checkpoint)
         assert self.lr_scheduler is not None

@@ -27,6 +27,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.ranks.agreement import count_over_ranks, raise_together
@@ -99,14 +100,18 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._log_to_output_dir()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trains as `Trainer.train` does; refuses a checkpoint after which samples would be repeated or skipped."""
+        """Trains as `Trainer.train` does, from the newest complete checkpoint for `resume_from_checkpoint=True`.
+
+        Refuses a checkpoint that is not whole, and one after which samples would be repeated or skipped.
+        """
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor = None
-        self.longctx_run.recorder.resume(resume_from_checkpoint, self.args)
+        folder = self._choose_checkpoint(resume_from_checkpoint)
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(folder, *args, **kwargs)
         finally:
-            self.longctx_run.recorder.resume(None, self.args)
+            self._chosen = None
+            self.longctx_run.recorder.resume(None)
             self.longctx_run.release_model()
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], int]:
@@ -194,15 +199,15 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """Starts the run and sets every attribute of the mixin. Collective over all ranks."""
         self.longctx_config = request.config
         problems = request.problems + config_problems(request.config, request.args)
+        problems += folder_problems(request.args, request.model)
         problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
         self.longctx_run = start_run(replace(request, problems=problems))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._guard = NonfiniteGuard(self.longctx_run)
+        self._staged, self._chosen = None, None
 
     def _report(self) -> None:
         """Adds the callbacks of the run, once `Trainer` is built."""
-        # the recorder comes before the report, since the report lets the other ranks go on after a checkpoint
-        self.add_callback(self.longctx_run.recorder)
         self.add_callback(self.longctx_run.report)
         self.add_callback(ReplicaCheck(self.longctx_config, self.longctx_run))
 

@@ -11,9 +11,10 @@ from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
 from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from torch.utils.data import DataLoader
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from hf_longctx import LongContextConfig
+from hf_longctx.hf.checkpoints.manifest import write_json
 from hf_longctx.hf.data.resume import DataRecorder, check_resumed, data_settings, plans_done
 from hf_longctx.hf.data.streaming import Cursor
 
@@ -30,48 +31,36 @@ def save(folder: Path, step: int, made: DataRecorder) -> Path:
     """Writes a record as the trainer does, and returns the checkpoint's folder."""
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir()
-    state = TrainerState(global_step=step, is_world_process_zero=True)
-    made.on_save(training_arguments(str(folder)), state, TrainerControl())
+    write_json(checkpoint / "longctx_data.json", made.record(step))
     return checkpoint
 
 
 def test_a_cursor_survives_the_checkpoint(tmp_path: Path) -> None:
     cursor = Cursor(2, 17, 1, "abc")
     checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream", cursor))
-    for where in (str(checkpoint), True):
-        again = recorder(tmp_path, "stream")
-        again.resume(where, training_arguments(str(tmp_path)))
-        assert again.problems() == [] and again.start() == cursor
+    again = recorder(tmp_path, "stream")
+    again.resume(checkpoint)
+    assert again.problems() == [] and again.start() == cursor
     assert not list(checkpoint.glob("*.tmp"))
 
 
 def test_a_run_that_starts_or_skips_nothing_has_no_cursor_and_no_problems(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream", Cursor(2, 17)))
-    for where, arguments in ((None, {}), (str(checkpoint), {"ignore_data_skip": True})):
+    for where, starts_anew in ((None, False), (checkpoint, True)):
         again = recorder(tmp_path, "another")
-        again.resume(where, training_arguments(str(tmp_path), **arguments))
+        again.resume(where, starts_anew)
         assert again.problems() == [] and again.start() == Cursor()
-
-
-def test_only_the_first_rank_writes(tmp_path: Path) -> None:
-    recorder(tmp_path, "stream").on_save(
-        training_arguments(str(tmp_path)), TrainerState(is_world_process_zero=False), TrainerControl()
-    )
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_an_older_version_is_said_and_a_stream_refused(tmp_path: Path, caplog: Any) -> None:
     checkpoint = save(tmp_path, 4, recorder(tmp_path, "digest"))
-    for content in ("{", None):
-        path = checkpoint / "longctx_data.json"
-        path.unlink() if content is None else path.write_text(content)
-        map_style, stream = recorder(tmp_path, "digest"), recorder(tmp_path, "stream")
-        for made in (map_style, stream):
-            made.resume(str(checkpoint), training_arguments(str(tmp_path)))
-        caplog.clear()
-        assert map_style.problems() == [] and "has no readable longctx_data.json" in caplog.text
-        (problem,) = stream.problems()
-        assert "the stream cannot go on; set ignore_data_skip=True" in problem
+    (checkpoint / "longctx_data.json").unlink()
+    map_style, stream = recorder(tmp_path, "digest"), recorder(tmp_path, "stream")
+    for made in (map_style, stream):
+        made.resume(checkpoint)
+    assert map_style.problems() == [] and "has no longctx_data.json" in caplog.text
+    (problem,) = stream.problems()
+    assert "the stream cannot go on; set ignore_data_skip=True" in problem
 
 
 def test_the_record_is_readable(tmp_path: Path) -> None:
@@ -157,7 +146,7 @@ def test_how_a_step_is_divided_matters_only_where_plans_end_an_epoch(tmp_path: P
         checkpoint = save(tmp_path, number, recorder(tmp_path, train_dataset, Cursor(), **whole, **arguments))
         for division, is_other in ((whole, False), (halves, True)):
             again = recorder(tmp_path, train_dataset, **division, **arguments)
-            again.resume(str(checkpoint), training_arguments(str(tmp_path)))
+            again.resume(checkpoint)
             assert ["sequences_per_plan was 4" in problem for problem in again.problems()] == [True] * (is_other and is_refused)
 
 
@@ -169,10 +158,18 @@ def test_a_stock_loader_without_a_length_is_not_resumed(tmp_path) -> None:
     check_resumed(arguments(tmp_path), TrainerState(), stream)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{}", '{"settings": {}}', "{"])
-def test_a_record_that_is_none_counts_as_missing(tmp_path, text: str) -> None:
-    checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream"))
+DAMAGED = ["[1]", "{}", '{"settings": {}}', "{", '{"settings": 3, "cursor": null}']
+CURSORS = ["7", '{"row": -1}', '{"row": 1.5}', '{"rows": 1}', '{"digest": 3}']
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, *(f'{{"settings": {{}}, "cursor": {cursor}}}' for cursor in CURSORS)])
+@pytest.mark.parametrize("data", ["stream", "digest"])
+def test_a_record_that_is_none_is_refused(tmp_path, data: str, text: str) -> None:
+    checkpoint = save(tmp_path, 4, recorder(tmp_path, data))
     (checkpoint / "longctx_data.json").write_text(text)
-    again = recorder(tmp_path, "stream")
-    again.resume(str(checkpoint), training_arguments(str(tmp_path)))
-    assert "no readable longctx_data.json" in again.problems()[0]
+    again = recorder(tmp_path, data)
+    again.resume(checkpoint)
+    (problem,) = again.problems()
+    assert "longctx_data.json" in problem and "resume_partial=True" in problem
+    again.resume(checkpoint, starts_anew=True)
+    assert again.problems() == [] and again.start() == Cursor()

@@ -1,0 +1,99 @@
+"""A rank is killed at every place of a save; the restarted run goes on from the last complete checkpoint with equal losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.ranks.forked import Program, free_port, rank_environment
+from helpers.trainers.killed_saves import KINDS, NUM_STEPS, run, whole_checkpoints
+from helpers.trainers.trainer_runs import resuming
+
+PROGRAM = """
+import sys
+from helpers.trainers.killed_saves import plant, trainer_of
+
+kind, folder, place, step, limit = sys.argv[1:]
+trainer = trainer_of(kind, folder, save_total_limit=int(limit))
+plant(trainer, place, int(step))
+trainer.train(resume_from_checkpoint=True)
+"""
+
+# place -> the step from which the restart goes on, if the save after step 4 was killed there
+BEFORE_MANIFEST, AFTER_MANIFEST = 2, 4
+PLACES = {
+    "weights": BEFORE_MANIFEST,
+    "optimizer": BEFORE_MANIFEST,
+    "rng of rank 1": BEFORE_MANIFEST,
+    "state": BEFORE_MANIFEST,
+    "sums of rank 1": BEFORE_MANIFEST,
+    "manifest": BEFORE_MANIFEST,
+    "rename": AFTER_MANIFEST,
+    "flush": AFTER_MANIFEST,
+    "rotation": AFTER_MANIFEST,
+    "deletion": AFTER_MANIFEST,
+}
+CASES = [("replicated", place) for place in PLACES]
+CASES += [("sharded", place) for place in ("optimizer", "sums of rank 1", "rename")]
+CASES += [("staged", place) for place in ("weights", "state", "deletion")]
+CASES += [("stream", place) for place in ("rng of rank 1", "manifest", "rotation")]
+
+
+@pytest.fixture(scope="module")
+def straight(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Losses of runs that nobody kills, by kind."""
+    known: dict[str, list[float]] = {}
+
+    def losses(kind: str) -> list[float]:
+        if kind not in known:
+            known[kind] = ranks(2).run(run, kind, str(tmp_path_factory.mktemp(kind)))[0][1]
+        return known[kind]
+
+    return losses
+
+
+def killed(folder: Path, kind: str, place: str, step: int, limit: int = 1) -> None:
+    """Starts a run on two ranks and waits until one of them was killed and the other has given up or was ended."""
+    program, out = folder / "program.py", folder / "out"
+    program.write_text(PROGRAM)
+    port, words = free_port(), [kind, str(out), place, str(step), str(limit)]
+    started = [
+        Program(
+            program,
+            words,
+            {**rank_environment(rank, 2, port), "ACCELERATE_USE_CPU": "true"},
+            folder / "stdout.txt",
+            folder / "stderr.txt",
+        )
+        for rank in range(2)
+    ]
+    victim = 1 if place.endswith("rank 1") else 0
+    try:
+        assert started[victim].wait(200) == -9, (folder / "stderr.txt").read_text()
+    finally:
+        for each in started:
+            each.kill()
+
+
+@resuming
+@pytest.mark.parametrize("kind,place", CASES)
+def test_a_killed_save_costs_no_complete_checkpoint(ranks, straight, tmp_path: Path, kind: str, place: str) -> None:
+    killed(tmp_path, kind, place, step=4)
+    out = tmp_path / "out"
+    # in view there are only checkpoints that are complete, and the last complete one is among them
+    in_view = sorted(path.name for path in out.glob("checkpoint-*"))
+    assert in_view and in_view == whole_checkpoints(out)
+    for first, losses in ranks(2).run(run, kind, str(out), True, None, {"save_total_limit": 1}):
+        assert first == PLACES[place]
+        assert losses == pytest.approx(straight(kind)[first:], rel=1e-10, abs=0)
+    assert [path.name for path in out.iterdir() if "checkpoint" in path.name] == [f"checkpoint-{NUM_STEPS}"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_killed_in_its_first_save_starts_anew_and_says_so(ranks, straight, tmp_path: Path, kind: str) -> None:
+    killed(tmp_path, kind, "state", step=2, limit=2)
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    for first, losses in ranks(2).run(run, kind, str(tmp_path / "out"), True):
+        assert first == 0
+        assert losses == pytest.approx(straight(kind), rel=1e-10, abs=0)
