@@ -169,6 +169,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "nested": False,
         "node_aligned": False,
         "calibration_steps": 0,
+        "resume_partial": True,
         "collective_timeout_s": 7.5,
         "fp32_gradients": False,
         "self_test": False,

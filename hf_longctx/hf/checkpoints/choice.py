@@ -36,7 +36,7 @@ from hf_longctx.hf.ranks.agreement import gather_objects
 
 logger = logging.getLogger(__name__)
 
-# what a run may start anew, in the words of the log; weights are not among them
+# parts that a run may start anew, in the words of the log; weights are not among them
 _ANEW = {
     "optimizer": "the optimizer's states and the learning-rate schedule",
     "rng": "random numbers",
@@ -246,7 +246,7 @@ def _size_findings(folder: Path, manifest: Manifest) -> list[Finding]:
 
 
 def _state_findings(folder: Path, step: int | None) -> list[Finding]:
-    """What is wrong with the trainer's state and the data record, which must be those of `step`, if that is known."""
+    """Faults of the trainer's state and the data record, which must be those of `step`, if that is known."""
     found = []
     if step is not None and step_of(folder) not in (None, step):
         found.append(Finding("state", f"{MANIFEST_FILE} is that of step {step}"))
@@ -269,7 +269,7 @@ def _state_findings(folder: Path, step: int | None) -> list[Finding]:
 
 
 def _plain_findings(folder: Path) -> list[Finding]:
-    """What is missing or cut short in a checkpoint without a manifest."""
+    """Files that are missing or cut short in a checkpoint without a manifest."""
     found = _weight_findings(folder)
     shards = folder / SHARDS_FOLDER
     if shards.is_dir():
@@ -335,7 +335,7 @@ def _torch_findings(folder: Path, name: str, part: str) -> list[Finding]:
 
 
 def _anew(found: list[Finding]) -> frozenset[str]:
-    """What starts anew under these findings: the schedule and the optimizer together, and everything without the state."""
+    """Parts that start anew under these findings: the schedule and the optimizer together, and everything without the state."""
     parts = {"optimizer" if each.part == "scheduler" else each.part for each in found}
     return frozenset({"state"} if "state" in parts else parts)
 

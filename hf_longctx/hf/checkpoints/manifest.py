@@ -23,7 +23,7 @@ _FORMAT = 1
 # bytes that are read at once for a checksum
 _BLOCK_BYTES = 2**23
 
-# what a resumed run reads -> its files; other files of a checkpoint (tokenizer, model card) are for people and programs
+# parts that a resumed run reads -> their files; other files of a checkpoint (tokenizer, model card) are for people and programs
 _PARTS = {
     "weights": r"(pytorch_)?model.*\.(safetensors|bin|index\.json)|adapter_model\.(safetensors|bin)",
     "optimizer": r"optimizer\.(pt|bin)|optimizer_shards/.*|scaler\.pt",
@@ -40,7 +40,7 @@ class DamagedManifest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a run says about its checkpoint. data: the record of the data that came before it; None where nobody records it."""
+    """A run's description of its checkpoint. data: the record of the data that came before it; None where nobody records it."""
 
     step: int
     num_ranks: int
@@ -67,7 +67,7 @@ class Manifest:
 
 
 def part_of(name: str) -> str | None:
-    """What a resumed run reads from the file of this name: weights, optimizer, scheduler, rng, state, data, or nothing."""
+    """The part that a resumed run reads from the file of this name: weights, optimizer, scheduler, rng, state, data, or none."""
     return next((part for part, pattern in _PARTS.items() if re.fullmatch(pattern, name)), None)
 
 

@@ -36,7 +36,7 @@ class CheckpointMixin(_TrainerBase):
     longctx_run: Run
     # the checkpoint that is being written
     _staged: StagedCheckpoint | None = None
-    # what the present training resumed from
+    # the checkpoint that the present training resumed from
     _chosen: Chosen | None = None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import datasets
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
+from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import LossRecorder, make_trainer
 from transformers import TrainerState
 
-from hf_longctx.hf.checkpoints import choice, staging
+from hf_longctx import LongContextCallback, LongContextConfig
+from hf_longctx.hf.checkpoints import staging
 from hf_longctx.hf.trainer import checkpoint_mixin
 
 NUM_STEPS, SAVE_STEPS = 6, 2
@@ -126,6 +128,15 @@ def whole_checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and staging.is_whole(path))
 
 
-def first_findings(folder: Path) -> list[str]:
-    """What a single process finds wrong with a checkpoint."""
-    return [each.text for each in choice.Choice(False, False, None).findings(folder)]
+def stock_run(folder: str, resume: str | None, takes_partial: bool) -> str:
+    """Trains a stock trainer under the callback alone; returns the message with which it refuses to resume."""
+    rows = random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 5)
+    saving = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": SAVE_STEPS}
+    callback = LongContextCallback(LongContextConfig(resume_partial=takes_partial, report_steps=False))
+    trainer = make_stock_trainer(ModelCase(), rows, folder, saving, callbacks=[callback])
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except ValueError as error:
+        callback.detach()
+        return str(error)
+    return ""
