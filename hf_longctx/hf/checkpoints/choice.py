@@ -41,7 +41,7 @@ _ANEW = {
     "optimizer": "the optimizer's states and the learning-rate schedule",
     "rng": "random numbers",
     "state": "the count of steps, the optimizer's states, the learning-rate schedule, random numbers and the order of the data",
-    "data": "the record of the data",
+    "data": "the record of the data (a stream starts at its beginning)",
 }
 _OLD_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
 
@@ -82,7 +82,7 @@ class Choice:
         resumed. Collective.
         """
         names = gather_objects(_checkpoints(run_dir) if self._rank == 0 else [], self.control)[0]
-        refused = []
+        refused: list[tuple[str, list[Finding]]] = []
         for name in names:
             if not (found := self.findings(run_dir / name)):
                 self._say(run_dir / name, refused)

@@ -156,7 +156,8 @@ def seal(folder: Path, contents: Contents, control: dist.ProcessGroup | None, ow
     """
     rank = 0 if control is None else dist.get_rank()
     PartialState().wait_for_everyone()
-    seen, sizes = {}, {}
+    seen: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
     for other, (other_owner, found) in enumerate(gather_objects((owner, list_files(folder)), control)):
         if other_owner == owner:
             for name, size in found.items():

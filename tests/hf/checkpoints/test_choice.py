@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(copied, caplog, name: str
     with pytest.raises(ValueError, match="checkpoint-4 cannot be resumed") as refused:
         chosen(str(newest), out)
     assert words in str(refused.value) and "resume_from_checkpoint=True" in str(refused.value)
-    # what a request for a part would do is said if it can be done
+    # the message says how to take a part, if that can be done
     assert ("resume_partial=True" in str(refused.value)) == (anew is not None)
     with caplog.at_level(logging.WARNING):
         assert chosen(True, out).folder.name == "checkpoint-2"

@@ -335,7 +335,7 @@ def test_a_run_resumed_in_the_middle_goes_on_with_the_same_samples(ranks, tmp_pa
     assert len(anew) == 2 and anew[0] != pytest.approx(straight[5], rel=1e-9)
     (tmp_path / "checkpoint-5" / "longctx_data.json").unlink()
     (message,) = ranks(1).run(resume_elsewhere, LENGTHS, str(tmp_path), {}, {})
-    assert "no readable longctx_data.json" in message
+    assert "longctx_data.json is missing" in message
 
 
 def fail_in_the_middle(kind: str) -> tuple[int, str]:
