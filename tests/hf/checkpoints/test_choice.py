@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.models.versions import resuming
 from helpers.trainers.killed_saves import refusal, run, stock_run
-from helpers.trainers.trainer_runs import resuming
 
 from hf_longctx.hf.checkpoints.choice import Choice, choose
 from hf_longctx.hf.checkpoints.manifest import MANIFEST_FILE

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.models.versions import resuming
 from helpers.ranks.forked import Program, free_port, rank_environment
 from helpers.trainers.killed_saves import KINDS, NUM_STEPS, run, whole_checkpoints
-from helpers.trainers.trainer_runs import resuming
 
 PROGRAM = """
 import sys
