@@ -23,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Train with: accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/sft.py CONFIG.yaml",
     )
     parser.add_argument("--version", action="version", version=f"hf-longctx {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show where in the program an unexpected error arose")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     plan = commands.add_parser("plan", help="forecast a step without a GPU: its seconds, layout, memory and baselines")
     add_plan_arguments(plan)
@@ -57,6 +58,17 @@ def main(arguments: list[str] | None = None) -> int:
         # the reader has closed the pipe, for example `| head`; Python would complain again when it closes the stream
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if options.debug:
+            raise
+        print(
+            f"hf-longctx {options.command}: unexpected {type(error).__name__}: {str(error)[:500]}; `hf-longctx --debug "
+            f"{options.command} ...` shows where it arose: please report it",
+            file=sys.stderr,
+        )
+        return 3
     return status
 
 

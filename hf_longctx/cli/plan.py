@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,31 @@ if TYPE_CHECKING:
 
 _DEFAULT_BATCH = 512
 _DEFAULT_STEPS = 3
+_MOST_NUMBER = 1e9
+
+
+def _up_to(most: int) -> Callable[[str], int]:
+    """Reads a whole number of at most `most`; smaller limits depend on other options and are checked later."""
+
+    def whole_number(text: str) -> int:
+        number = int(text) if len(text) < 25 else most + 1
+        if number > most:
+            raise argparse.ArgumentTypeError(f"{text[:30]} is too large; give at most {most}")
+        return number
+
+    return whole_number
+
+
+def _finite(text: str) -> float:
+    """Reads a finite number."""
+    number = float(text)
+    if not abs(number) < _MOST_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text[:30]} is not a finite number below {_MOST_NUMBER:g}")
+    return number
+
+
+# readers of numbers: more ranks or tokens than these are mistakes, and would only take long to refuse
+_RANKS, _TOKENS, _SEQUENCES = _up_to(2**16), _up_to(2**31), _up_to(10**7)
 
 _PLAN_EPILOG = """examples:
   hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100
@@ -45,24 +71,26 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         help="counts the tokens of a COLUMN of text or of chat messages: a local folder, a name on the hub, or 'bytes'",
     )
-    what.add_argument("--limit", type=int, help="most tokens of a sequence; longer sequences are left out and counted")
+    what.add_argument("--limit", type=_TOKENS, help="most tokens of a sequence; longer sequences are left out and counted")
     what.add_argument(
-        "--global-batch", type=int, help=f"sequences per step (default: {_DEFAULT_BATCH}, or all if there are fewer)"
+        "--global-batch", type=_SEQUENCES, help=f"sequences per step (default: {_DEFAULT_BATCH}, or all if there are fewer)"
     )
     what.add_argument(
-        "--steps", type=int, default=_DEFAULT_STEPS, help="number of steps to plan and average over (default: %(default)s)"
+        "--steps", type=_SEQUENCES, default=_DEFAULT_STEPS, help="number of steps to plan and average over (default: %(default)s)"
     )
-    what.add_argument("--seed", type=int, default=0, help="seed of the shuffle and of sampled lengths (default: %(default)s)")
+    what.add_argument("--seed", type=_TOKENS, default=0, help="seed of the shuffle and of sampled lengths (default: %(default)s)")
     _add_machine_arguments(parser, is_required=True)
     how = parser.add_argument_group("how to train", "options that are left out are chosen by the program")
     how.add_argument(
         "--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states are held"
     )
-    how.add_argument("--shard-ranks", type=int, default=0, help="ranks that share one copy of sharded states (default: all)")
+    how.add_argument("--shard-ranks", type=_RANKS, default=0, help="ranks sharing one copy of sharded states (default: all)")
     how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, for weights and saved activations")
-    how.add_argument("--lora-rank", type=int, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)")
+    how.add_argument(
+        "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
+    )
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
-    how.add_argument("--host-gib", type=float, help="host memory for each rank's saved tensors (default: the profile's)")
+    how.add_argument("--host-gib", type=_finite, help="host memory for each rank's saved tensors (default: the profile's)")
     how.add_argument(
         "--activations", choices=("auto", "keep"), default="auto", help="auto: recompute and offload as needed; keep: never"
     )
@@ -70,9 +98,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--method", choices=("auto", "ulysses", "ring", "hybrid"), default="auto", help="how groups share attention")
     how.add_argument("--solver", default="auto", help="auto, greedy, lp, milp or static (default: %(default)s)")
     how.add_argument(
-        "--solver-time-limit", type=float, default=10.0, help="seconds per step for lp and milp (default: %(default)s)"
+        "--solver-time-limit", type=_finite, default=10.0, help="seconds per step for lp and milp (default: %(default)s)"
     )
-    how.add_argument("--tokens-per-rank", type=int, default=0, help="most tokens a rank holds (default: as memory allows)")
+    how.add_argument("--tokens-per-rank", type=_TOKENS, default=0, help="most tokens a rank holds (default: as memory allows)")
     how.add_argument(
         "--ablation", action="store_true", help="also plan with pipelines: FlexSP, Seq1F1B, InfiniPipe and SPPO alone, and all"
     )
@@ -84,7 +112,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, help="output of `hf-longctx plan --json`, or a bare plan (`plan_to_json`)")
     parser.add_argument("--model", help="price the plan for this model; needed for a bare plan")
     parser.add_argument("--dtype", default="", help="bfloat16 (default) or float32")
-    parser.add_argument("--shard-ranks", type=int, default=0, help="ranks that share one copy of sharded states (default: all)")
+    parser.add_argument("--shard-ranks", type=_RANKS, default=0, help="ranks sharing one copy of sharded states (default: all)")
     _add_machine_arguments(parser, is_required=False)
     _add_output_arguments(parser, "timeline.png, trace.json (Perfetto) and report.txt")
 
@@ -92,8 +120,8 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) -> None:
     where = parser.add_argument_group("where to train")
     if is_required:
-        where.add_argument("--gpus", type=int, required=True, help="number of ranks, one device each")
-    where.add_argument("--ranks-per-node", type=int, default=0, help="devices per node (default: 8, or all if there are fewer)")
+        where.add_argument("--gpus", type=_RANKS, required=True, help="number of ranks, one device each")
+    where.add_argument("--ranks-per-node", type=_RANKS, default=0, help="devices per node (default: 8, or all if fewer)")
     where.add_argument("--hardware", required=is_required, help="a hardware profile (a100-40g, h100, ...) or the path of one")
 
 
@@ -105,7 +133,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser, files: str) -> None:
 
 def _degrees(text: str) -> tuple[int, ...]:
     try:
-        return tuple(sorted({int(word) for word in text.split(",")}))
+        return tuple(sorted({_RANKS(word) for word in text.split(",")}))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2,4,8") from None
 

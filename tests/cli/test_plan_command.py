@@ -321,3 +321,33 @@ def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_
     assert "under policies" in printed(["simulate", str(folder / "plan.json")], capsys)
     kept = refused(["plan", *machine, "--lengths", str(lengths), "--activations", "keep"], capsys)
     assert "has 40000 tokens" in kept.replace(",", "")
+
+
+TOO_LARGE = {
+    "--gpus": ["1000000000", "9" * 40],
+    "--global-batch": ["100000000000"],
+    "--steps": ["100000000000"],
+    "--tokens-per-rank": ["1" * 30],
+    "--host-gib": ["nan", "inf", "1e300"],
+    "--solver-time-limit": ["nan"],
+    "--degrees": ["1," + "9" * 30],
+}
+
+
+@pytest.mark.parametrize("option", TOO_LARGE)
+def test_a_number_beyond_any_machine_is_refused_at_once(option: str, capsys) -> None:
+    for value in TOO_LARGE[option]:
+        with pytest.raises(SystemExit):
+            main(["plan", *MACHINE, option, value])
+        assert option in (said := capsys.readouterr().err) and "Traceback" not in said and len(said) < 3000
+
+
+def test_an_unexpected_error_is_one_line_unless_it_is_debugged(monkeypatch, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text((FIXTURES / "flexsp.json").read_text())
+    monkeypatch.setattr("hf_longctx.plan.core.validate.describe_plan", lambda plan: 1 // 0)
+    assert main(["show", str(file)]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("hf-longctx show: unexpected ZeroDivisionError: ") and said.count("\n") == 1
+    with pytest.raises(ZeroDivisionError):
+        main(["--debug", "show", str(file)])

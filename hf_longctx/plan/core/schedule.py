@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
-from hf_longctx.plan.core.types import ACTION_KINDS, Action, ActionKind, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.core.types import ACTION_KINDS, Action, ActionKind, SequenceGroup, StagePlan, StepPlan, shortened
 
 # (stage, model part): one link in the chain of layer ranges that a chunk passes through
 _Link = tuple[int, int]
@@ -24,6 +24,9 @@ _BEFORE: dict[str, tuple[ActionKind, ...]] = {
 
 class PlanError(ValueError):
     """A plan breaks an invariant; if one action is at fault, the message ends with the schedule grid that marks it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 def schedule_grid(group: SequenceGroup, marked: tuple[int, int] | None = None) -> str:

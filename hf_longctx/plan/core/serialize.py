@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import reprlib
 from typing import Any
 
 from hf_longctx.plan.core.types import (
@@ -29,9 +30,19 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
     TensorShare,
+    shortened,
 )
 
 SCHEMA_VERSION = 1
+
+# integers up to it are exact in floating point, and no plan has more tokens, ranks or bytes
+_MOST = 2**53
+# largest float, in seconds or a share; not infinite, so that sums are finite
+_MOST_NUMBER = 1e15
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlong = 40
 
 # field -> type of the items in its tuple; fields not listed hold plain numbers or strings
 _CHILDREN: dict[type, dict[str, type]] = {
@@ -59,17 +70,30 @@ def plan_to_json(plan: StepPlan, indent: int | None = None) -> str:
 def plan_from_json(text: str) -> StepPlan:
     """The plan that the JSON `text` describes.
 
-    Raises ValueError for another schema version, an unknown or missing field, or a value of the wrong kind. The result is
-    well-formed but not validated: call `validate_plan` on it.
+    Raises ValueError for another schema version, an unknown or missing field, or a value of the wrong kind or beyond any plan's
+    size. The result is well-formed but not validated: call `validate_plan` on it.
     """
-    data = json.loads(text)
+    data = parse_json(text, "a plan")
     if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] != SCHEMA_VERSION:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"plan schema {found!r} cannot be read; this version reads schema {SCHEMA_VERSION}")
+        raise ValueError(f"plan schema {_short.repr(found)} cannot be read; this version reads schema {SCHEMA_VERSION}")
     del data["schema"]
-    plan = _decode(StepPlan, data, "plan")
+    try:
+        plan = _decode(StepPlan, data, "plan")
+    except ValueError as error:
+        raise ValueError(shortened(str(error))) from None
     assert isinstance(plan, StepPlan)
     return plan
+
+
+def parse_json(text: str, what: str) -> Any:
+    """The value of the JSON `text`, which errors call `what`; raises ValueError for text that is none, or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply; no file that hf-longctx writes is") from None
+    except ValueError as error:
+        raise ValueError(f"{what} is not JSON: {error}") from None
 
 
 def plan_digest(plan: StepPlan) -> str:
@@ -98,10 +122,10 @@ def _decode(kind: type, data: Any, path: str) -> Any:
     if kind is Span:
         return _decode_span(data, path)
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected an object with the fields of {kind.__name__}, found {data!r}")
+        raise ValueError(f"{path}: expected an object with the fields of {kind.__name__}, found {_short.repr(data)}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(set(data) - set(fields)):
-        raise ValueError(f"{path}: unknown field {unknown[0]!r} of {kind.__name__}; known are {', '.join(fields)}")
+        raise ValueError(f"{path}: unknown field {_short.repr(unknown[0])} of {kind.__name__}; known are {', '.join(fields)}")
     values = {name: _decode_field(kind, name, data[name], f"{path}.{name}") for name in data}
     missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
     if missing:
@@ -112,7 +136,7 @@ def _decode(kind: type, data: Any, path: str) -> Any:
 def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
     if kind is StagePlan and name == "actions":
         if not isinstance(value, str) and value != []:
-            raise ValueError(f"{path}: expected actions in one string, for example '0F0 0B0', found {value!r}")
+            raise ValueError(f"{path}: expected actions in one string, for example '0F0 0B0', found {_short.repr(value)}")
         try:
             return tuple(Action.parse(word) for word in value.split()) if value else ()
         except ValueError as error:
@@ -124,7 +148,7 @@ def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
     if (child := _CHILDREN.get(kind, {}).get(name)) is not None:
         return tuple(_decode(child, item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if (choices := _CHOICES.get((kind, name))) is not None and value not in choices:
-        raise ValueError(f"{path}: {value!r} is not one of {', '.join(choices)}")
+        raise ValueError(f"{path}: {_short.repr(value)} is not one of {', '.join(choices)}")
     return _decode_plain(kind, name, value, path)
 
 
@@ -135,29 +159,33 @@ def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
         return _integer(value, path)
     if annotation == "float":
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{path}: expected a number, found {value!r}")
+            raise ValueError(f"{path}: expected a number, found {_short.repr(value)}")
+        if not abs(value) <= _MOST_NUMBER:
+            raise ValueError(f"{path}: {_short.repr(value)} is not a number that a plan can have")
         return float(value)
     if annotation.startswith("tuple[int"):
         return tuple(_integer(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if not isinstance(value, str):
-        raise ValueError(f"{path}: expected a string, found {value!r}")
+        raise ValueError(f"{path}: expected a string, found {_short.repr(value)}")
     return value
 
 
 def _decode_span(data: Any, path: str) -> Span:
     items = _items(data, path)
     if len(items) != 3:
-        raise ValueError(f"{path}: expected [sequence, start, stop], found {data!r}")
+        raise ValueError(f"{path}: expected [sequence, start, stop], found {_short.repr(data)}")
     return Span(*(_integer(item, path) for item in items))
 
 
 def _items(value: Any, path: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{path}: expected a list, found {value!r}")
+        raise ValueError(f"{path}: expected a list, found {_short.repr(value)}")
     return value
 
 
 def _integer(value: Any, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{path}: expected an integer, found {value!r}")
+        raise ValueError(f"{path}: expected an integer, found {_short.repr(value)}")
+    if abs(value) > _MOST:
+        raise ValueError(f"{path}: {_short.repr(value)} is larger than any number of tokens, ranks or bytes in a plan")
     return value

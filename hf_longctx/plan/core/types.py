@@ -28,6 +28,17 @@ ACTION_KINDS: tuple[str, ...] = get_args(ActionKind)
 _ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")
 
 
+_MOST_CHARACTERS = 1000
+
+
+def shortened(message: str) -> str:
+    """A message of at most about a thousand characters; a longer one loses its middle."""
+    if len(message) <= _MOST_CHARACTERS:
+        return message
+    half = _MOST_CHARACTERS // 2
+    return f"{message[:half]} ... ({len(message)} characters) ... {message[-half:]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The half-open token range [start, stop) of one sequence."""

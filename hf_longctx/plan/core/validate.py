@@ -25,6 +25,8 @@ from hf_longctx.plan.core.types import METHODS, PARAMETERS, TENSOR_CLASSES, Micr
 __all__ = ["PlanError", "describe_plan", "schedule_grid", "validate_plan"]
 
 _SHARE_TOLERANCE = 1e-6
+# most ranks of a plan; more would be a damaged file
+_MOST_RANKS = 2**20
 
 
 def validate_plan(plan: StepPlan, limit_bytes: int = 0) -> StepPlan:
@@ -72,6 +74,8 @@ def _check_shape(plan: StepPlan) -> None:
         raise PlanError(
             f"the plan has {plan.num_stages} stage(s) of {plan.ranks_per_stage} rank(s); it needs at least one stage and one rank"
         )
+    if plan.num_stages * plan.ranks_per_stage > _MOST_RANKS:
+        raise PlanError(f"the plan is for {plan.num_stages} x {plan.ranks_per_stage} ranks; at most {_MOST_RANKS} can be checked")
     if plan.parameters not in PARAMETERS:
         raise PlanError(f"parameters {plan.parameters!r} is not one of {', '.join(PARAMETERS)}")
     if plan.shard_ranks < 0 or (plan.shard_ranks and plan.ranks_per_stage % plan.shard_ranks):

@@ -14,7 +14,7 @@ from hf_longctx._version import __version__
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import GROUP_METHODS
-from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.serialize import parse_json, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.sim.capacity import DeviceMemory, rooms
@@ -166,7 +166,7 @@ class PlanFile:
 
 def read_plan_file(text: str) -> PlanFile:
     """Read a plan as `plan_to_json` writes it, or a forecast with its cost model; raises ValueError naming the wrong field."""
-    data = json.loads(text)
+    data = parse_json(text, "the file")
     if not isinstance(data, Mapping) or "cost_model" not in data:
         return PlanFile(plan_from_json(text))
     if data.get("plan") is None:
