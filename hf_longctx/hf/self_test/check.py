@@ -158,10 +158,7 @@ class SelfTest:
         return self._line(probes, worst, time.monotonic() - start_s)
 
     def _compare(self, place: RunPlace) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
-        """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans.
-
-        specimen: function that places a copy; its second argument says whether the copy runs under autocast.
-        """
+        """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans."""
         exact, pool = Specimen(self.exact, False, self.setup, place), place.pool
         rows = _rows(self.lengths, self.exact.num_token_ids)
         probes = exact.probes(self.lengths)

@@ -87,23 +87,27 @@ def _sharing_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
                 )
                 # the modules inside are shared too
                 return problems
-    return problems + (_shared_weight_problems(model, layers) if is_divided else [])
+    return problems + (_shared_weight_problems(model, layers, config.stages != 1) if is_divided else [])
 
 
-def _shared_weight_problems(model: nn.Module, layers: list[nn.Module]) -> list[str]:
-    """Problem with the first weight that belongs to two layers, or to a layer and a module outside of all layers."""
+def _shared_weight_problems(model: nn.Module, layers: list[nn.Module], has_stages: bool) -> list[str]:
+    """Problem with the first trained weight that belongs to two layers, or to a layer and a module outside of all layers.
+
+    With stages, modules outside of the layers are parted too, except embedding and head, which may share a weight.
+    """
     base = base_of(model)
     inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
     # adapters wrap embedding and head
-    pair = (base.get_input_embeddings(), base.get_output_embeddings())
-    ends = {id(module) for end in pair if end is not None for module in end.modules()}
+    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if isinstance(end, nn.Module)]
+    in_ends = {id(module) for end in ends for module in end.modules()}
     owners: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        unit: Any = "ends" if id(module) in ends else inside.get(id(module), name)
+        outside = "ends" if id(module) in in_ends or not has_stages else name
+        unit: Any = inside.get(id(module), outside)
         for own_name, weight in module.named_parameters(recurse=False):
             full_name = f"{name}.{own_name}"
             first_name, first_unit = owners.setdefault(id(weight), (full_name, unit))
-            if first_unit != unit:
+            if first_unit != unit and weight.requires_grad:
                 return [
                     f"{first_name} and {full_name} are one weight, which stages and shards would train as two; copy it, or "
                     f"train with stages=1 and parameters='replicated'"

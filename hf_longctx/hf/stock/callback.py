@@ -108,7 +108,7 @@ class LongContextCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Alone: raises FloatingPointError on every rank for gradients that are not finite, or drops them (on_nonfinite)."""
+        """Alone: raises FloatingPointError on every rank for gradients that are not finite, or drops them with a warning."""
         if self.exchange is None:
             return
         pool = self.exchange.pool
@@ -119,12 +119,12 @@ class LongContextCallback(TrainerCallback):
             model.zero_grad(set_to_none=True)
             logger.warning("step %d is left out: its gradients are not finite", number)
             return
+        # clipping has spread the NaN to all gradients by now, so only weights can be named
         weights = nonfinite_names(model)
-        names = weights or nonfinite_names(model, of_gradients=True)
-        which = "weights are" if weights else "gradients are"
+        what = f"weights are not finite ({', '.join(weights[:8])})" if weights else "gradients are not finite"
         raise FloatingPointError(
-            f"step {number}: {which} not finite, so no weight was changed: {', '.join(names[:8]) or 'those of another rank'}; "
-            f"on_nonfinite='skip' leaves such steps out"
+            f"step {number}: {what}, so no weight was changed; on_nonfinite='skip' leaves such steps out, and a callback that is "
+            f"attached to its trainer names sequences and the first module concerned"
         )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -27,10 +27,13 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
 from hf_longctx.runtime.parameters.finite import nonfinite_names
 
 # file of a saved step, and the folder beside it that holds the model
 STEP_FILE, MODEL_FOLDER = "step.json", "model"
+# (layer range of the stage, stage, call): the order in which a token passes modules
+ModelOrder = tuple[int, int, int]
 # most sequences and weights that a message lists
 _MOST_NAMES = 8
 
@@ -44,6 +47,23 @@ class _Plan:
     engine: ActivationEngine | None
 
 
+@dataclass
+class _Mean:
+    """The mean of numbers that are added one by one; NaN without any."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        """Adds a number."""
+        self.total, self.count = self.total + value, self.count + 1
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return self.total / self.count if self.count else math.nan
+
+
 class NonfiniteGuard:
     """Checks every optimizer step of a run before its update.
 
@@ -55,8 +75,8 @@ class NonfiniteGuard:
         self.num_skipped, self.was_skipped = 0, False
         self._plans: list[_Plan] = []
         self._loss: Tensor | None = None
-        # sum and number of the losses of steps since the last log that were not left out
-        self._kept: list[Tensor] = []
+        # sums and numbers of the losses that were used, since the last log and in all, where steps may be left out
+        self._since_log, self._in_all = _Mean(), _Mean()
         self._num_skipped_since_log = 0
 
     def begin(self) -> None:
@@ -78,7 +98,9 @@ class NonfiniteGuard:
             return True
         is_good = result.is_finite and math.isfinite(self.loss)
         if is_good:
-            self._kept.append(self._loss)
+            if self.run.config.on_nonfinite == "skip":
+                self._since_log.add(self.loss)
+                self._in_all.add(self.loss)
             self.begin()
         return is_good
 
@@ -90,16 +112,21 @@ class NonfiniteGuard:
         self.begin()
         self.was_skipped = True
 
+    def counted(self, loss: Tensor) -> Tensor:
+        """The loss of a plan as `Trainer` may add it up: zero for a step that is left out, since a sum would stay NaN."""
+        return torch.zeros_like(loss) if self.was_skipped else torch.nan_to_num(loss, posinf=0.0, neginf=0.0)
+
     def metrics(self) -> dict[str, float]:
         """The mean loss of the steps since the last call that were used, and the count of skipped ones; empty if none was."""
-        kept, self._kept = self._kept, []
+        mean, self._since_log = self._since_log, _Mean()
         num_skipped, self._num_skipped_since_log = self._num_skipped_since_log, 0
         if not self.num_skipped:
             return {}
-        metrics: dict[str, float] = {"skipped_steps": self.num_skipped}
-        if num_skipped:
-            metrics["loss"] = sum(float(loss) for loss in kept) / len(kept) if kept else math.nan
-        return metrics
+        return {"skipped_steps": self.num_skipped, **({"loss": mean.value} if num_skipped else {})}
+
+    def total_metrics(self) -> dict[str, float]:
+        """The mean loss of all steps that were used; empty if none was skipped."""
+        return {"skipped_steps": self.num_skipped, "train_loss": self._in_all.value} if self.num_skipped else {}
 
     def explain(self, executor: StepExecutor, number: int, rows: IntArray | None) -> str:
         """Says which sequences, module and weights of step `number` are concerned. Collective: runs its forwards once more.
@@ -158,9 +185,9 @@ class NonfiniteGuard:
         """Loss of the present step."""
         return math.nan if self._loss is None else float(self._loss)
 
-    def _first_module(self, executor: StepExecutor) -> tuple[tuple[int, int], str] | None:
+    def _first_module(self, executor: StepExecutor) -> tuple[ModelOrder, str] | None:
         """(order, name) of the first module of this rank whose output is not finite in the step's forwards; None if all are."""
-        found: list[tuple[tuple[int, int], str]] = []
+        found: list[tuple[ModelOrder, str]] = []
         with watched(executor.model, executor.stage.stage, found):
             for each in self._plans:
                 executor.evaluate(each.step.plan.for_rank(self.run.pool.rank), each.chunks, each.engine)
@@ -168,23 +195,28 @@ class NonfiniteGuard:
 
 
 @contextmanager
-def watched(model: nn.Module, stage: int, found: list[tuple[tuple[int, int], str]]) -> Iterator[None]:
-    """Context in which the first module with an output that is not finite is added to `found`."""
-    num_calls = 0
+def watched(model: nn.Module, stage: int, found: list[tuple[ModelOrder, str]]) -> Iterator[None]:
+    """Context in which the first module of each part with an output that is not finite is added to `found`, in model order."""
+    num_calls, part = 0, 0
+    seen: set[int] = set()
+
+    def begin(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        nonlocal part
+        part = keywords.get(PART_KEYWORD) or 0
 
     def hook_of(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal num_calls
             num_calls += 1
-            tensors = output if isinstance(output, tuple | list) else [output]
-            if not found and any(
-                isinstance(x, Tensor) and x.is_floating_point() and not torch.isfinite(x).all() for x in tensors
-            ):
-                found.append(((stage, num_calls), name or type(module).__name__))
+            floats = [x for x in (output if isinstance(output, tuple | list) else [output]) if isinstance(x, Tensor)]
+            if part not in seen and not all(torch.isfinite(x).all() for x in floats if x.is_floating_point()):
+                seen.add(part)
+                found.append(((part, stage, num_calls), name or type(module).__name__))
 
         return hook
 
-    handles = [module.register_forward_hook(hook_of(name)) for name, module in model.named_modules()]
+    handles = [model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)]
+    handles += [module.register_forward_hook(hook_of(name)) for name, module in model.named_modules()]
     try:
         yield
     finally:

@@ -129,6 +129,9 @@ class ParameterMixin(CheckpointMixin):
         with self._holding_errors():
             if not self._placement.writes_weights:
                 return super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
+            # newer versions of `Trainer` call this on every rank
+            if not self.args.should_save:
+                return
             folder = Path(self._folder(output_dir))
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(str(folder))

@@ -12,7 +12,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, STEP_FILE, watched
+from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, STEP_FILE, ModelOrder, watched
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.parameters.finite import nonfinite_names
@@ -37,7 +37,7 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
         for sequence, tokens in enumerate(saved["sequences"]):
             ids_1T = torch.tensor([tokens["input_ids"]], device=device)
             labels_1T = torch.tensor([tokens["shift_labels"]], device=device)
-            found: list[tuple[tuple[int, int], str]] = []
+            found: list[tuple[ModelOrder, str]] = []
             with watched(model, 0, found), torch.autocast(device.type, torch.bfloat16, enabled=content["bf16"]):
                 loss = summed_cross_entropy(model(input_ids=ids_1T, use_cache=False).logits, labels_1T)
             loss.backward()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -148,7 +149,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         empty_steps = self.args.torch_empty_cache_steps
         if empty_steps is not None and self.state.global_step % empty_steps == 0:
             clear_device_cache()
-        return result.loss
+        return self._guard.counted(result.loss)
 
     def evaluation_loop(
         self,
@@ -193,6 +194,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """Logs as `Trainer` does, and adds means over the steps since the last log: seconds, tokens per second, padding."""
         if "loss" in logs:
             logs = {**logs, **self.longctx_run.report.take_metrics(), **self._guard.metrics()}
+        if "train_loss" in logs:
+            logs = {**logs, **self._guard.total_metrics()}
         super().log(logs, start_time)
 
     def _start(self, request: RunRequest) -> None:
@@ -254,6 +257,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         folder = Path(self._folder(None)) / f"nonfinite-step-{number}"
         self._guard.save(folder, number)
         self.save_model(str(folder / MODEL_FOLDER))
+        # a launcher ends all ranks as soon as one of them fails, so none may before the files are written
+        PartialState().wait_for_everyone()
         raise FloatingPointError(
             f"{message}\nthe step and the model before it are in {folder}; `hf-longctx replay {folder}` runs the step alone, and "
             f"on_nonfinite='skip' leaves such steps out"

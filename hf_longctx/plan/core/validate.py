@@ -11,6 +11,7 @@ The planner validates every plan it makes, and the command line every plan it re
 - sends and receives between two stages come in the same order
 - model parts and policies fit the layers of the stage
 - with sharded parameters all groups of a micro-batch run the same order of action kinds
+- where a limit is given, the predicted peak of every rank is within it
 """
 
 from __future__ import annotations

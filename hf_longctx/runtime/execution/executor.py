@@ -64,6 +64,8 @@ class StepExecutor:
         self.parameters = parameters_of(stage.model, fp32_gradients)
         # balancing loss of the current step, until the first of its plans returns it
         self._router_loss: Tensor | None = None
+        # whether a plan of the present optimizer step has run already
+        self._is_in_step = False
         self._no_mask = no_mask(device)
 
     def run(
@@ -100,7 +102,9 @@ class StepExecutor:
     ) -> StepResult:
         self.parameters.check(plan.parameters)
         self._check(plan, engine)
-        check_weights(self.stage, self.pool, has_all_stages=bool(self.all_stages))
+        if not self._is_in_step:
+            check_weights(self.stage, self.pool, has_all_stages=bool(self.all_stages))
+        self._is_in_step = not reduce
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
         host = self._host(num_label_tokens, engine)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -166,7 +170,7 @@ class StepExecutor:
         try:
             yield
         except BaseException:
-            self._router_loss = None
+            self._router_loss, self._is_in_step = None, False
             if self.routers is not None:
                 self.routers.forget()
             raise

@@ -32,7 +32,7 @@ class TiedWeight:
 class GradientSum:
     """Accumulates over one step the gradients of those parameters of a model that require a gradient in this step.
 
-    Parameters may be frozen and unfrozen between steps, alike on all ranks (`check_trained_alike`). As in plain training, a
+    Parameters may be frozen and unfrozen between steps, alike on all ranks (`check_weights`). As in plain training, a
     weight that is frozen, or that no forward of the step used on any rank, ends without a gradient, so no optimizer moves it.
 
     Each half-precision weight gets an fp32 buffer (4 bytes per parameter, kept between steps), because adding the gradients

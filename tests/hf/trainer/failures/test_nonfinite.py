@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,31 @@ class Poison(TrainerCallback):
             handle.remove()
 
 
-def train(rows: Rows, config: dict[str, Any], what: str, folder: str) -> tuple[str, list[Any], Any, Any, list[Any]]:
-    """Message of the error that stops the run, weights before each step, the last weights, the names, and the log."""
-    trainer = make_trainer(ModelCase(promoted=True), rows, folder, {"tokens_per_rank": 96, **config}, ARGUMENTS)
+def train(
+    rows: Rows,
+    config: dict[str, Any],
+    what: str,
+    folder: str,
+    arguments: dict[str, Any] | None = None,
+    slow_s: float = 0.0,
+) -> tuple[str, list[Any], Any, Any, list[Any]]:
+    """Message of the error that stops the run, weights before each step, the last weights, finished steps, and the log.
+
+    slow_s: seconds by which rank 0 is slower to write a model. With it, the message ends in what the rank finds written.
+    """
+    case = ModelCase(promoted=True, num_layers=4 if "interleave" in config else 2)
+    trainer = make_trainer(case, rows, folder, {"tokens_per_rank": 96, **config}, {**ARGUMENTS, **(arguments or {})})
     callback, message = Poison(what), ""
     trainer.add_callback(callback)
+    if slow_s and trainer.args.process_index == 0:
+        save = trainer._save
+        trainer._save = lambda *args, **keywords: (time.sleep(slow_s), save(*args, **keywords))
     try:
         trainer.train()
     except FloatingPointError as error:
         message = str(error)
+        if slow_s:
+            message += f" written: {sorted(path.name for path in Path(folder).glob('nonfinite-step-*/model/*'))}"
     last = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     return message, callback.weights, last, callback.num_steps, trainer.state.log_history
 
@@ -87,6 +104,7 @@ STOPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
     "replicated": (2, {}, "output", "first output that is not finite: model.layers.1.mlp.down_proj"),
     "sharded": (2, {"parameters": "sharded"}, "output", "first output that is not finite: model.layers.1.mlp.down_proj"),
     "stages": (2, {"stages": 2}, "output", "first output that is not finite: model.layers.1.mlp.down_proj, on rank 1"),
+    "interleaved": (2, {"stages": 2, "interleave": 2}, "output", "first output that is not finite: model.layers.1.mlp.down_proj"),
     "weight": (2, {}, "weight", BAD_WEIGHT),
     "weight in shards": (
         2,
@@ -108,6 +126,22 @@ def test_all_ranks_stop_before_the_update_and_say_where(ranks, rows: Rows, tmp_p
         assert "row " in message and f"nonfinite-step-{BAD_STEP + 1}" in message
         kept = [key for key in last if what != "weight" or "o_proj" not in key]
         assert all(torch.equal(last[key], weights[BAD_STEP][key]) for key in kept)
+
+
+def test_no_rank_fails_before_everything_is_written(ranks, rows: Rows, tmp_path: Path) -> None:
+    # a launcher would end rank 0 in the middle of it
+    for message, *_ in ranks(2).run(train, rows, {}, "output", str(tmp_path), None, 1.0):
+        assert "model.safetensors" in message.split("written: ")[1]
+
+
+@pytest.mark.parametrize("nan_filter", [True, False])
+def test_the_mean_loss_of_a_run_leaves_skipped_steps_out(ranks, rows: Rows, tmp_path: Path, nan_filter: bool) -> None:
+    arguments = {"logging_nan_inf_filter": nan_filter}
+    for *_, log in ranks(1).run(train, rows, {"on_nonfinite": "skip"}, "output", str(tmp_path), arguments):
+        losses = [float(entry["loss"]) for entry in log if "loss" in entry]
+        used = [loss for loss in losses if math.isfinite(loss)]
+        assert len(used) == NUM_STEPS - 1
+        assert log[-1]["train_loss"] == pytest.approx(sum(used) / len(used), rel=1e-3)
 
 
 @pytest.mark.parametrize("config,num_ranks", [({}, 1), ({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 2)])
