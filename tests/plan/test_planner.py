@@ -434,7 +434,7 @@ def test_a_plan_above_the_budget_is_refused_whoever_made_it(num_stages: int, mon
     found = plan_stages(0, [300, 200], costs, num_stages, config)
     assert found.estimate.peak_bytes <= (limit := Planning(costs, config).limit_bytes(found))
     # the limit is a stage's states plus the budget; a plan that needs one byte more is refused
-    assert limit == max(state_bytes(found, costs)) + budget.device_bytes
+    assert limit == max(state_bytes(found, costs, ByteModel(costs.model))) + budget.device_bytes
     monkeypatch.setattr(Planning, "limit_bytes", lambda self, plan: found.estimate.peak_bytes)
     monkeypatch.setattr(planner, "validate_plan", lambda plan, limit: validate_plan(plan, limit - 1))
     with pytest.raises(PlanError, match="is predicted to need"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from hf_longctx.plan.core.sharding import is_lent, shard_tokens
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, StepPlan
@@ -86,7 +85,7 @@ class _Run:
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
         self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
-        self.state_bytes = state_bytes(plan, costs)
+        self.state_bytes = state_bytes(plan, costs, known.byte_model(costs.model))
         self.peak_bytes = list(self.state_bytes)
         self.in_flight = [0] * plan.num_stages
         self.events: list[TimelineEvent] = []
@@ -104,8 +103,8 @@ class _Run:
         if keeps_whole_chunk(group, self.costs):
             self._enter_kept(group, starts[0])
             return
-        run = run_lent_pipeline if is_lent(group) and len(group.stages) > 1 else partial(run_pipeline, known=self.known)
-        for of_stage, stage_run in zip(ranks, run(self.plan, group, self.costs, starts), strict=True):
+        run = run_lent_pipeline if is_lent(group) and len(group.stages) > 1 else run_pipeline
+        for of_stage, stage_run in zip(ranks, run(self.plan, group, self.costs, starts, self.known), strict=True):
             self._add(of_stage, stage_run.times, stage_run.exchange_s)
             for rank in of_stage:
                 self.tokens[rank] = max(self.tokens[rank], stage_run.peak_tokens)
@@ -197,9 +196,9 @@ def keeps_whole_chunk(group: SequenceGroup, costs: CostModel) -> bool:
     )
 
 
-def state_bytes(plan: StepPlan, costs: CostModel) -> list[int]:
+def state_bytes(plan: StepPlan, costs: CostModel, byte_model: ByteModel) -> list[int]:
     """Bytes of weights, gradients and optimizer states on every rank."""
     if plan.num_stages == 1:
-        return [ByteModel(costs.model).states(costs.parameters, costs.shard_ranks)] * plan.num_ranks
+        return [byte_model.states(costs.parameters, costs.shard_ranks)] * plan.num_ranks
     stages = plan.micro_batches[0].groups[0].stages if plan.micro_batches else ()
-    return [ByteModel(costs.model).stage_states(stage, plan) for stage in stages for _ in range(plan.ranks_per_stage)]
+    return [byte_model.stage_states(stage, plan) for stage in stages for _ in range(plan.ranks_per_stage)]

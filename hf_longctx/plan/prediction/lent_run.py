@@ -21,7 +21,7 @@ from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_load
 from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.prediction.event_loop import Times
-from hf_longctx.plan.prediction.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, StageRun, StageSeconds, check_action, near_ranks
 
 
 def run_lent(
@@ -64,7 +64,7 @@ def run_lent(
 
 
 def run_lent_pipeline(
-    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float] = ()
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float] = (), known: PredictionCache | None = None
 ) -> tuple[StageRun, ...]:
     """Predicts a group with lent stages; a stage's run includes the actions of other stages to which it is lent.
 
@@ -77,11 +77,12 @@ def run_lent_pipeline(
         raise ValueError("lent stages cannot be evaluated together with interleaving or activation policies; leave one out")
     if any(len(chunk.spans) != 1 for chunk in group.chunks):
         raise ValueError("lent stages cannot be evaluated for packs, hybrids and dummies; give one sequence a group of its own")
-    seconds = _LentSeconds(plan, group, costs)
+    known = PredictionCache() if known is None else known
+    seconds, byte_model = _LentSeconds(plan, group, costs, known), known.byte_model(costs.model)
     order = lent_order(group)
     runs = []
     for stage, row, times in zip(group.stages, order, run_lent(order, seconds.of, seconds.hop_s, start_s), strict=True):
-        peak_bytes = _peak_bytes(plan, group, costs, stage.stage, row)
+        peak_bytes = _peak_bytes(plan, group, byte_model, stage.stage, row)
         # all forwards come before all backwards
         most = sum(seconds.tokens(action) for action in row if action.kind == "F")
         runs.append(StageRun(row, times, tuple(map(seconds.exchange_s, row)), peak_bytes, 0, most))
@@ -91,9 +92,9 @@ def run_lent_pipeline(
 class _LentSeconds:
     """Seconds of a group's actions, with and without lenders."""
 
-    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:
+    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> None:
         self.plan, self.group, self.costs = plan, group, costs
-        self.alone = StageSeconds(plan, group, costs)
+        self.alone = StageSeconds(plan, group, costs, known)
         self.first_back = [
             min((a.chunk for a in stage.actions if a.lenders and a.lenders[0][0] < stage.stage), default=len(group.chunks))
             for stage in group.stages
@@ -155,14 +156,14 @@ class _LentSeconds:
         return kv_bytes + num_ways * others * self.alone.tokens[action.chunk] * model.hidden_size * model.bytes_per_element
 
 
-def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: int, row: Sequence[Action]) -> int:
+def _peak_bytes(plan: StepPlan, group: SequenceGroup, byte_model: ByteModel, stage: int, row: Sequence[Action]) -> int:
     """Upper bound on the bytes of a rank of `stage`: bytes held when all forwards are done, plus the largest workspace.
 
     Every rank holds the states of all stages. For each stage that a rank runs chunks of, it counts keys and values of all tokens
     up to the last of these chunks, and their gradients.
     """
-    model = costs.model
-    total = ByteModel(model).states(plan.parameters, plan.block_ranks)
+    model = byte_model.model
+    total = byte_model.states(plan.parameters, plan.block_ranks)
     most_tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
     total += message_bytes(model, group.stages[stage], len(group.stages), most_tokens)
     kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv
@@ -171,7 +172,7 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
     workspace = 0
     for action in row:
         if action.kind == "F":
-            held = _chunk_bytes(group, costs, action)
+            held = _chunk_bytes(group, byte_model, action)
             total += held.device
             workspace = max(workspace, held.workspace)
             stops[action.stage] = max(stops.get(action.stage, 0), group.chunks[action.chunk].spans[0].stop)
@@ -180,7 +181,7 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
     return total + workspace
 
 
-def _chunk_bytes(group: SequenceGroup, costs: CostModel, action: Action) -> ChunkBytes:
+def _chunk_bytes(group: SequenceGroup, byte_model: ByteModel, action: Action) -> ChunkBytes:
     """Bytes that a rank holds for its share of an action."""
     num_stages, num_layers = len(running_stages(action)), group.stages[action.stage].num_layers
     load = chunk_load(group, group.chunks[action.chunk], 0, Load(0, (), num_layers))
@@ -194,4 +195,4 @@ def _chunk_bytes(group: SequenceGroup, costs: CostModel, action: Action) -> Chun
         has_head=action.stage == len(group.stages) - 1,
         keeps_gradients=False,
     )
-    return ByteModel(costs.model).chunk(load)
+    return byte_model.chunk(load)

@@ -34,7 +34,7 @@ class Planning:
         if plan.num_stages == 1:
             # if kept_tokens was measured, it may allow more bytes than the formula does
             beside = max(beside, budget.kept_tokens * saved_token_bytes(self.costs.model))
-        return beside + max(state_bytes(plan, self.costs))
+        return beside + max(state_bytes(plan, self.costs, self.known.byte_model(self.costs.model)))
 
 
 # pass of the planner: a function that turns a plan into another plan, and raises ValueError if it cannot make the plan fit

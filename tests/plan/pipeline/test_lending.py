@@ -18,6 +18,7 @@ from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory import byte_model as byte_model_module
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.lending import lend
@@ -144,8 +145,29 @@ def test_a_step_with_lent_stages_is_never_predicted_slower(lengths, ranks: tuple
         assert max(run.peak_bytes) <= ByteModel(model.model).states() + budget.device_bytes
 
 
+def lendable() -> CostModel:
+    """Costs of a model whose ranks hold the weights of all stages."""
+    model = costs("attention", 4)
+    return dataclasses.replace(model, parameters="replicated", model=dataclasses.replace(model.model, keeps_all_stages=True))
+
+
+def test_one_byte_model_counts_all_plans_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    start = byte_model_module._Counted.__init__
+
+    def counting(self: byte_model_module._Counted) -> None:
+        made.append(self)
+        start(self)
+
+    monkeypatch.setattr(byte_model_module._Counted, "__init__", counting)
+    model = lendable()
+    config = PlannerConfig(4000, (1,), stages=stage_parts(model.model, 4), lend_stages=True)
+    plan = plan_step(0, [3000, 10, 12], model, config)
+    assert any(is_lent(group) for batch in plan.micro_batches for group in batch.groups) and len(made) == 1
+
+
 def test_a_long_sequence_gets_a_micro_batch_of_its_own_to_be_lent_ranks() -> None:
-    model = dataclasses.replace(costs("attention", 4), parameters="replicated")
+    model = lendable()
     config = PlannerConfig(4000, (1,), stages=stage_parts(model.model, 4), lend_stages=True)
     lent = plan_step(0, [3000, 10, 12], model, config)
     plain = plan_step(0, [3000, 10, 12], model, dataclasses.replace(config, lend_stages=False))
