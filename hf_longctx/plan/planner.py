@@ -45,8 +45,14 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     """Plans optimizer step `step` for sequences of `lengths` tokens: the actions of every rank, and an estimate.
 
     Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" stop at their time limit. Raises
-    ValueError for a sequence that fits no allowed group, and PlanError if a pass broke an invariant.
+    ValueError for a sequence that fits no allowed group and for settings that do not go together, and PlanError if a pass broke
+    an invariant.
     """
+    if config.lend_stages and not costs.model.keeps_all_stages:
+        raise ValueError(
+            "lend_stages is set, but the model's states are counted for one stage per rank (keeps_all_stages=False); a rank that "
+            "is lent needs the weights of all stages, so set ModelSpec.keeps_all_stages or leave lend_stages out"
+        )
     started_s = time.perf_counter()
     planning = Planning(costs, config)
     if len(config.stages) > 1:

@@ -166,6 +166,15 @@ def test_one_byte_model_counts_all_plans_of_a_step(monkeypatch: pytest.MonkeyPat
     assert any(is_lent(group) for batch in plan.micro_batches for group in batch.groups) and len(made) == 1
 
 
+def test_lending_is_refused_where_ranks_are_counted_with_one_stage_alone() -> None:
+    model = lendable()
+    alone = dataclasses.replace(model, model=dataclasses.replace(model.model, keeps_all_stages=False))
+    config = PlannerConfig(4000, (1,), stages=stage_parts(model.model, 4), lend_stages=True)
+    with pytest.raises(ValueError, match="set ModelSpec.keeps_all_stages or leave lend_stages out"):
+        plan_step(0, [3000, 10, 12], alone, config)
+    assert plan_step(0, [3000], alone, dataclasses.replace(config, lend_stages=False)).num_stages == 4
+
+
 def test_a_long_sequence_gets_a_micro_batch_of_its_own_to_be_lent_ranks() -> None:
     model = lendable()
     config = PlannerConfig(4000, (1,), stages=stage_parts(model.model, 4), lend_stages=True)
