@@ -87,19 +87,21 @@ def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[S
 
 
 def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list[tuple[StepPlan, str]]:
-    """Returns one-stage plans that fit, each with the name of its solver; raises ValueError if there are none."""
+    """Returns one-stage plans that fit, each with its solver's name; raises the first candidate's ValueError if none fits."""
     costs, config = planning.costs, planning.config
     # sequences get their input numbers back only at the end, so that no pass depends on the order of the input
     ordered, order = problem.longest_first()
-    found, unfit = [], ValueError()
+    found: list[tuple[StepPlan, str]] = []
+    first_error: ValueError | None = None
     for placed, solver in candidates_with_room(ordered, costs, config):
         plan = build_plan(step, problem.lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
         try:
             found.append((make_room(plan, planning), solver))
         except ValueError as error:
-            unfit = error
-    if not found:
-        raise unfit
+            # the first candidate is the configured solver's, so its reason is the one to tell
+            first_error = first_error or error
+    if first_error is not None and not found:
+        raise first_error
     return found
 
 

@@ -441,6 +441,20 @@ def test_a_plan_above_the_budget_is_refused_whoever_made_it(num_stages: int, mon
         plan_stages(0, [300, 200], costs, num_stages, config)
 
 
+def test_of_plans_that_do_not_fit_the_first_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[StepPlan] = []
+
+    def refuse(found: StepPlan, _: Planning) -> StepPlan:
+        tried.append(found)
+        raise ValueError(f"plan {len(tried)} does not fit")
+
+    monkeypatch.setattr(planner, "make_room", refuse)
+    with pytest.raises(ValueError, match=r"^plan 1 does not fit$"):
+        config = PlannerConfig(400, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 0, 64))
+        plan_step(0, [300, 200, 100, 50, 40], cost_model("attention", 4), config)
+    assert len(tried) > 1
+
+
 def test_solvers_are_not_loaded_before_they_are_asked_for() -> None:
     code = (
         "import sys; from hf_longctx.plan import planner; assert not {'pulp', 'highspy'} & set(sys.modules), 'a solver is loaded'"

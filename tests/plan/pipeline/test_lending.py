@@ -170,7 +170,7 @@ def test_lending_is_refused_where_ranks_are_counted_with_one_stage_alone() -> No
     model = lendable()
     alone = dataclasses.replace(model, model=dataclasses.replace(model.model, keeps_all_stages=False))
     config = PlannerConfig(4000, (1,), stages=stage_parts(model.model, 4), lend_stages=True)
-    with pytest.raises(ValueError, match="set ModelSpec.keeps_all_stages or leave lend_stages out"):
+    with pytest.raises(ValueError, match=r"set ModelSpec\.keeps_all_stages or leave lend_stages out"):
         plan_step(0, [3000, 10, 12], alone, config)
     assert plan_step(0, [3000], alone, dataclasses.replace(config, lend_stages=False)).num_stages == 4
 
