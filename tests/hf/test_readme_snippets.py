@@ -1,0 +1,162 @@
+"""Every snippet of the README runs as it is printed, with default settings; only models, data and arguments stand in.
+
+Snippets of TRL and of four-bit weights run where these packages are installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+from helpers.models.chats import conversation, word_tokenizer
+from helpers.models.reference import random_rows
+from transformers import TrainingArguments
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+_BLOCKS = re.findall(r"```(python|diff)\n(.*?)```", README, re.DOTALL)
+# doors that the README only mentions, as in the sentences around them
+_MIXIN = "class Mine(LongContextMixin, YourTrainer)"
+_ALONE = "callbacks=[LongContextCallback(config)]"
+_MIXIN_CODE = f"""{_MIXIN}: pass
+trainer = Mine(model=model, args=args, train_dataset=dataset, longctx_config=LongContextConfig(max_length=32768))
+trainer.train()
+"""
+_ALONE_CODE = f"""config = LongContextConfig(max_length=32768)
+trainer = STOCK, {_ALONE})
+trainer.train()
+"""
+_STOCK = "Trainer(model=model, args=args, train_dataset=dataset, data_collator=DataCollatorWithFlattening()"
+_SFT = "SFTTrainer(model=model, args=sft_args, train_dataset=conversations, processing_class=tokenizer"
+_ATTACH = """callback = LongContextCallback(LongContextConfig(max_length=32768))
+callback.attach(trainer)
+trainer.train()
+"""
+# text in a block -> name of the snippet, and how many ranks run it
+_KNOWN = {
+    "trainer = LongContextTrainer(\n": ("trainer", 2),
+    "callback.attach(trainer)": ("attached", 2),
+    "class LongSFTTrainer": ("trl", 2),
+    "NeedleTask(": ("evaluation", 1),
+    "BitsAndBytesConfig(": ("four_bits", 1),
+    "load_pipeline_stage(": ("stages", 4),
+}
+
+
+def printed(kind: str, text: str) -> str:
+    """The code of a block; of a difference, what it makes of the script."""
+    lines = text.splitlines()
+    return "\n".join(lines if kind == "python" else [line[1:] for line in lines if not line.startswith("-")])
+
+
+CODES = {_MIXIN: (_MIXIN_CODE, 2), _ALONE: (_ALONE_CODE.replace("STOCK", _STOCK), 2)}
+for _kind, _text in _BLOCKS:
+    _code = printed(_kind, _text)
+    _names = [value for key, value in _KNOWN.items() if key in _code]
+    assert len(_names) == 1, f"name this snippet of the README in _KNOWN, so that it is tested:\n{_text}"
+    CODES[_names[0][0]] = _code, _names[0][1]
+WITH_TRL = {
+    "trl": CODES.pop("trl"),
+    "trl, attached": (f"trainer = {_SFT})\n{_ATTACH}", 2),
+    "trl, alone": (_ALONE_CODE.replace("STOCK", _SFT), 2),
+}
+
+
+def model_config() -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def stand_ins(folder: str) -> dict[str, Any]:
+    """Everything that the snippets take for given."""
+    import peft
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DataCollatorWithFlattening, Trainer
+
+    import hf_longctx
+
+    torch.manual_seed(0)
+    names: dict[str, Any] = {name: getattr(hf_longctx, name) for name in hf_longctx.__all__}
+    names |= {each.__name__: each for each in (AutoModelForCausalLM, BitsAndBytesConfig, DataCollatorWithFlattening, Trainer)}
+    names |= {"torch": torch, "LoraConfig": peft.LoraConfig, "get_peft_model": peft.get_peft_model, "YourTrainer": Trainer}
+    model = transformers.LlamaForCausalLM(model_config())
+    rows = datasets.Dataset.from_list(random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 4))
+    arguments: dict[str, Any] = {"output_dir": str(Path(folder, "out")), "max_steps": 2, "use_cpu": True, "report_to": "none"}
+    names |= {"model": model, "dataset": rows, "eval_dataset": rows.select(range(4)), "path": "checkpoints/llama-70b"}
+    names |= {"args": TrainingArguments(**arguments), "tokenizer": word_tokenizer()}
+    names["conversations"] = datasets.Dataset.from_list(
+        [{"messages": conversation("what is this?", "it is an answer to a question " * n)} for n in (1, 9, 2, 1, 4, 1, 3, 2) * 2]
+    )
+    if importlib.util.find_spec("trl") is not None:
+        import trl
+
+        # TRL takes bf16 by default, and then asks for a GPU or for this
+        names |= {"SFTTrainer": trl.SFTTrainer, "SFTConfig": partial(trl.SFTConfig, use_cpu=True)}
+        names["sft_args"] = trl.SFTConfig(**arguments, assistant_only_loss=True, max_length=None, gradient_checkpointing=False)
+    return names
+
+
+def run(code: str, name: str, folder: str) -> tuple[str, int]:
+    """Runs a snippet; returns what it printed and the number of steps that it trained."""
+    before = Path.cwd()
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        os.chdir(folder)
+        try:
+            names = stand_ins(folder)
+            if name == "evaluation":
+                names["trainer"] = names["LongContextTrainer"](
+                    model=names["model"], args=names["args"], train_dataset=names["dataset"]
+                )
+            exec(compile(code, f"README.md, {name}", "exec"), names)
+            trainer = names["trainer"]
+            if "trainer.train()" not in code and name != "evaluation":
+                trainer.train()
+        finally:
+            os.chdir(before)
+    return shown.getvalue(), trainer.state.global_step
+
+
+def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path) -> None:
+    transformers.LlamaForCausalLM(model_config()).save_pretrained(folder / "checkpoints" / "llama-70b")
+    code, num_ranks = codes[name]
+    (shown, steps), *others = ranks(num_ranks).run(run, code, name, str(folder))
+    assert steps == 0 if name == "evaluation" else steps >= 2
+    assert all(found == steps for _, found in others)
+    # a model of which every rank loaded a stage cannot be tested, and nothing is printed before training
+    if name != "stages" and steps:
+        assert "self-test passed" in shown, shown
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_snippet_runs_as_it_is_printed(ranks, name: str, tmp_path: Path) -> None:
+    if name == "four_bits" and importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("needs bitsandbytes (pip install bitsandbytes==0.50.2)")
+    check(ranks, CODES, name, tmp_path)
+
+
+@pytest.mark.trl
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL (pip install trl==1.16.0)")
+@pytest.mark.parametrize("name", WITH_TRL)
+def test_a_snippet_of_trl_runs_as_it_is_printed(ranks, name: str, tmp_path: Path) -> None:
+    check(ranks, WITH_TRL, name, tmp_path)
+
+
+def test_the_readme_names_the_doors_of_which_it_prints_no_snippet() -> None:
+    assert f"`{_MIXIN}`" in README and f"`{_ALONE}`" in README
