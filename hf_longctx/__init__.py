@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.stock.callback import LongContextCallback
     from hf_longctx.hf.trainer.trainer import LongContextMixin, LongContextTrainer
     from hf_longctx.plan.chunks.packing import pack_sequences
+    from hf_longctx.runtime.core.loss import TokenLoss
 
 _HOMES = {
     "DataError": "hf_longctx.hf.data.chat",
@@ -31,6 +32,7 @@ _HOMES = {
     "LongContextMixin": "hf_longctx.hf.trainer.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer.trainer",
     "NeedleTask": "hf_longctx.hf.evaluation.needles",
+    "TokenLoss": "hf_longctx.runtime.core.loss",
     "extend_positions": "hf_longctx.hf.models.rope",
     "load_pipeline_stage": "hf_longctx.hf.start.stages",
     "mix_datasets": "hf_longctx.hf.data.mixture",
@@ -49,6 +51,7 @@ __all__ = [
     "LongContextMixin",
     "LongContextTrainer",
     "NeedleTask",
+    "TokenLoss",
     "__version__",
     "extend_positions",
     "load_pipeline_stage",

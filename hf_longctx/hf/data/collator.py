@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_longctx.hf.data.sampler import SequenceIndex
+from hf_longctx.hf.data.scan import LOSS_WEIGHTS
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,20 @@ class PlannedStep:
 class TokenSequence:
     """Consecutive tokens of one sequence, starting at its token `first`: ids, and labels of the next token.
 
-    Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not to be learnt.
+    Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not to be learnt. loss_weights: the weight of each
+    label in the loss, [n], fp64, 0 where there is no next token; None if every label weighs 1.
     """
 
     input_ids: Tensor
     shift_labels: Tensor
     first: int = 0
+    loss_weights: Tensor | None = None
 
-    def between(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Ids and labels of tokens [begin, end), counted from the start of the sequence."""
+    def between(self, begin: int, end: int) -> TokenSequence:
+        """Tokens [begin, end), counted from the start of the sequence."""
         cut = slice(begin - self.first, end - self.first)
-        return self.input_ids[cut], self.shift_labels[cut]
+        weights = None if self.loss_weights is None else self.loss_weights[cut]
+        return TokenSequence(self.input_ids[cut], self.shift_labels[cut], begin, weights)
 
 
 class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
@@ -69,11 +73,14 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
     def _sequence(self, number: int, first: int, stop: int) -> TokenSequence:
         row = self.dataset[int(self.index.rows[number])]
         start, end = int(self.index.starts[number]), int(self.index.stops[number])
-        column = "labels" if "labels" in (row.column_names if isinstance(row, pa.Table) else row) else "input_ids"
-        labels = _tokens(row, column, start + first + 1, min(start + stop + 1, end))
+        columns = row.column_names if isinstance(row, pa.Table) else row
+        after = start + first + 1, min(start + stop + 1, end)
+        labels = _tokens(row, "labels" if "labels" in columns else "input_ids", *after)
+        weights = _items(row, LOSS_WEIGHTS, *after, np.float64) if LOSS_WEIGHTS in columns else None
         if start + stop == end:
             labels = torch.cat([labels, labels.new_full((1,), IGNORE_INDEX)])
-        return TokenSequence(_tokens(row, "input_ids", start + first, start + stop), labels, first)
+            weights = None if weights is None else torch.cat([weights, weights.new_zeros(1)])
+        return TokenSequence(_tokens(row, "input_ids", start + first, start + stop), labels, first, weights)
 
 
 def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
@@ -92,23 +99,29 @@ def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
 
 
 def _tokens(row: Any, column: str, start: int, stop: int) -> Tensor:
-    """Items [start, stop) of the list in a row's column, shape [stop - start], int64."""
+    """Token ids or labels [start, stop) of a row, shape [stop - start], int64."""
+    return _items(row, column, start, stop, np.int64)
+
+
+def _items(row: Any, column: str, start: int, stop: int, dtype: type[np.int64 | np.float64]) -> Tensor:
+    """Items [start, stop) of the list in a row's column, shape [stop - start]."""
     if not isinstance(row, pa.Table):
-        return torch.as_tensor(row[column][start:stop], dtype=torch.int64)
+        return torch.as_tensor(row[column][start:stop], dtype=torch.from_numpy(np.zeros(0, dtype)).dtype)
     values = row[column].combine_chunks().flatten().slice(start, stop - start)
-    return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))
+    return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(dtype))
 
 
-def shift(labels: Tensor) -> Tensor:
-    """Shifts the labels of one document so that every token has its next token's; the last one has none. Shape [n] to [n]."""
-    return torch.cat([labels[1:], labels.new_full((1,), IGNORE_INDEX)])
+def shift(labels: Tensor, last: int = IGNORE_INDEX) -> Tensor:
+    """Shifts the labels of one document so that every token has its next token's; the last one has `last`. Shape [n] to [n]."""
+    return torch.cat([labels[1:], labels.new_full((1,), last)])
 
 
 class LongContextCollator:
     """Turns one planned step and its sequences into the batch that the trainer's `training_step` gets.
 
     The batch is a plain mapping: `input_ids` are all tokens of this rank (for token counts), `chunks[r][c]` the inputs of
-    chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this rank's losses, `step` the planned step.
+    chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this rank's losses, `total_weight` the sum of
+    their `loss_weights` (their number if the dataset has none), `step` the planned step.
     """
 
     def __call__(self, items: Sequence[tuple[PlannedStep, Mapping[int, TokenSequence]]]) -> dict[str, Any]:
@@ -129,6 +142,7 @@ def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, 
         "input_ids": torch.cat([inputs.input_ids for inputs in flat], dim=1),
         "chunks": chunks,
         "num_label_tokens": sum(int((inputs.shift_labels != IGNORE_INDEX).sum()) for inputs in flat) if has_loss else 0,
+        "total_weight": sum(Targets.of(inputs).total_weight() for inputs in flat) if has_loss else 0.0,
         "step": step,
     }
 
@@ -138,15 +152,22 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
 
     Dummy tokens have id 0, position 0 and no label, and come after the real tokens.
     """
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts: list[tuple[TokenSequence, Tensor]] = []
     for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
         if piece.document < len(chunk.spans):
             span = chunk.spans[piece.document]
             begin, end = span.start + piece.start, span.start + piece.stop
-            ids, labels = sequences[span.sequence].between(begin, end)
-            parts.append((ids, torch.arange(begin, end), labels))
+            parts.append((sequences[span.sequence].between(begin, end), torch.arange(begin, end)))
         else:
             zeros = torch.zeros(piece.num_tokens, dtype=torch.int64)
-            parts.append((zeros, zeros, torch.full_like(zeros, IGNORE_INDEX)))
-    input_ids, position_ids, shift_labels = (torch.cat(column).unsqueeze(0) for column in zip(*parts, strict=True))
-    return ChunkInputs(input_ids, position_ids, shift_labels)
+            parts.append((TokenSequence(zeros, torch.full_like(zeros, IGNORE_INDEX)), zeros))
+    rows = ((part.input_ids, positions, part.shift_labels) for part, positions in parts)
+    input_ids, position_ids, shift_labels = (torch.cat(column).unsqueeze(0) for column in zip(*rows, strict=True))
+    loss_weights = None
+    if any(part.loss_weights is not None for part, _ in parts):
+        of_parts = (
+            torch.zeros(len(positions), dtype=torch.float64) if part.loss_weights is None else part.loss_weights
+            for part, positions in parts
+        )
+        loss_weights = torch.cat(list(of_parts)).unsqueeze(0)
+    return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights)

@@ -15,11 +15,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
+from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
+# column with one weight per label, by which the loss of its token is multiplied
+LOSS_WEIGHTS = "loss_weights"
+# columns that the scan reads, if a dataset has them
+_READ = ("attention_mask", "input_ids", "labels", LOSS_WEIGHTS)
+# columns by whose name their author means weights; refused like the ones below
+WEIGHTS = (
+    *("weights", "weight", "loss_weight", "token_weights", "token_weight", "label_weights", "sample_weight", "sample_weights"),
+    *("loss_scale", "importance_weights"),
+)
 # columns that say how a row is packed or masked; they are refused, since ignoring them would change what is trained
 _MEANINGFUL = (
     *("position_ids", "seq_idx", "seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "shift_labels"),
@@ -46,8 +56,9 @@ class DatasetScan:
 def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
     """Reads a dataset once and checks every row; keeps one batch of rows and all lengths in memory.
 
-    The column `input_ids` is required, `labels` is used if present. A row needs at least one token, as many labels as
-    tokens, ids below `vocab_size`, and no padding. If the columns are unusable, the result has a problem and no lengths.
+    The column `input_ids` is required, `labels` and `loss_weights` are used if present. A row needs at least one token, as many
+    labels and weights as tokens, ids below `vocab_size`, finite weights of 0 or more, and no padding. If the columns are
+    unusable, the result has a problem and no lengths.
 
     `name`: the name of the dataset in messages, for example "train_dataset". `show_progress`: show a bar if reading takes longer
     than a second.
@@ -57,7 +68,9 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
     lengths: IntArray = np.zeros(len(dataset), dtype=np.int64)
     problems: list[str] = []
     num_more, has_label, num_rows = 0, False, 0
-    hashes = {"input_ids": xxhash.xxh3_128(), "labels": xxhash.xxh3_128()}
+    hashes = {column: xxhash.xxh3_128() for column in ("input_ids", "labels", LOSS_WEIGHTS)}
+    if LOSS_WEIGHTS not in _columns(dataset):
+        del hashes[LOSS_WEIGHTS]
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
         for table in _tables(dataset):
@@ -89,7 +102,8 @@ def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:
     for column, items in hashes.items():
         if column in table.column_names:
             for chunk in _values(table[column]).chunks:
-                items.update(np.ascontiguousarray(chunk.to_numpy(zero_copy_only=False)))
+                values = chunk.to_numpy(zero_copy_only=False)
+                items.update(np.ascontiguousarray(values.astype(np.float64) if column == LOSS_WEIGHTS else values))
 
 
 def _unusable(dataset: Any, name: str) -> str | None:
@@ -117,6 +131,11 @@ def column_problem(columns: Sequence[str], name: str) -> str | None:
             f"{name} has a column {meaningful[0]!r}, which is not supported, and to ignore it would change what is trained; "
             f"express it in 'labels' (-100 for no label) with one document per row, or remove the column"
         )
+    if weights := [column for column in WEIGHTS if column in columns]:
+        return (
+            f"{name} has a column {weights[0]!r}, which is not read, and to ignore it may change what is trained; give one "
+            f"weight per token in a column {LOSS_WEIGHTS!r} (float, 0 or more, beside its label), or remove the column"
+        )
     return None
 
 
@@ -124,12 +143,21 @@ def token_rows(dataset: Any) -> Any:
     """The dataset with only the columns that training reads; a row of an Arrow dataset is then an Arrow table."""
     if not isinstance(dataset, datasets.Dataset):
         return dataset
-    columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
+    columns = [name for name in ("input_ids", "labels", LOSS_WEIGHTS) if name in dataset.column_names]
     return dataset.select_columns(columns).with_format("arrow")
 
 
-def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> tuple[IntArray, IntArray]:
-    """Checks one row and returns its token ids and labels, each of shape [n]; without labels, the ids are the labels.
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """Token ids and labels of one row, each of shape [n], and the weights of the labels [n], or None if it has none."""
+
+    input_ids: IntArray
+    labels: IntArray
+    loss_weights: NDArray[np.float64] | None
+
+
+def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> RowTokens:
+    """Checks one row and returns its tokens; without labels, the ids are the labels.
 
     `columns`: the columns of the first row, which every row must have. Raises ValueError for a row in which `scan_dataset` would
     find a problem.
@@ -137,13 +165,14 @@ def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_s
     present = list(row) if isinstance(row, Mapping) else [type(row).__name__]
     if (unusable := column_problem(present, name)) is not None:
         raise ValueError(unusable)
-    read = [column for column in ("attention_mask", "input_ids", "labels") if column in columns]
+    read = [column for column in _READ if column in columns]
     table = _plain_table([row], read, number)
     _, problems = _table_problems(name, number, table, vocab_size)
     if problems:
         raise ValueError(problems[0])
     assert isinstance(table, pa.Table)
-    return _values(table["input_ids"]).to_numpy(), _values(table["labels" if "labels" in read else "input_ids"]).to_numpy()
+    ids, labels = (_values(table[column]).to_numpy() for column in ("input_ids", "labels" if "labels" in read else "input_ids"))
+    return RowTokens(ids, labels, _values(table[LOSS_WEIGHTS]).to_numpy() if LOSS_WEIGHTS in read else None)
 
 
 def too_long(
@@ -179,7 +208,7 @@ def _columns(dataset: Any) -> list[str]:
 def _tables(dataset: Any) -> Iterator[pa.Table | str]:
     """Yields the rows batch by batch, or a sentence that says what is wrong with the rows of a batch."""
     present = _columns(dataset)
-    columns = [column for column in ("attention_mask", "input_ids", "labels") if column in present]
+    columns = [column for column in _READ if column in present]
     arrow = dataset.select_columns(columns).with_format("arrow") if isinstance(dataset, datasets.Dataset) else None
     first_row, num_rows = 0, min(_FIRST_BATCH_ROWS, _BATCH_ROWS)
     while first_row < len(dataset):
@@ -198,18 +227,19 @@ def _tables(dataset: Any) -> Iterator[pa.Table | str]:
 def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int) -> pa.Table | str:
     values: dict[str, list[Any]] = {column: [] for column in columns}
     for number, row in enumerate(rows):
-        if "labels" in row and "labels" not in columns:
-            return f"row {first_row + number} has 'labels', but the first row has none; give every row the same columns"
+        for column in ("labels", LOSS_WEIGHTS):
+            if column in row and column not in columns:
+                return f"row {first_row + number} has {column!r}, but the first row has none; give every row the same columns"
         for column in columns:
             if column not in row:
                 return f"row {first_row + number} has no {column!r}, but the first row has; give every row the same columns"
             value = None if row[column] is None else np.asarray(row[column])
-            if value is not None and (value.ndim != 1 or (value.dtype.kind not in "iub" and value.size)):
-                return (
-                    f"row {first_row + number} column {column!r} holds {row[column]!r:.40}, expected a list of integers per row"
-                )
-            values[column].append(value if value is None else value.astype(np.int64))
-    return pa.table({column: pa.array(items, pa.list_(pa.int64())) for column, items in values.items()})
+            kinds, items, dtype = ("iuf", "numbers", np.float64) if column == LOSS_WEIGHTS else ("iub", "integers", np.int64)
+            if value is not None and (value.ndim != 1 or (value.dtype.kind not in kinds and value.size)):
+                return f"row {first_row + number} column {column!r} holds {row[column]!r:.40}, expected a list of {items} per row"
+            values[column].append(value if value is None else value.astype(dtype))
+    types = {column: pa.list_(pa.float64() if column == LOSS_WEIGHTS else pa.int64()) for column in columns}
+    return pa.table({column: pa.array(items, types[column]) for column, items in values.items()})
 
 
 def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size: int) -> tuple[IntArray, list[str]]:
@@ -220,8 +250,12 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
         kind = table[column].type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         # Arrow gives the items of empty lists the type null
-        if not is_list or not (pa.types.is_integer(kind.value_type) or kind.value_type in (pa.bool_(), pa.null())):
-            expected = "expected a list of integers per row"
+        is_number = is_list and (pa.types.is_integer(kind.value_type) or kind.value_type == pa.null())
+        is_other = is_list and (
+            pa.types.is_floating(kind.value_type) if column == LOSS_WEIGHTS else kind.value_type == pa.bool_()
+        )
+        if not is_number and not is_other:
+            expected = f"expected a list of {'numbers' if column == LOSS_WEIGHTS else 'integers'} per row"
             return np.zeros(0, dtype=np.int64), [f"{name} column {column!r} holds {kind}, {expected}"]
     if "labels" in table.column_names and table["labels"].type.value_type == pa.bool_():
         return np.zeros(0, dtype=np.int64), [f"{name} column 'labels' holds true and false, expected token ids"]
@@ -239,6 +273,8 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
             for row in np.flatnonzero(label_lengths != lengths)
         ]
         problems += _label_problems(name, _values(table["labels"]), vocab_size)
+    if LOSS_WEIGHTS in table.column_names:
+        problems += _weight_problems(name, first_row, table[LOSS_WEIGHTS], lengths)
     if "attention_mask" in table.column_names:
         mask_lengths = _list_lengths(table["attention_mask"])
         problems += [
@@ -288,6 +324,24 @@ def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int) -> list
     if num_negative == num_ignored and bounds["max"] < vocab_size:
         return []
     return _range_problems(name, "label", pc.filter(labels, pc.not_equal(labels, IGNORE_INDEX)), vocab_size)
+
+
+def _weight_problems(name: str, first_row: int, column: pa.ChunkedArray, lengths: IntArray) -> list[str]:
+    """Reports rows with another number of weights than tokens, and a weight that is missing, negative or not finite."""
+    weight_lengths = _list_lengths(column)
+    problems = [
+        f"{name} row {first_row + row} has {lengths[row]} tokens but {weight_lengths[row]} {LOSS_WEIGHTS}; give one weight per "
+        f"token, each beside its label, not shifted"
+        for row in np.flatnonzero(weight_lengths != lengths)
+    ]
+    values = _values(column)
+    if values.null_count:
+        return [*problems, f"{name} has a row with a missing weight in {LOSS_WEIGHTS}; write 1.0 for an ordinary token"]
+    weights = values.to_numpy().astype(np.float64)
+    wrong = weights[~(np.isfinite(weights) & (weights >= 0))]
+    return problems + [
+        f"{name} holds the weight {weight:g} in {LOSS_WEIGHTS}; give finite numbers of 0 or more" for weight in wrong[:1]
+    ]
 
 
 def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -> list[str]:

@@ -26,7 +26,7 @@ from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
 logger = logging.getLogger(__name__)
 
 # version of the file; raise it when a scan finds other problems or lengths than before, or writes them differently
-_FORMAT = 1
+_FORMAT = 2
 
 
 def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: bool) -> dict[str, DatasetScan]:

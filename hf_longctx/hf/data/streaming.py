@@ -30,8 +30,8 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedStep, TokenSequence, shift, step_batch
-from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import row_tokens, too_long
+from hf_longctx.hf.data.sampler import SequenceIndex
+from hf_longctx.hf.data.scan import RowTokens, row_tokens, too_long
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.core.types import StepPlan
@@ -171,11 +171,14 @@ class StreamBatches:
         epoch, digest, num_rows = start.epoch, xxhash.xxh3_128(), 0
         if start.row:
             logger.warning("%s: reading and dropping %d rows of epoch %d before the cursor", self.rules.name, start.row, epoch)
-        for row, (input_ids, labels) in enumerate(self._rows(epoch)):
+        for row, tokens in enumerate(self._rows(epoch)):
+            input_ids, labels, weights = tokens.input_ids, tokens.labels, tokens.loss_weights
             if row == start.row and not start.piece:
                 self._compare(digest.hexdigest(), start)
             # hash the length too, so that the same tokens divided into other rows hash differently
             digest.update(np.int64(len(input_ids)).tobytes() + input_ids.tobytes() + labels.tobytes())
+            if weights is not None:
+                digest.update(weights.tobytes())
             if row == start.row and start.piece:
                 self._compare(digest.hexdigest(), start)
             num_rows = row + 1
@@ -183,7 +186,8 @@ class StreamBatches:
             for piece, cut in enumerate(cuts):
                 if (row, piece) >= (start.row, start.piece):
                     place = (num_rows, 0) if piece + 1 == len(cuts) else (row, piece + 1)
-                    sequence = TokenSequence(torch.tensor(input_ids[cut]), shift(torch.tensor(labels[cut])))
+                    shifted = None if weights is None else shift(torch.tensor(weights[cut]), last=0)
+                    sequence = TokenSequence(torch.tensor(input_ids[cut]), shift(torch.tensor(labels[cut])), loss_weights=shifted)
                     yield sequence, Cursor(epoch, *place, digest.hexdigest())
         if num_rows < start.row + (start.piece > 0):
             raise ValueError(
@@ -193,8 +197,8 @@ class StreamBatches:
         if num_rows == start.row:
             self._compare(digest.hexdigest(), start)
 
-    def _rows(self, epoch: int) -> Iterator[tuple[IntArray, IntArray]]:
-        """Checks every row of an epoch, and yields its token ids and labels."""
+    def _rows(self, epoch: int) -> Iterator[RowTokens]:
+        """Checks every row of an epoch, and yields its tokens."""
         rules, number, columns = self.rules, 0, None
         try:
             rows = iter(self.stream)
@@ -325,10 +329,14 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
             batch = in_planning.popleft()
             parts = [_part(plan, rank, batch.sequences) for rank in range(plan.num_ranks)]
             # this mapping keeps the tensors alive until they are sent
-            packed = {rank: _packed(part["chunks"]) for rank, part in enumerate(parts) if rank}
-            for message in [dist.isend(tensor, rank, self.source.pool.control) for rank, tensor in packed.items()]:
-                assert message is not None
-                message.wait()
+            is_weighted = any(sequence.loss_weights is not None for sequence in batch.sequences)
+            packed = {rank: _packed(part["chunks"], is_weighted) for rank, part in enumerate(parts) if rank}
+            # the other ranks learn first how many numbers a token has
+            heads = {rank: torch.tensor(len(tensor)) for rank, tensor in packed.items()}
+            for messages in (heads, packed):
+                for message in [dist.isend(tensor, rank, self.source.pool.control) for rank, tensor in messages.items()]:
+                    assert message is not None
+                    message.wait()
             self.cursor = batch.after
             yield parts[0]
             # the trainer has come back for the next batch, so it is done with this one
@@ -343,7 +351,9 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
 
         for plan in self.source.plans(((step, no_lengths) for step in itertools.count(first_step)), explore=True):
             counts = _chunk_tokens(plan, pool.rank)
-            packed = torch.empty(3, sum(map(sum, counts)), dtype=torch.int32)
+            head = torch.tensor(0)
+            dist.recv(head, 0, pool.control)
+            packed = torch.empty(int(head), sum(map(sum, counts)), dtype=torch.int32)
             dist.recv(packed, 0, pool.control)
             yield step_batch(_planned(plan, pool.rank), _unpacked(packed, counts))
 
@@ -371,14 +381,28 @@ def _chunk_tokens(plan: StepPlan, rank: int) -> list[list[int]]:
     ]
 
 
-def _packed(chunks: list[list[ChunkInputs]]) -> torch.Tensor:
-    """Concatenates token ids, positions and labels of all chunks, shape [3, tokens], int32."""
+def _packed(chunks: list[list[ChunkInputs]], is_weighted: bool = False) -> torch.Tensor:
+    """Concatenates token ids, positions and labels of all chunks, shape [3, tokens], int32.
+
+    is_weighted: two more rows hold the bits of the labels' weights in fp64.
+    """
     flat = [inputs for round_chunks in chunks for inputs in round_chunks]
     columns = [torch.cat([inputs.input_ids, inputs.position_ids, inputs.shift_labels]) for inputs in flat]
-    return torch.cat(columns, dim=1).to(torch.int32)
+    packed = torch.cat(columns, dim=1).to(torch.int32)
+    if not is_weighted:
+        return packed
+    # a chunk of dummy tokens alone has no weights
+    weights = [torch.zeros(i.input_ids.shape, dtype=torch.float64) if i.loss_weights is None else i.loss_weights for i in flat]
+    return torch.cat([packed, torch.cat(weights, dim=1).view(torch.int32).view(-1, 2).T])
 
 
 def _unpacked(packed: torch.Tensor, counts: list[list[int]]) -> list[list[ChunkInputs]]:
     """Splits what `_packed` concatenated into chunks of `counts[micro-batch][chunk]` tokens."""
-    pieces = iter(packed.to(torch.int64).split([count for round_counts in counts for count in round_counts], dim=1))
-    return [[ChunkInputs(*next(pieces).unsqueeze(1)) for _ in round_counts] for round_counts in counts]
+    sizes = [count for round_counts in counts for count in round_counts]
+    pieces = iter(packed[:3].to(torch.int64).split(sizes, dim=1))
+    weights: Iterator[torch.Tensor | None] = itertools.repeat(None)
+    if len(packed) > 3:
+        weights = iter(packed[3:].T.contiguous().view(torch.float64).view(1, -1).split(sizes, dim=1))
+    return [
+        [ChunkInputs(*next(pieces).unsqueeze(1), loss_weights=next(weights)) for _ in round_counts] for round_counts in counts
+    ]

@@ -47,6 +47,11 @@ def count_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
     return int(sum_over_ranks(torch.tensor(count, dtype=torch.int64), group))
 
 
+def weight_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
+    """The sum of a host-side number over the ranks of `group`, like `count_over_ranks`, in fp64."""
+    return float(sum_over_ranks(torch.tensor(weight, dtype=torch.float64), group))
+
+
 def raise_together(problems: list[str], group: dist.ProcessGroup | None) -> None:
     """Raises ValueError on every rank, with the problems of all ranks, if any rank has one; so no rank waits for another."""
     lines: dict[str, list[int]] = {}

@@ -35,7 +35,6 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "torch_compile": ((False,), "leave it out; compiled models are not supported yet"),
     "average_tokens_across_devices": ((True,), "leave it True: a step's loss is the mean over the label tokens of all ranks"),
     "auto_find_batch_size": ((False,), "leave it out; tokens_per_rank bounds memory"),
-    "label_smoothing_factor": ((0, 0.0), "set it to 0"),
     "neftune_noise_alpha": ((None,), "leave it out"),
     "use_liger_kernel": ((False,), "leave it out; models that it patches are not tested"),
     "parallelism_config": ((None,), "leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
@@ -60,7 +59,7 @@ _SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rm
 _TRAINER_ARGUMENTS = {
     "data_collator": "plans decide what is packed together; leave it out and pass a dataset with input_ids and labels",
     "compute_metrics": "evaluation returns the loss only; compute other metrics from the saved checkpoint",
-    "compute_loss_func": "leave it out; the loss is the token mean of the cross-entropy over the step",
+    "compute_loss_func": "pass the loss of a token as token_loss=..., of which a step takes the mean over label tokens",
     "model_init": "pass a model",
     "preprocess_logits_for_metrics": "leave it out; evaluation returns the loss only",
 }
@@ -198,6 +197,7 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
         if owner is not None and not owner.__module__.startswith("transformers."):
             problems.append(
                 f"{owner.__name__}.{name} would never be called: a plan's loss is the token mean of cross-entropy; remove it"
+                + (", and pass the loss of a token as token_loss=..." if name == "compute_loss" else "")
             )
     for name in (name for names in replaced for name in names["behind"]):
         owner = next((cls for cls in behind if name in vars(cls)), None)

@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.scan import LOSS_WEIGHTS, WEIGHTS
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
@@ -22,6 +23,8 @@ _PLANNED = "SFTTrainer"
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
 # columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
 _READ = ("input_ids", "labels", "seq_lengths")
+# columns that plans read or refuse, although the collator would leave them out
+_KEPT = (LOSS_WEIGHTS, *WEIGHTS)
 
 
 def trl_class(cls: type) -> type | None:
@@ -105,6 +108,11 @@ def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
             f"loss_type={loss!r} is not the token mean of the cross-entropy that plans train; set loss_type='nll', or use the "
             f"callback in callbacks=[...] alone"
         )
+    if factor := getattr(args, "label_smoothing_factor", 0):
+        problems.append(
+            f"label_smoothing_factor={factor!r} is not tested with trainers of TRL; pass the loss of a token as token_loss=..., "
+            f"or use LongContextTrainer"
+        )
     limit = getattr(args, "max_length", None)
     if limit is not None and config.max_length is not None and limit < config.max_length:
         problems.append(
@@ -115,9 +123,9 @@ def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
 
 
 def read_columns(trainer: type, dataset: Any) -> Any:
-    """The dataset with the columns that the collator of a trainer of TRL reads; the same object if it has no others."""
+    """The dataset with weights and the columns that a collator of TRL reads; the same object if it has no others."""
     is_known = isinstance(dataset, datasets.Dataset | datasets.IterableDataset) and dataset.column_names is not None
     if not is_planned(trainer) or not is_known or "input_ids" not in dataset.column_names:
         return dataset
-    read = [name for name in dataset.column_names if name in _READ]
+    read = [name for name in dataset.column_names if name in (*_READ, *_KEPT)]
     return dataset if len(read) == len(dataset.column_names) else dataset.select_columns(read)

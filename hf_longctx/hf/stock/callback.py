@@ -30,6 +30,7 @@ from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_
 from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.start.arguments import argument_problems
+from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_problems
 from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
@@ -37,6 +38,7 @@ from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
+from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient, nonfinite_names
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
@@ -64,17 +66,19 @@ class LongContextCallback(TrainerCallback):
         self._trainer: Trainer | None = None
         self._undo = ExitStack()
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Trainer, token_loss: TokenLoss | None = None) -> None:
         """Lets the next `trainer.train()` run full plans; undone when that returns or raises. Every rank must call it.
 
         Sequences per optimizer step, shuffling and cutting are then those of `LongContextTrainer`; the trainer's collator serves
-        evaluation only. Raises ValueError on every rank, leaving the trainer as it was, for settings that plans would ignore.
+        evaluation only. token_loss: the loss of a token in training, in place of cross-entropy; see `TokenLoss`. Evaluation keeps
+        the trainer's own loss. Raises ValueError on every rank, leaving the trainer as it was, for settings that plans would
+        ignore.
         """
         if self._trainer is not None or isinstance(trainer, LongContextMixin):
             raise ValueError(f"{type(trainer).__name__} runs plans already, or this callback is attached; call detach() first")
         self.detach()
         with ExitStack() as undo:
-            _lend_class(trainer, self, undo)
+            _lend_class(trainer, self, token_loss, undo)
             self._trainer = trainer
             undo.callback(setattr, self, "_trainer", None)
             self._undo = undo.pop_all()
@@ -214,7 +218,7 @@ class AttachedMixin(LongContextMixin):
         return super(LongContextMixin, self).predict(*args, **kwargs)
 
 
-def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack) -> None:
+def _lend_class(trainer: Trainer, callback: LongContextCallback, token_loss: TokenLoss | None, undo: ExitStack) -> None:
     """Puts `AttachedMixin` in front of the class of this one trainer instance, and starts a planned run on it."""
     stock, own, lent = type(trainer), set(vars(trainer)), set[str]()
     problems = _attach_problems(trainer, callback.config)
@@ -229,7 +233,8 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
         trainer.train_dataset = read_columns(stock, trainer.train_dataset)
         datasets = {"train_dataset": trainer.train_dataset}
         args, processing_class = trainer.args, trainer.processing_class
-        planned._start(RunRequest(callback.config, trainer.model, args, processing_class, problems, datasets))
+        request = RunRequest(callback.config, trainer.model, args, processing_class, problems, datasets, token_loss=token_loss)
+        planned._start(request)
         run = planned.longctx_run
         undo.callback(run.close)
         planned._report()
@@ -256,8 +261,7 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
 
 def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     """Problems with a built trainer: settings that plans would ignore."""
-    arguments = {"compute_loss_func": trainer.compute_loss_func, "model_init": trainer.model_init}
-    problems = argument_problems(trainer.args, arguments)
+    problems = argument_problems(trainer.args, {"model_init": trainer.model_init})
     if outside := trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
     problems += collator_problems(trainer.data_collator, trainer.train_dataset)
@@ -273,7 +277,8 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
         )
     if trainer.train_dataset is None:
         problems.append("the trainer has no train_dataset; give it one, or call attach on the trainer that trains")
-    for name in ("train", "training_step", "get_train_dataloader", "get_batch_samples", "compute_loss"):
+    problems += trainer_loss_problems(trainer)
+    for name in ("train", "training_step", "get_train_dataloader", "get_batch_samples"):
         if name in vars(trainer):
             problems.append(f"{name} was replaced on the trainer instance and would not run under plans; override it in a class")
     return problems

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
+from hf_longctx.hf.start.losses import WAY_OUT
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.output_head import check_untouched
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import all_to_all
-from hf_longctx.runtime.core.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
 from hf_longctx.runtime.execution.executor import no_mask
 
 # keywords of a batch that are kept, and keywords that the plan replaces by its own
@@ -85,10 +86,11 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
             f"the batch holds {', '.join(unknown)}, which a plan does not send to other ranks; remove it from the dataset or "
             f"the collator"
         )
-    if inputs.get("input_ids") is None or (inputs.get("labels") is None and inputs.get("shift_labels") is None):
+    if inputs.get("input_ids") is None or inputs.get("labels") is None:
         raise ValueError(
             f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels' or use "
-            f"DataCollatorWithFlattening"
+            f"DataCollatorWithFlattening; if the trainer took the labels out for compute_loss_func or a compute_loss of its own, "
+            f"{WAY_OUT}"
         )
     # for a fused head the trainer computes the mean over tokens itself
     if inputs.get("num_items_in_batch") is None and not inputs.get(_FUSED):
@@ -313,7 +315,8 @@ class SequenceExchange:
         if self._returning is not None:
             return self._returned(output, *self._returning)
         if self._num_items is None:
-            return None
+            # these logits are not those of the batch, so a trainer's own loss must not read them
+            return type(output)(loss=output.loss)
         check_untouched(output.logits)
         return type(output)(loss=output.logits / self._num_items)
 
@@ -350,7 +353,7 @@ class SequenceExchange:
         if is_summed:
             assert engine.head is not None
             # backward follows at once: a stock trainer makes one forward at a time
-            self._during.enter_context(engine.head.summing(labels_1T, policy.tile_tokens, keep_gradients=True))
+            self._during.enter_context(engine.head.summing(Targets(labels_1T), policy.tile_tokens, keep_gradients=True))
         activations = engine.begin(policy)
         self._during.enter_context(activations.running())
         return replace(context, activations=activations), is_summed

@@ -23,9 +23,10 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_len
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, raise_together
+from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, differing_settings, raise_together
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.self_test.specimen import RunPlace
+from hf_longctx.hf.start.losses import chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems, vocab_size_of
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (
@@ -37,6 +38,7 @@ from hf_longctx.hf.trainer.placement import (
     check_trained,
 )
 from hf_longctx.hf.trainer.sets import SequenceSets
+from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.sharded import shard_mesh
@@ -51,7 +53,7 @@ class RunRequest:
 
     problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; None if a stock
     loader reads them, and then every plan has one micro-batch. control: the process group that `meet` returned, if it was
-    called before.
+    called before. token_loss: the user's loss of a token, if there is one.
     """
 
     config: LongContextConfig
@@ -61,6 +63,14 @@ class RunRequest:
     problems: list[str]
     datasets: Mapping[str, Any] | None = None
     control: dist.ProcessGroup | None = None
+    token_loss: TokenLoss | None = None
+
+    def problems_of_loss(self, control: dist.ProcessGroup | None) -> list[str]:
+        """Problems with the loss, also if it differs between ranks. Collective."""
+        if self.datasets is None:
+            return stock_loss_problems(self.model, self.args, self.config)
+        digest = loss_digest(self.token_loss, vocab_size_of(self.model), self.args.device)
+        return loss_problems(self.model, self.args, self.token_loss) + differing_settings({"token_loss": digest}, control)
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ class Run:
 
     control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
     reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
-    lend their ranks, since each rank then has the whole model; else empty.
+    lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
+    cross-entropy.
     """
 
     config: LongContextConfig
@@ -86,6 +97,7 @@ class Run:
     report: RunReport
     undo: ExitStack
     all_stages: tuple[StageModel, ...] = ()
+    token_loss: TokenLoss | None = None
 
     @property
     def pool(self) -> GroupPool:
@@ -96,7 +108,8 @@ class Run:
         """An executor for the placed model; the executor owns gradient buffers."""
         stage = replace(self.stage, model=model)
         all_stages = [replace(each, model=model) for each in self.all_stages]
-        return StepExecutor(stage, self.pool, self.args.device, fp32_gradients, all_stages, self.routers.balance(model))
+        routers, device = self.routers.balance(model), self.args.device
+        return StepExecutor(stage, self.pool, device, fp32_gradients, all_stages, routers, self.token_loss)
 
     def release_model(self) -> None:
         """Gives the model its own layers and routers back, until the next plan binds them again. Idempotent."""
@@ -125,7 +138,9 @@ def start_run(request: RunRequest) -> Run:
     broken = _changed_settings(config)
     control = meet(LongContextConfig() if broken else config, request.control)
     raise_together(broken, control)
-    degrees = checked_degrees(config, model, args, request.processing_class, request.problems, control)
+    problems = request.problems + request.problems_of_loss(control)
+    degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
+    token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss)
     setup = choose_setup(config, model, args, degrees, control, (request.datasets or {}).get("train_dataset"))
     sets = SequenceSets(config, args, setup, control)
     if request.datasets is None:
@@ -153,6 +168,8 @@ def start_run(request: RunRequest) -> Run:
         undo.callback(activations.close)
         undo.callback(routers.close)
         opening = opening_line(setup, args, model)
+        if token_loss is not None:
+            opening = f"{opening}\nloss of a token: {loss_name(token_loss)}"
         if test is not None:
             count = partial(count_over_ranks, group=control)
             passed = test.run(RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count))
@@ -172,6 +189,7 @@ def start_run(request: RunRequest) -> Run:
             report=RunReport(config, source, opening),
             undo=undo.pop_all(),
             all_stages=all_stages,
+            token_loss=token_loss,
         )
 
 

@@ -31,8 +31,9 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
-from hf_longctx.hf.ranks.agreement import count_over_ranks, raise_together
+from hf_longctx.hf.ranks.agreement import count_over_ranks, raise_together, weight_over_ranks
 from hf_longctx.hf.start.arguments import argument_problems, config_problems, override_problems, run_problems
+from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
 from hf_longctx.hf.start.trl import prepared_model_problems, read_columns, trainer_problems, trl_class
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.loaders import eval_loader
@@ -43,6 +44,7 @@ from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
 
@@ -73,10 +75,12 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         processing_class: Any = None,
         *,
         longctx_config: LongContextConfig | None = None,
+        token_loss: TokenLoss | None = None,
         **kwargs: Any,
     ) -> None:
         """Builds a `Trainer` under plans; `longctx_config` says how sequences are cut and spread.
 
+        token_loss: the loss of a token, in place of cross-entropy; see `TokenLoss`.
         Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
         """
         config = longctx_config if longctx_config is not None else LongContextConfig()
@@ -85,7 +89,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         if trl_class(type(self)) is None:
             args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
             problems = run_problems(type(self), config, model, args, {"data_collator": data_collator, **kwargs})
-            self._start(RunRequest(config, model, args, processing_class, problems, datasets))
+            self._start(RunRequest(config, model, args, processing_class, problems, datasets, token_loss=token_loss))
             try:
                 super().__init__(model=model, args=args, **given)
             except BaseException:
@@ -96,15 +100,17 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             control = self._check_early(args, {"data_collator": data_collator, **kwargs})
             # a trainer of TRL makes the model and the sets ready itself
             super().__init__(model=model, args=args, **given)
-            self._start(self._request_of_prepared(kwargs, control))
+            self._start(replace(self._request_of_prepared(kwargs, control), token_loss=token_loss))
         self._report()
         self._log_to_output_dir()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as `Trainer.train` does, from the newest complete checkpoint for `resume_from_checkpoint=True`.
 
-        Refuses a checkpoint that is not whole, and one after which samples would be repeated or skipped.
+        Refuses a checkpoint that is not whole, one after which samples would be repeated or skipped, and a loss that was set on
+        the trainer or the model since the start.
         """
+        self._check_loss()
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor = None
         folder = self._choose_checkpoint(resume_from_checkpoint)
@@ -115,21 +121,21 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             self.longctx_run.recorder.resume(None)
             self.longctx_run.release_model()
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], int]:
-        """The plans of one optimizer step and the number of their label tokens over all ranks."""
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """The plans of one optimizer step, and the number of their label tokens over all ranks, or the sum of their weights."""
         self._guard.begin()
         with self._explained():
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
             self._plans_of_step = batches
-            return batches, count_over_ranks(sum(batch["num_label_tokens"] for batch in batches), self.longctx_run.control)
+            return batches, weight_over_ranks(sum(batch["total_weight"] for batch in batches), self.longctx_run.control)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs one plan of an optimizer step; returns its part of the step's mean loss, the same on every rank.
 
         Parts add up to the mean over the label tokens of all ranks and plans; the last plan reduces the gradients of all. Raises
         FloatingPointError, on every rank, before an optimizer could use a loss or gradients that are not finite.
         """
-        assert isinstance(num_items_in_batch, int)
+        assert isinstance(num_items_in_batch, float)
         model.train()
         self._switch_optimizer("train")
         run, plan = self.longctx_run, inputs["step"].plan
@@ -159,24 +165,32 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Computes, under plans, the mean cross-entropy over all label tokens of the set (`eval_loss`) and its exponential."""
+        """Computes, under plans, the mean loss over all label tokens of the set (`eval_loss`), as training does.
+
+        Weights of tokens and `token_loss` count as in training. `eval_perplexity`, its exponential, is there only if the loss is
+        the mean cross-entropy.
+        """
         self.callback_handler.eval_dataloader = dataloader
-        loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
+        loss_sum, total_weight, num_label_tokens, num_samples = 0.0, 0.0, 0, 0
         with self._explained(), self._evaluating():
             for executor, forwards, batch in self._planned_forwards(dataloader):
                 loss_sum += float(executor.evaluate(*forwards))
+                total_weight += weight_over_ranks(batch["total_weight"], self.longctx_run.control)
                 num_label_tokens += count_over_ranks(batch["num_label_tokens"], self.longctx_run.control)
                 num_samples += len(batch["step"].sequences)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss = loss_sum / max(num_label_tokens, 1)
-        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0))}
+        loss = loss_sum / (total_weight or 1)
+        metrics = {f"{metric_key_prefix}_loss": loss}
+        if self.longctx_run.token_loss is None and total_weight == num_label_tokens:
+            metrics[f"{metric_key_prefix}_perplexity"] = math.exp(min(loss, 700.0))
         no_predictions: Any = None
         return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
 
     def score_tokens(self, dataset: Any, name: str) -> RowScores:
         """Scores the label tokens of a set under plans; returns those that this rank holds. Collective over all ranks.
 
-        `name`: the name of the set in messages. Long rows are cut like those of an evaluation set.
+        `name`: the name of the set in messages. Long rows are cut like those of an evaluation set. Losses are cross-entropy,
+        without weights, whatever loss is trained.
         """
         dataloader = eval_loader(self.longctx_run, name, read_columns(type(self), dataset))
         rows = dataloader.dataset.index.rows  # type: ignore[attr-defined]
@@ -197,6 +211,14 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         if "train_loss" in logs:
             logs = {**logs, **self._guard.total_metrics()}
         super().log(logs, start_time)
+
+    def _check_loss(self) -> None:
+        """Raises ValueError on every rank if a loss was set that plans would never call."""
+        run = self.longctx_run
+        problems = trainer_loss_problems(self)
+        if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing):
+            problems += model_loss_problems(self.model, self.args.device)
+        raise_together(problems, run.control)
 
     def _start(self, request: RunRequest) -> None:
         """Starts the run and sets every attribute of the mixin. Collective over all ranks."""

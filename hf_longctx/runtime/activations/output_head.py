@@ -1,4 +1,4 @@
-"""Output head and cross-entropy in token tiles, as one autograd node: logits exist for one tile only, forward and backward.
+"""Output head and loss in token tiles, as one autograd node: logits exist for one tile only, forward and backward.
 
 `hf.models.activations` binds it to a model's output head; the executor asks it for losses and scores.
 
@@ -10,6 +10,7 @@ The node runs inside the model's own forward, in place of the head, so it finds 
     4 u without `keep_gradients`: backward runs the tiles again. From forward to backward it holds the head's input.
     1 u if no graph is made, and for the scores of single tokens (`scoring`).
 
+The gradient of cross-entropy by a tile's logits is known in closed form; that of a user's loss comes from autograd on the tile.
 Tiles without label tokens are skipped if the labels are on the host: their loss and gradients are exactly zero.
 
 Shapes: T tokens of this rank, t tokens of a tile, C features, V entries of the vocabulary.
@@ -29,8 +30,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, tiles_of
 from hf_longctx.runtime.core.binding import bound
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenScores, token_scores
-from hf_longctx.runtime.parameters.gradients import HALF_DTYPES
+from hf_longctx.runtime.core.loss import (
+    IGNORE_INDEX,
+    Targets,
+    TokenLoss,
+    TokenScores,
+    custom_losses,
+    summed_loss,
+    token_scores,
+    weighted,
+    wide_logits,
+)
 
 # torch's autograd nodes that only pass a value on
 _PASSING = ("ToCopyBackward0", "AliasBackward0", "ViewBackward0")
@@ -42,7 +52,7 @@ Gradients = tuple[Tensor, list[Tensor | None]]
 class _Order:
     """Instructions to the head for the forward that is running."""
 
-    shift_labels_1T: Tensor
+    targets: Targets
     tile_tokens: int
     keep_gradients: bool = False
     # list that receives the scores of the tokens, if they are wanted
@@ -53,8 +63,8 @@ class _Order:
 class OutputHead:
     """Binds itself to the output head of one model, the module whose output is the logits; `unbind` restores it.
 
-    Create it after adapters are added. While `summing`, the head returns the summed cross-entropy in place of logits; at other
-    times it runs unchanged.
+    Create it after adapters are added. While `summing`, the head returns the summed loss in place of logits; at other times it
+    runs unchanged.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -80,21 +90,21 @@ class OutputHead:
         vars(self.head).update(("forward", own) for own in self._before)
 
     @contextmanager
-    def summing(self, shift_labels_1T: Tensor, tile_tokens: int, keep_gradients: bool = False) -> Iterator[None]:
-        """Context in which one forward of the model returns the summed cross-entropy, a scalar, in place of logits.
+    def summing(self, targets: Targets, tile_tokens: int, keep_gradients: bool = False) -> Iterator[None]:
+        """Context in which one forward of the model returns the summed loss, a scalar, in place of logits.
 
-        The value is that of `summed_cross_entropy`, computed in tiles of `tile_tokens` tokens (0: one tile). `shift_labels_1T`
-        may be on the host. `keep_gradients`: compute gradients in the forward, if backward follows at once. Raises RuntimeError
-        unless the model calls its head exactly once.
+        The value is that of `summed_loss`, computed in tiles of `tile_tokens` tokens (0: one tile). `targets` may be on the
+        host. `keep_gradients`: compute gradients in the forward, if backward follows at once. Raises RuntimeError unless the
+        model calls its head exactly once.
         """
-        with self._ordered(_Order(shift_labels_1T, tile_tokens, keep_gradients)):
+        with self._ordered(_Order(targets, tile_tokens, keep_gradients)):
             yield
 
     @contextmanager
     def scoring(self, shift_labels_1T: Tensor, tile_tokens: int) -> Iterator[list[TokenScores]]:
         """Context like `summing` for a forward without gradients; afterwards the list holds the scores of its tokens."""
         scores: list[TokenScores] = []
-        with self._ordered(_Order(shift_labels_1T, tile_tokens, scores=scores)):
+        with self._ordered(_Order(Targets(shift_labels_1T), tile_tokens, scores=scores)):
             yield scores
 
     @contextmanager
@@ -132,19 +142,25 @@ def check_untouched(loss: Tensor) -> None:
 
 
 def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Tensor:
-    if hidden_1TC.shape[:-1] != order.shift_labels_1T.shape:
+    targets = order.targets
+    if hidden_1TC.shape[:-1] != targets.labels_1T.shape:
         raise ValueError(
             f"the output head got hidden states of shape {tuple(hidden_1TC.shape[:-1])}, but labels have shape "
-            f"{tuple(order.shift_labels_1T.shape)}; the model must send every token to its head"
+            f"{tuple(targets.labels_1T.shape)}; the model must send every token to its head"
         )
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    tiles = _labelled_tiles(order.shift_labels_1T, order.tile_tokens or hidden_1TC.shape[1])
-    labels_1T = order.shift_labels_1T.to(hidden_1TC.device, non_blocking=True)
+    tiles = _labelled_tiles(targets.labels_1T, order.tile_tokens or hidden_1TC.shape[1])
+    labels_1T, weights_1T = (
+        None if each is None else each.to(hidden_1TC.device, non_blocking=True)
+        for each in (targets.labels_1T, targets.weights_1T)
+    )
+    assert labels_1T is not None
     if order.scores is not None:
         order.scores.append(_scores_of_tiles(hidden_1TC, labels_1T, run, tiles))
         return order.scores[-1].losses_T.sum()
     keeps = order.keep_gradients and torch.is_grad_enabled()
-    loss: Tensor = _SummedLoss.apply(hidden_1TC, labels_1T, run, tiles, keeps, *parameters)
+    tiled = _Tiled(run, tiles, parameters=tuple(parameters), token_loss=targets.token_loss)
+    loss: Tensor = _SummedLoss.apply(hidden_1TC, labels_1T, weights_1T, tiled, keeps, *parameters)
     return loss
 
 
@@ -156,34 +172,49 @@ def _labelled_tiles(shift_labels_1T: Tensor, tile_tokens: int) -> tuple[slice, .
     return tuple(tile for tile in tiles if bool((shift_labels_1T[:, tile] != IGNORE_INDEX).any())) or tiles[:1]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tiled:
+    """A head and a loss to run in tiles: the head's own forward, its trained parameters, and None for cross-entropy."""
+
+    run: Run
+    tiles: tuple[slice, ...]
+    parameters: tuple[nn.Parameter, ...]
+    token_loss: TokenLoss | None
+
+    def targets(self, labels_1T: Tensor, weights_1T: Tensor | None, tile: slice) -> Targets:
+        """The targets of a tile's tokens."""
+        return Targets(labels_1T[:, tile], None if weights_1T is None else weights_1T[:, tile], self.token_loss)
+
+
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...], keeps: bool, *parameters: nn.Parameter
+        ctx: Any, x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, tiled: _Tiled, keeps: bool, *_: nn.Parameter
     ) -> Tensor:
         device = x_1TC.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        ctx.settings = run, tiles, parameters
+        ctx.tiled = tiled
         ctx.keeps = keeps and any(ctx.needs_input_grad)
         if not ctx.keeps:
-            ctx.save_for_backward(x_1TC, labels_1T)
-            return _loss_of_tiles(x_1TC, labels_1T, run, tiles)
-        loss, (dx_1TC, sums) = _gradients_of_tiles(x_1TC, labels_1T, run, tiles, parameters)
+            ctx.save_for_backward(x_1TC, labels_1T, *(() if weights_1T is None else (weights_1T,)))
+            return _loss_of_tiles(x_1TC, labels_1T, weights_1T, tiled)
+        loss, (dx_1TC, sums) = _gradients_of_tiles(x_1TC, labels_1T, weights_1T, tiled)
         ctx.save_for_backward(dx_1TC, *sums)
         return loss
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        run, tiles, parameters = ctx.settings
+        tiled: _Tiled = ctx.tiled
         if ctx.keeps:
             dx_1TC, *sums = ctx.saved_tensors
         else:
-            x_1TC, labels_1T = ctx.saved_tensors
+            x_1TC, labels_1T, *weights = ctx.saved_tensors
+            weights_1T = weights[0] if weights else None
             # backward does not restore autocast by itself
             device, dtype, is_enabled = ctx.autocast
             with torch.autocast(device, dtype, is_enabled):
-                _, (dx_1TC, sums) = _gradients_of_tiles(x_1TC, labels_1T, run, tiles, parameters)
-        gradients = (_scaled(total, slope, p.dtype) for total, p in zip(sums, parameters, strict=True))
+                _, (dx_1TC, sums) = _gradients_of_tiles(x_1TC, labels_1T, weights_1T, tiled)
+        gradients = (_scaled(total, slope, p.dtype) for total, p in zip(sums, tiled.parameters, strict=True))
         return _scaled(dx_1TC, slope, dx_1TC.dtype), None, None, None, None, *gradients
 
 
@@ -192,9 +223,15 @@ def _scaled(total: Tensor | None, slope: Tensor, dtype: torch.dtype) -> Tensor |
     return None if total is None else torch.mul(total, slope, out=torch.empty_like(total, dtype=dtype))
 
 
-def _loss_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...]) -> Tensor:
-    losses = [_tile_loss(_log_softmax(run(x_1TC[:, tile])), *_index(labels_1T[:, tile])) for tile in tiles]
+def _loss_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, tiled: _Tiled) -> Tensor:
+    losses = [_loss_of_tile(tiled.run(x_1TC[:, tile]), tiled.targets(labels_1T, weights_1T, tile)) for tile in tiled.tiles]
     return torch.stack(losses).sum()
+
+
+def _loss_of_tile(logits_1tV: Tensor, targets: Targets) -> Tensor:
+    if targets.token_loss is not None:
+        return summed_loss(logits_1tV, targets)
+    return _tile_loss(_log_softmax(logits_1tV), *_index(targets.labels_1T), targets.weights_1T)
 
 
 @torch.no_grad()
@@ -207,30 +244,48 @@ def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[sl
     return TokenScores(losses_T, is_right_T)
 
 
-def _gradients_of_tiles(
-    x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...], parameters: tuple[nn.Parameter, ...]
-) -> tuple[Tensor, Gradients]:
+def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, tiled: _Tiled) -> tuple[Tensor, Gradients]:
     """Loss and gradients; gradients of parameters are summed over tiles in at least fp32."""
     dx_1TC = torch.zeros_like(x_1TC)
-    sums: list[Tensor | None] = [None] * len(parameters)
+    sums: list[Tensor | None] = [None] * len(tiled.parameters)
     losses = []
-    for tile in tiles:
+    for tile in tiled.tiles:
         x = x_1TC[:, tile].detach().requires_grad_(True)
         with torch.enable_grad():
-            logits_1tV = run(x)
+            logits_1tV = tiled.run(x)
         # unlike the tensor, the edge does not keep the logits alive
-        edge, like = get_gradient_edge(logits_1tV), logits_1tV.dtype
-        log_p_tV = _log_softmax(logits_1tV.detach())
-        shape = logits_1tV.shape
+        edge, like, shape = get_gradient_edge(logits_1tV), logits_1tV.dtype, logits_1tV.shape
+        targets, logits_1tV = tiled.targets(labels_1T, weights_1T, tile), logits_1tV.detach()
+        loss, slope_tV = _slope_by_autograd(logits_1tV, targets) if tiled.token_loss else _closed_form(logits_1tV, targets)
         del logits_1tV
-        index_t1, is_label_t = _index(labels_1T[:, tile])
-        losses.append(_tile_loss(log_p_tV, index_t1, is_label_t))
-        slope_tV = _tile_slope(log_p_tV, index_t1, is_label_t).to(like).view(shape)
-        del log_p_tV
+        losses.append(loss)
         # autograd runs backward without autocast
         with torch.autocast(x.device.type, enabled=False):
-            dx_1TC[:, tile] = add_gradients(sums, x, edge, parameters, slope_tV)
+            slope_1tV = slope_tV.to(like).view(shape)
+            del slope_tV
+            dx_1TC[:, tile] = add_gradients(sums, x, edge, tiled.parameters, slope_1tV)
     return torch.stack(losses).sum(), (dx_1TC, sums)
+
+
+def _closed_form(logits_1tV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy of a tile, and its gradient by the logits [t, V]."""
+    log_p_tV = _log_softmax(logits_1tV)
+    index_t1, is_label_t = _index(targets.labels_1T)
+    loss = _tile_loss(log_p_tV, index_t1, is_label_t, targets.weights_1T)
+    slope_tV = _tile_slope(log_p_tV, index_t1, is_label_t)
+    if targets.weights_1T is not None:
+        slope_tV.mul_(targets.weights_1T.reshape(-1, 1).to(slope_tV.dtype))
+    return loss, slope_tV
+
+
+def _slope_by_autograd(logits_1tV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Summed loss of a tile by the user's function, and its gradient by the logits [t, V]."""
+    assert targets.token_loss is not None
+    logits_tV, labels_t = wide_logits(logits_1tV).requires_grad_(True), targets.labels_1T.reshape(-1)
+    with torch.enable_grad():
+        loss = weighted(custom_losses(targets.token_loss, logits_tV, labels_t), targets.weights_1T).sum()
+    (slope_tV,) = torch.autograd.grad(loss, logits_tV)
+    return loss.detach(), slope_tV.masked_fill_((labels_t == IGNORE_INDEX).unsqueeze(1), 0.0)
 
 
 def _index(labels_1t: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,12 +297,12 @@ def _index(labels_1t: Tensor) -> tuple[Tensor, Tensor]:
 
 def _log_softmax(logits_1tV: Tensor) -> Tensor:
     """Log-probabilities [t, V] in at least fp32."""
-    logits_tV = logits_1tV.reshape(-1, logits_1tV.shape[-1])
-    return F.log_softmax(logits_tV.float() if logits_tV.dtype in HALF_DTYPES else logits_tV, dim=-1)
+    return F.log_softmax(wide_logits(logits_1tV), dim=-1)
 
 
-def _tile_loss(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor) -> Tensor:
-    return (-log_p_tV.gather(1, index_t1).squeeze(1)).where(is_label_t, 0).sum()
+def _tile_loss(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor, weights_1t: Tensor | None) -> Tensor:
+    losses_t = (-log_p_tV.gather(1, index_t1).squeeze(1)).where(is_label_t, 0)
+    return weighted(losses_t, weights_1t).sum()
 
 
 def _tile_slope(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,16 +11,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """This rank's shard of one chunk, each of shape [1, T] and type int64: token ids, positions, next-token labels."""
+    """This rank's shard of one chunk, each of shape [1, T] and type int64: token ids, positions, next-token labels.
+
+    loss_weights: the weight of each next-token label in the loss, fp64; None if every label weighs 1.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
     shift_labels: Tensor
+    loss_weights: Tensor | None = None
 
     def pin_memory(self) -> ChunkInputs:
         """Copy of the shard in pinned memory; called by the loader's pinning thread."""
-        return ChunkInputs(*(t.pin_memory() for t in (self.input_ids, self.position_ids, self.shift_labels)))
+        return self.mapped(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> ChunkInputs:
         """Copy of the shard on `device`; from pinned memory the copies do not block the host."""
-        return ChunkInputs(*(t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.shift_labels)))
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkInputs:
+        """The inputs with every tensor changed by `change`."""
+        ids, positions, labels = map(change, (self.input_ids, self.position_ids, self.shift_labels))
+        return ChunkInputs(ids, positions, labels, None if self.loss_weights is None else change(self.loss_weights))

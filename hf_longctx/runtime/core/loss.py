@@ -1,19 +1,107 @@
-"""The loss of a step: cross-entropy summed over tokens, divided once by the number of label tokens of all ranks.
+"""The loss of a step: losses of tokens summed with their weights, divided once by the weight of the label tokens of all ranks.
 
-Every label token has equal weight under any plan, so loss and gradients do not depend on the plan. (FlexSP's published
-code takes the mean inside each group, so a token's weight depends on its group.) The executor, the tiled output head and the
-evaluation call these functions.
+Without weights every label token weighs 1, under any plan, so loss and gradients do not depend on the plan. (FlexSP's published
+code takes the mean inside each group, so a token's weight depends on its group.) The loss of a token is its cross-entropy, or
+what a user's `TokenLoss` returns. The executor, the tiled output head and the evaluation call these functions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+
 IGNORE_INDEX = -100
+
+
+@runtime_checkable
+class TokenLoss(Protocol):
+    """A loss that plans train in place of cross-entropy: a function from the logits of any tokens to one loss per token.
+
+    Plans call it on tiles of tokens, sum what it returns over the label tokens of the whole step, and divide once by their
+    number (or by the sum of their `loss_weights`). So a token's loss must depend on its own logits and label alone. Gradients
+    come from autograd. It must be a plain function of its arguments: weights that it holds are not trained.
+
+    Example:
+
+        def focal(logits: Tensor, labels: Tensor) -> Tensor:
+            losses = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+            return (1 - torch.exp(-losses)) ** 2 * losses
+
+        LongContextTrainer(..., token_loss=focal)
+    """
+
+    def __call__(self, logits: Tensor, labels: Tensor, /) -> Tensor:
+        """Losses [T] of logits [T, V], in at least fp32, and of labels [T], which are IGNORE_INDEX for a token without one.
+
+        Losses of tokens without a label are ignored, but must be finite.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSmoothing:
+    """Cross-entropy with smoothed labels, as transformers computes it for `label_smoothing_factor`.
+
+    A label gets 1 - `factor` of the probability, and `factor` is spread evenly over the vocabulary.
+    """
+
+    factor: float
+
+    def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Losses [T]; 0 for tokens without a label."""
+        log_p_TV = F.log_softmax(logits_TV, dim=-1)
+        is_label_T = labels_T != IGNORE_INDEX
+        at_label_T = log_p_TV.gather(1, labels_T.where(is_label_T, 0).unsqueeze(1)).squeeze(1)
+        return -((1 - self.factor) * at_label_T + self.factor * log_p_TV.mean(dim=1)).where(is_label_T, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the tokens of a shard are trained towards: next-token labels, each with a weight, and the loss of one token.
+
+    labels_1T: IGNORE_INDEX for a token without a label, or of weight 0. weights_1T: None if every label weighs 1. token_loss:
+    None for cross-entropy.
+    """
+
+    labels_1T: Tensor
+    weights_1T: Tensor | None = None
+    token_loss: TokenLoss | None = None
+
+    @classmethod
+    def of(cls, inputs: ChunkInputs, token_loss: TokenLoss | None = None) -> Targets:
+        """The targets of a chunk's tokens, on the device of `inputs`."""
+        labels_1T, weights_1T = inputs.shift_labels, inputs.loss_weights
+        if weights_1T is not None:
+            # without a label, so that tiles of weight 0 are skipped and infinite losses of weight 0 are not NaN
+            labels_1T = labels_1T.masked_fill(weights_1T == 0, IGNORE_INDEX)
+        return cls(labels_1T, weights_1T, token_loss)
+
+    def total_weight(self) -> float:
+        """The sum of the weights of all label tokens; without weights, their number."""
+        is_label_1T = self.labels_1T != IGNORE_INDEX
+        counted_1T = is_label_1T if self.weights_1T is None else self.weights_1T[is_label_1T]
+        return float(counted_1T.sum())
+
+
+def summed_loss(logits_1TV: Tensor, targets: Targets) -> Tensor:
+    """Losses of this rank's label tokens, summed with their weights: a scalar in at least fp32.
+
+    If no token has a label, loss and gradients are exactly zero.
+    """
+    if targets.token_loss is None and targets.weights_1T is None:
+        return summed_cross_entropy(logits_1TV, targets.labels_1T)
+    logits_TV, labels_T = wide_logits(logits_1TV), targets.labels_1T.reshape(-1)
+    if targets.token_loss is not None:
+        losses_T = custom_losses(targets.token_loss, logits_TV, labels_T)
+    else:
+        losses_T = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
+    return weighted(losses_T, targets.weights_1T).sum()
 
 
 def summed_cross_entropy(logits_1TV: Tensor, shift_labels_1T: Tensor) -> Tensor:
@@ -22,15 +110,35 @@ def summed_cross_entropy(logits_1TV: Tensor, shift_labels_1T: Tensor) -> Tensor:
     `shift_labels` holds the next token of each position (shifted before sequences were cut), IGNORE_INDEX where there is none.
     If all labels are masked, loss and gradients are exactly zero.
     """
-    logits_TV = logits_1TV.reshape(-1, logits_1TV.shape[-1])
-    if logits_TV.dtype in (torch.float16, torch.bfloat16):
-        logits_TV = logits_TV.float()
+    logits_TV = wide_logits(logits_1TV)
     return F.cross_entropy(logits_TV, shift_labels_1T.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def wide_logits(logits_1TV: Tensor) -> Tensor:
+    """Logits [T, V] in at least fp32."""
+    logits_TV = logits_1TV.reshape(-1, logits_1TV.shape[-1])
+    return logits_TV.float() if logits_TV.dtype in (torch.float16, torch.bfloat16) else logits_TV
+
+
+def custom_losses(token_loss: TokenLoss, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Losses [T] by a user's function in at least fp32, 0 for tokens without a label; raises ValueError for another shape."""
+    losses_T = token_loss(logits_TV, labels_T)
+    if losses_T.shape != labels_T.shape:
+        raise ValueError(
+            f"token_loss returned shape {tuple(losses_T.shape)} for {len(labels_T)} tokens; return one loss per token "
+            f"(reduction='none')"
+        )
+    return losses_T.to(torch.promote_types(losses_T.dtype, torch.float32)).where(labels_T != IGNORE_INDEX, 0)
+
+
+def weighted(losses_T: Tensor, weights_1T: Tensor | None) -> Tensor:
+    """Losses of tokens times their weights."""
+    return losses_T if weights_1T is None else losses_T * weights_1T.reshape(-1).to(losses_T.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Prediction quality of each token of a shard, without a graph.
+    """Prediction quality of each token of a shard, without a graph, whatever loss is trained.
 
     losses_T: cross-entropy, computed in at least fp32 and stored as fp64; 0 for tokens without a label.
     is_right_T: whether the label was the most likely token; False without a label.
@@ -43,18 +151,16 @@ class TokenScores:
 @torch.no_grad()
 def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor) -> TokenScores:
     """Scores of every token of a shard; their losses add up to `summed_cross_entropy`."""
-    logits_TV, labels_T = logits_1TV.reshape(-1, logits_1TV.shape[-1]), shift_labels_1T.reshape(-1)
+    logits_TV, labels_T = wide_logits(logits_1TV), shift_labels_1T.reshape(-1)
     is_right_T = logits_TV.argmax(-1) == labels_T
-    if logits_TV.dtype in (torch.float16, torch.bfloat16):
-        logits_TV = logits_TV.float()
     losses_T = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
     return TokenScores(losses_T.double(), is_right_T)
 
 
-def step_loss(loss_sum: Tensor, num_label_tokens: int) -> Tensor:
+def step_loss(loss_sum: Tensor, total_weight: float) -> Tensor:
     """One chunk's contribution to the loss of the step.
 
-    Summed over ranks and chunks, the contributions are the mean over `num_label_tokens`, the label tokens of the whole step
-    on all ranks. A step without label tokens has loss zero.
+    Summed over ranks and chunks, the contributions are the mean over the label tokens of the whole step on all ranks, whose
+    number, or whose weights' sum, is `total_weight`. A step without label tokens has loss zero.
     """
-    return loss_sum / max(num_label_tokens, 1)
+    return loss_sum / (total_weight or 1)

@@ -2,7 +2,7 @@
 
 The executor owns the model, the group pool and the gradient sums of a step. A `Round` (`round.py`) executes this rank's actions
 of one micro-batch, and results leave through `StepResult`. Whatever the plan, gradients are those of the loss summed over all
-ranks and divided by the step's number of label tokens.
+ranks and divided by the step's number of label tokens, or by the sum of their weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import TokenScores
+from hf_longctx.runtime.core.loss import TokenLoss, TokenScores
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.host import RoundHost
@@ -46,6 +46,7 @@ class StepExecutor:
     Gradients are then summed over all ranks and end equal on each.
     routers: balances the experts of a mixture of experts, if their balance is part of the loss (`execution/experts.py`). If some
     forward of a plan comes after a backward, all forwards first run once without gradients to count the routed tokens.
+    token_loss: the loss of a token; None for cross-entropy.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class StepExecutor:
         fp32_gradients: bool = True,
         all_stages: Sequence[StageModel] = (),
         routers: RouterBalance | None = None,
+        token_loss: TokenLoss | None = None,
     ) -> None:
+        self.token_loss = token_loss
         self.model, self.pool, self.device, self.routers = stage.model, pool, device, routers
         self.all_stages = tuple(all_stages)
         # switched off, because with routers the model would add a balance of its own, taken over one chunk
@@ -72,17 +75,17 @@ class StepExecutor:
         self,
         plan: RankPlan,
         inputs: PlanInputs,
-        num_label_tokens: int,
+        num_label_tokens: float,
         reduce: bool = True,
         predicted_bytes: int = 0,
         engine: ActivationEngine | None = None,
     ) -> StepResult:
         """Runs forward and backward of every micro-batch; gradients end as sums over all ranks, sharded as the parameters are.
 
-        num_label_tokens: label tokens of the step over all ranks. reduce: false for every plan of an optimizer step except the
-        last, whose reduction then covers the gradients of all plans. predicted_bytes: estimated bytes of the plan, for the
-        message if memory runs out. engine: executes activation policies; without an engine, plans that have policies are
-        refused. If the engine has a head, chunks whose policy has `tile_tokens` make no logits.
+        num_label_tokens: label tokens of the step over all ranks, or the sum of their weights. reduce: false for every plan of an
+        optimizer step except the last, whose reduction then covers the gradients of all plans. predicted_bytes: estimated bytes
+        of the plan, for the message if memory runs out. engine: executes activation policies; without an engine, plans that have
+        policies are refused. If the engine has a head, chunks whose policy has `tile_tokens` make no logits.
 
         Every rank of the pool must call it with its own path of the same plan. Raises ValueError naming what this version does
         not execute, and torch.OutOfMemoryError naming the action that ran out of device memory. With `routers`, call `route`
@@ -95,7 +98,7 @@ class StepExecutor:
         self,
         plan: RankPlan,
         inputs: PlanInputs,
-        num_label_tokens: int,
+        num_label_tokens: float,
         reduce: bool,
         predicted_bytes: int,
         engine: ActivationEngine | None,
@@ -138,7 +141,7 @@ class StepExecutor:
         return StepResult(total, host.clock, memory, router_loss, router_load, num_bad)
 
     def evaluate(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> Tensor:
-        """Cross-entropy summed over all ranks' label tokens (fp64 scalar). Runs forwards only; otherwise as `run`."""
+        """The loss summed over all ranks' label tokens, with their weights (fp64 scalar). Runs forwards only; else as `run`."""
         total = self._run_forwards(plan, inputs, "evaluation", engine)
         return sum_over_ranks(total, self.pool.everyone)
 
@@ -204,7 +207,7 @@ class StepExecutor:
         is_counted: bool = False,
         scores: list[dict[int, TokenScores]] | None = None,
     ) -> Tensor:
-        """Runs the forwards of a plan; returns this rank's summed cross-entropy, or zero and fills `scores` where it is given.
+        """Runs the forwards of a plan; returns this rank's summed loss, or zero and fills `scores` where it is given.
 
         `purpose`: name of the run in error messages.
         """
@@ -223,7 +226,7 @@ class StepExecutor:
         self.parameters.free()
         return total
 
-    def _host(self, num_label_tokens: int, engine: ActivationEngine | None) -> RoundHost:
+    def _host(self, num_label_tokens: float, engine: ActivationEngine | None) -> RoundHost:
         return RoundHost(
             pool=self.pool,
             stage=self.stage,
@@ -236,6 +239,7 @@ class StepExecutor:
             all_stages=self.all_stages,
             routers=self.routers,
             settle_routers=self._settle_routers,
+            token_loss=self.token_loss,
         )
 
     def _check(self, plan: RankPlan, engine: ActivationEngine | None) -> None:

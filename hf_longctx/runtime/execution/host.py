@@ -14,7 +14,7 @@ from hf_longctx.runtime.activations.output_head import check_untouched
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import TokenScores, summed_cross_entropy, token_scores
+from hf_longctx.runtime.core.loss import Targets, TokenLoss, TokenScores, summed_loss, token_scores
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
@@ -28,7 +28,8 @@ class RoundHost:
 
     engine: executes the plan's activation policies, and, if it has a head, sums losses without whole logits. all_stages: every
     stage of the model, for plans that lend ranks to other stages. routers: the routers whose balance is part of the loss.
-    settle_routers: sums their counts over all ranks, once, before the first backward.
+    settle_routers: sums their counts over all ranks, once, before the first backward. token_loss: the loss of a token; None for
+    cross-entropy. num_label_tokens: label tokens of the step over all ranks, or the sum of their weights.
     """
 
     pool: GroupPool
@@ -36,12 +37,13 @@ class RoundHost:
     device: torch.device
     parameters: ReplicatedParameters | ShardedParameters
     clock: StepClock
-    num_label_tokens: int
+    num_label_tokens: float
     no_mask: Tensor
     engine: ActivationEngine | None = None
     all_stages: tuple[StageModel, ...] = ()
     routers: RouterBalance | None = None
     settle_routers: Callable[[], None] = lambda: None
+    token_loss: TokenLoss | None = None
 
     def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
         """Logits [1, T, V] of this rank's shard from the last part; hidden states for the next one from every other part.
@@ -60,16 +62,16 @@ class RoundHost:
         part: int,
         hidden_1TC: Tensor | None,
     ) -> Tensor:
-        """The summed cross-entropy of this rank's shard, a scalar; without logits if the engine has a head and `tile_tokens`.
+        """The summed loss of this rank's shard, a scalar; without whole logits if the engine has a head and `tile_tokens`.
 
         `chunk` may be on the host. keep_gradients: the chunk's backward comes next, so the head keeps its gradients.
         """
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
-            return summed_cross_entropy(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
+            return summed_loss(self.forward_chunk(inputs, context, part, hidden_1TC), Targets.of(inputs, self.token_loss))
         # labels on the host tell which tiles have any, without waiting for the device
-        with head.summing(chunk.shift_labels, tile_tokens, keep_gradients):
+        with head.summing(Targets.of(chunk, self.token_loss), tile_tokens, keep_gradients):
             loss = self.forward_chunk(inputs, context, part, hidden_1TC)
         check_untouched(loss)
         return loss

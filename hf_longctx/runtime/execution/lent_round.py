@@ -27,7 +27,7 @@ from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.lent_slice import LentSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
+from hf_longctx.runtime.core.loss import Targets, step_loss, summed_loss
 from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.results import StepMemory
 from hf_longctx.runtime.execution.round import Round
@@ -171,7 +171,8 @@ class LentRound(Round):
         inputs = rows.of_inputs(self.inputs[action.chunk].to(self.host.device))
         output = model.forward(0, inputs, hidden_1SC, self.host.no_mask, self._context(action))
         if model.is_last(0):
-            output = step_loss(summed_cross_entropy(output, inputs.shift_labels), self.host.num_label_tokens)
+            loss_sum = summed_loss(output, Targets.of(inputs, self.host.token_loss))
+            output = step_loss(loss_sum, self.host.num_label_tokens)
             self.total += output.detach()
         else:
             self._collect("SF", action, rows, output)
@@ -282,11 +283,7 @@ class _Rows:
         if self.process_group is None:
             return inputs
         rows = self.rows[self.index]
-        ids, places, labels = (
-            torch.cat([x[:, piece] for piece in rows], dim=1)
-            for x in (inputs.input_ids, inputs.position_ids, inputs.shift_labels)
-        )
-        return ChunkInputs(ids, places, labels)
+        return inputs.mapped(lambda x_1T: torch.cat([x_1T[:, piece] for piece in rows], dim=1))
 
     def spread(self, whole_1TC: Tensor | None, like_10C: Tensor) -> Tensor:
         """This rank's rows of `whole_1TC`, which only the owner has (None elsewhere). `like_10C`: its dtype, device and width."""

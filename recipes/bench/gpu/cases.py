@@ -51,6 +51,7 @@ from hf_longctx.recipes.bench.one_document import (
 )
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.core.loss import Targets
 
 TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)
 # tokens of the document on which a case's attention kernel and saved bytes are found
@@ -173,7 +174,7 @@ def with_tiled_loss(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[
         head, labels_1T = OutputHead(output_head(model)), next_tokens(ids_1T)
 
         def step() -> Tensor:
-            with head.summing(labels_1T, case.tile_tokens, keep_gradients=True):
+            with head.summing(Targets(labels_1T), case.tile_tokens, keep_gradients=True):
                 loss = model(input_ids=ids_1T, use_cache=False).logits / (ids_1T.shape[1] - 1)
             loss.backward()
             return loss.detach()

@@ -19,6 +19,7 @@ from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
+from hf_longctx.runtime.core.loss import Targets
 from hf_longctx.runtime.execution import executor, host
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
@@ -82,11 +83,12 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _mean_per_rank(num_ranks: int) -> Iterator[None]:
-    def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def mean(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+        labels = targets.labels_1T
         return F.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum") / (labels != -100).sum().clamp(min=1)
 
     with ExitStack() as both:
-        both.enter_context(replaced(host, "summed_cross_entropy", mean))
+        both.enter_context(replaced(host, "summed_loss", mean))
         both.enter_context(replaced(round_module, "step_loss", lambda loss, count: loss / num_ranks))
         yield
 

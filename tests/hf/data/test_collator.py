@@ -243,7 +243,8 @@ def test_a_rank_takes_from_a_row_only_what_it_holds(ulysses: int, arrow: bool) -
             rows = token_rows(datasets.Dataset.from_list([row]))
         sequence = PlannedDataset(rows, index)[PlannedStep(plan, (0,), rank)][1][0]
         first, stop = sequence.first, sequence.first + len(sequence.input_ids)
-        ids, labels = sequence.between(first, stop)
+        cut = sequence.between(first, stop)
+        ids, labels = cut.input_ids, cut.shift_labels
         assert list(zip(ids.tolist(), range(first, stop), labels.tolist(), strict=True)) == whole[first:stop]
         if ulysses == 0:
             assert stop - first == 16

@@ -21,7 +21,7 @@ from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.output_head import OutputHead, check_untouched
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, summed_cross_entropy
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets, summed_cross_entropy
 
 NUM_TOKENS = 23
 MASKS: dict[str, tuple[int, ...]] = {
@@ -68,7 +68,7 @@ def tiled(
     """Loss, and gradients of scale * loss, in tiles."""
     input_ids, labels = tokens(mask)
     head = OutputHead(output_head(model))
-    with head.summing(labels, tile_tokens, keep_gradients):
+    with head.summing(Targets(labels), tile_tokens, keep_gradients):
         loss = logits_of(model, input_ids)
     head.unbind()
     check_untouched(loss)
@@ -161,7 +161,7 @@ def test_two_forwards_in_flight_and_a_second_backward_are_right(keep_gradients: 
     head = OutputHead(model.lm_head)
     parts, losses = [tokens("some"), tokens("none", 9, seed=5)], []
     for input_ids, labels in parts:
-        with head.summing(labels, 4, keep_gradients):
+        with head.summing(Targets(labels), 4, keep_gradients):
             losses.append(logits_of(model, input_ids))
     for loss in losses:
         loss.backward(retain_graph=True)
@@ -207,7 +207,7 @@ def test_half_precision_is_as_close_as_plain(name: str, keep_gradients: bool) ->
 def test_loss_is_fp32_and_one_tile_is_that_of_plain(case: ModelCase) -> None:
     model, (input_ids, labels) = build_model(case), tokens()
     head = OutputHead(model.lm_head)
-    with head.summing(labels, 0):
+    with head.summing(Targets(labels), 0):
         loss = logits_of(model, input_ids)
     logits = logits_of(model, input_ids)
     assert (loss.dtype, logits.dtype) == (torch.float32, torch.bfloat16)
@@ -223,7 +223,7 @@ def small_gradients_of_head(num_tiles: int) -> float:
     # the gradient by the logit at the label is -1/2
     hidden[0, 0] = 2.0
     bound = OutputHead(head)
-    with bound.summing(torch.zeros(1, num_tiles, dtype=torch.int64), 1, True):
+    with bound.summing(Targets(torch.zeros(1, num_tiles, dtype=torch.int64)), 1, True):
         head(hidden).backward()
     return float(-head.weight.grad[0])
 
@@ -289,7 +289,7 @@ def test_nothing_larger_than_a_tile_of_logits_is_saved_or_made(frozen: bool, kee
     assert untiled.numel == num_tokens * vocab
     bound = OutputHead(head)
     with Largest() as made, saved_tensors_hooks(pack, lambda tensor: tensor):
-        with bound.summing(labels, tile_tokens, keep_gradients):
+        with bound.summing(Targets(labels), tile_tokens, keep_gradients):
             loss = head(hidden)
         held = [tensor.numel() for tensor in loss.grad_fn.saved_tensors]
         loss.backward()
@@ -300,7 +300,7 @@ def test_nothing_larger_than_a_tile_of_logits_is_saved_or_made(frozen: bool, kee
     assert max(packed) == vocab * width
     weight = [] if frozen else [vocab * width, vocab]
     assert held == ([num_tokens * width, *weight] if keep_gradients else [num_tokens * width, num_tokens])
-    with Largest() as forward, torch.no_grad(), bound.summing(labels, tile_tokens):
+    with Largest() as forward, torch.no_grad(), bound.summing(Targets(labels), tile_tokens):
         head(hidden)
     assert forward.numel == tile_tokens * vocab
 
@@ -310,7 +310,7 @@ def test_a_frozen_head_computes_no_gradient_of_its_weight() -> None:
     head = nn.Linear(width, vocab).requires_grad_(False)
     hidden, labels = torch.randn(1, 10, width, requires_grad=True), torch.randint(0, vocab, (1, 10))
     bound = OutputHead(head)
-    with Largest() as made, bound.summing(labels, 5, True):
+    with Largest() as made, bound.summing(Targets(labels), 5, True):
         head(hidden).backward()
     # transposed views of the weight are as large, so logits must be smaller
     assert made.numel == width * vocab
@@ -342,13 +342,13 @@ def test_two_ranks_match_whether_weights_are_whole_or_sharded(ranks, words: str,
 def test_the_model_must_call_its_head_once() -> None:
     model, (input_ids, labels) = build_model(ModelCase()), tokens()
     head = OutputHead(model.lm_head)
-    with pytest.raises(RuntimeError, match="called its output head 0 times in one forward"), head.summing(labels, 4):
+    with pytest.raises(RuntimeError, match="called its output head 0 times in one forward"), head.summing(Targets(labels), 4):
         model.model(input_ids=input_ids)
-    with pytest.raises(RuntimeError, match="called its output head 2 times"), head.summing(labels, 4):
+    with pytest.raises(RuntimeError, match="called its output head 2 times"), head.summing(Targets(labels), 4):
         logits_of(model, input_ids), logits_of(model, input_ids)
     with (
         pytest.raises(ValueError, match=r"hidden states of shape \(1, 1\), but labels have shape \(1, 23\)"),
-        head.summing(labels, 4),
+        head.summing(Targets(labels), 4),
     ):
         model(input_ids=input_ids, logits_to_keep=1)
     # afterwards the head runs unchanged
@@ -374,7 +374,7 @@ def test_a_scale_of_logits_is_found_in_the_graph() -> None:
     config = transformers.GraniteConfig(vocab_size=VOCAB_SIZE, num_key_value_heads=2, logits_scaling=4.0, pad_token_id=0, **sizes)
     model = transformers.GraniteForCausalLM(config)
     input_ids, labels = tokens()
-    with OutputHead(output_head(model)).summing(labels, 4):
+    with OutputHead(output_head(model)).summing(Targets(labels), 4):
         loss = logits_of(model, input_ids)
     with pytest.raises(ValueError, match=r"changes its logits after the output head \(DivBackward0\)"):
         check_untouched(loss)
