@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model, with_lora
+from helpers.models.token_losses import with_weights
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.sliced_plans import cut
 from helpers.ranks.lent_steps import BUGS, lent_plan, lent_step_on_rank, new_optimizer
@@ -22,14 +23,17 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.execution.checks import refuse_unsupported
 
 
-def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, num_steps: int = 1, bug: str = "") -> None:
+def check(
+    pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, num_steps: int = 1, bug: str = "", weighted: bool = False
+) -> None:
     """Asserts that every rank has the reference's losses, gradients and weights, and ran what was planned."""
     rows = random_rows(list(plan.lengths))
+    rows = with_weights(rows) if weighted else rows
     reference = with_lora(build_model(case)) if lora else build_model(case)
     optimizer = new_optimizer(reference)
-    expected_losses = [reference_step(reference, rows)[0]]
+    expected_losses = [reference_step(reference, rows, case.loss)[0]]
     for _ in range(num_steps):
-        loss, expected = reference_step(reference, rows)
+        loss, expected = reference_step(reference, rows, case.loss)
         expected_losses.append(loss)
         optimizer.step()
     results = pool.run(lent_step_on_rank, case, plan_to_json(plan), rows, lora, num_steps, bug)
@@ -172,3 +176,8 @@ def test_rounds_with_and_without_lending_match(ranks) -> None:
     lent = lent_plan(replace(plan, lengths=(29, 21), micro_batches=plan.micro_batches[:1]))
     plan = validate_plan(replace(plan, micro_batches=(*lent.micro_batches, *plan.micro_batches[1:])))
     check(ranks(4), ModelCase("qwen3", num_layers=4), plan)
+
+
+@pytest.mark.parametrize("loss,weighted", [("", True), ("focal", True), ("smoothed", False)])
+def test_weights_and_other_losses_match(ranks, loss: str, weighted: bool) -> None:
+    check(ranks(2), ModelCase(num_layers=4, loss=loss), one_sequence([13, 9, 8, 6], 2), weighted=weighted)

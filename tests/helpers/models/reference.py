@@ -9,6 +9,7 @@ import peft
 import torch
 import torch.nn.functional as F
 from helpers.models.tiny_models import VOCAB_SIZE
+from helpers.models.token_losses import plain_losses, total_weight
 from torch import Tensor
 
 
@@ -23,21 +24,30 @@ def random_rows(lengths: list[int], seed: int = 0, masked: tuple[int, ...] = ())
     return rows
 
 
-def reference_step(model: torch.nn.Module, rows: list[dict[str, list[int]]]) -> tuple[float, dict[str, Tensor]]:
+def reference_step(
+    model: torch.nn.Module, rows: list[dict[str, list[int]]], loss_name: str = ""
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the mean over all label tokens: HF logits of each row alone, cross-entropy summed in fp64.
 
-    If the config asks for it, the balancing loss of the experts over all rows is added.
+    Rows may have weights of tokens; loss_name: another loss than cross-entropy. If the config asks for it, the balancing loss of
+    the experts over all rows is added.
     """
     config = model.get_base_model().config if isinstance(model, peft.PeftModel) else model.config
     is_balanced = getattr(config, "output_router_logits", False)
     routed, losses = [], []
-    count = sum(label != -100 for row in rows for label in row["labels"][1:])
+    count = total_weight(rows)
     total = 0.0
     model.zero_grad()
     for row in rows:
         output = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False)
         labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
-        loss = F.cross_entropy(output.logits[0, :-1].double(), labels, ignore_index=-100, reduction="sum") / max(count, 1)
+        logits_TV = output.logits[0, :-1].double()
+        if loss_name or "loss_weights" in row:
+            is_label = labels != -100
+            weights = torch.tensor(row.get("loss_weights", [1.0] * len(row["labels"]))[1:], dtype=torch.float64)[is_label]
+            loss = (weights * plain_losses(loss_name, logits_TV[is_label], labels[is_label])).sum() / (count or 1)
+        else:
+            loss = F.cross_entropy(logits_TV, labels, ignore_index=-100, reduction="sum") / max(count, 1)
         total += float(loss.detach())
         if is_balanced:
             losses.append(loss)

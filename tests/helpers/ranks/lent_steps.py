@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from helpers.models.tiny_models import ModelCase, build_model, with_lora
+from helpers.models.token_losses import TOKEN_LOSSES, total_weight
 from helpers.plans.sliced_plans import Rows
 from helpers.ranks.pipeline_steps import CPU
 from helpers.ranks.rank_pool import lasting
@@ -96,15 +97,16 @@ def _steps(
     model = with_lora(build_model(case)) if lora else build_model(case)
     patch_model(model)
     stages = stages_that_lend(model, [stage.parts for stage in plan.micro_batches[0].groups[0].stages])
-    executor = StepExecutor(stages[pool.stage], pool, CPU, case.fp32_gradients, all_stages=stages)
+    token_loss = TOKEN_LOSSES[case.loss]
+    executor = StepExecutor(stages[pool.stage], pool, CPU, case.fp32_gradients, all_stages=stages, token_loss=token_loss)
     chunks = rank_inputs(plan, rows, pool.rank)["chunks"]
-    num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
+    weight = total_weight(rows)
     optimizer = new_optimizer(model)
-    losses = [float(executor.evaluate(plan.for_rank(pool.rank), chunks)) / max(num_label_tokens, 1)]
+    losses = [float(executor.evaluate(plan.for_rank(pool.rank), chunks)) / (weight or 1)]
     result: StepResult
     for _ in range(num_steps):
         optimizer.zero_grad()
-        result = executor.run(plan.for_rank(pool.rank), chunks, num_label_tokens)
+        result = executor.run(plan.for_rank(pool.rank), chunks, weight)
         losses.append(float(result.loss))
         optimizer.step()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model, with_lora
+from helpers.models.token_losses import TOKEN_LOSSES, total_weight
 from helpers.plans.pipeline_plans import planned_words
 from helpers.plans.sliced_plans import Rows
 from helpers.ranks.rank_pool import RankPool, lasting
@@ -65,10 +66,9 @@ def stage_step_on_rank(
     head = OutputHead(output_head(model)) if has_policies and is_last else None
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**24), head) if has_policies else None
     routers = router_balance(model, CPU)
-    executor = StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers)
+    executor = StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss])
     batch = rank_inputs(plan, rows, pool.rank)
-    num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
-    result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens, engine=engine)
+    result = executor.run(plan.for_rank(pool.rank), batch["chunks"], total_weight(rows), engine=engine)
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     words = [interval.name for interval in result.intervals() if interval.round >= 0]
     return float(result.loss), gradients, words, result.memory
@@ -79,11 +79,11 @@ def computed(actions: Sequence[Action]) -> list[str]:
     return [str(action) for action in actions if action.kind in "FB"]
 
 
-def check_pipeline(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = False) -> list:
+def check_pipeline(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = False, rows: Rows | None = None) -> list:
     """Asserts that every rank has the reference's loss and gradients and ran what was planned; returns the ranks' results."""
-    rows = random_rows(list(plan.lengths))
+    rows = random_rows(list(plan.lengths)) if rows is None else rows
     reference = with_lora(build_model(case)) if lora else build_model(case)
-    expected_loss, expected = reference_step(reference, rows)
+    expected_loss, expected = reference_step(reference, rows, case.loss)
     results = pool.run(stage_step_on_rank, case, plan_to_json(plan), rows, lora)
     found = set()
     for rank, (loss, gradients, words, _) in enumerate(results):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.measures.planted import plant
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.token_losses import TOKEN_LOSSES, total_weight
 from helpers.plans.layouts import plan_of
 from helpers.ranks.rank_pool import RankPool, lasting
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,10 +81,11 @@ def step_on_rank(
         engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model))) if has_policies else None
         cpu = torch.device("cpu")
         layers, routers = num_attention_layers(model), router_balance(model, cpu)
-        executor = StepExecutor(whole_model(wrapped, layers), pool, cpu, case.fp32_gradients, routers=routers)
+        executor = StepExecutor(
+            whole_model(wrapped, layers), pool, cpu, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss]
+        )
         batch = rank_inputs(plan, rows, pool.rank)
-        num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
-        result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens, engine=engine)
+        result = executor.run(plan.for_rank(pool.rank), batch["chunks"], total_weight(rows), engine=engine)
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return float(result.loss), gradients
 
@@ -113,10 +115,11 @@ def check_step(
     shard_ranks: int = 0,
     masked: tuple[int, ...] = (),
     bug: str = "",
+    rows: Any = None,
 ) -> None:
-    """Asserts that every rank ends with the loss and gradients of one plain process."""
-    rows = random_rows(lengths, masked=masked)
-    expected_loss, expected = reference_step(build_model(case), rows)
+    """Asserts that every rank ends with the loss and gradients of one plain process. rows: None for random ones of `lengths`."""
+    rows = random_rows(lengths, masked=masked) if rows is None else rows
+    expected_loss, expected = reference_step(build_model(case), rows, case.loss)
     for loss, gradients in run_step(pool, case, plan, rows, bug, shard_ranks):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert gradients.keys() == expected.keys()
