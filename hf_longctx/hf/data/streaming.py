@@ -403,6 +403,9 @@ def _unpacked(packed: torch.Tensor, counts: list[list[int]]) -> list[list[ChunkI
     weights: Iterator[torch.Tensor | None] = itertools.repeat(None)
     if len(packed) > 3:
         weights = iter(packed[3:].T.contiguous().view(torch.float64).view(1, -1).split(sizes, dim=1))
-    return [
-        [ChunkInputs(*next(pieces).unsqueeze(1), loss_weights=next(weights)) for _ in round_counts] for round_counts in counts
-    ]
+    return [[_inputs(next(pieces), next(weights)) for _ in of_round] for of_round in counts]
+
+
+def _inputs(piece: torch.Tensor, weights: torch.Tensor | None) -> ChunkInputs:
+    ids, positions, labels = piece.unsqueeze(1)
+    return ChunkInputs(ids, positions, labels, weights)

@@ -121,7 +121,7 @@ def _is_cross_entropy(found: Any, vocab_size: int, device: torch.device, is_shif
         except Exception:
             # the loop would meet the error too, with a better trace
             return False
-    return all(torch.allclose(*pair, rtol=_EQUAL, atol=_EQUAL) for pair in zip(*results, strict=True))
+    return all(torch.allclose(own, usual, rtol=_EQUAL, atol=_EQUAL) for own, usual in zip(*results, strict=True))
 
 
 def _adds_up(found: Any, vocab_size: int, device: torch.device) -> bool:

@@ -86,7 +86,9 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
             f"the batch holds {', '.join(unknown)}, which a plan does not send to other ranks; remove it from the dataset or "
             f"the collator"
         )
-    if inputs.get("input_ids") is None or inputs.get("labels") is None:
+    # a fused head reads shift_labels; other models make no loss without labels, even if they get shift_labels
+    has_labels = inputs.get("labels") is not None or (inputs.get(_FUSED) and inputs.get("shift_labels") is not None)
+    if inputs.get("input_ids") is None or not has_labels:
         raise ValueError(
             f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels' or use "
             f"DataCollatorWithFlattening; if the trainer took the labels out for compute_loss_func or a compute_loss of its own, "

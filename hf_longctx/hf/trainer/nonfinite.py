@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_longctx.hf.data.collator import PlannedStep
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.start.losses import loss_name
 from hf_longctx.hf.trainer.run import Run
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.sharding import rank_pieces
@@ -36,6 +37,8 @@ STEP_FILE, MODEL_FOLDER = "step.json", "model"
 ModelOrder = tuple[int, int, int]
 # most sequences and weights that a message lists
 _MOST_NAMES = 8
+# token ids, shifted labels, and their weights or nothing
+_Tokens = tuple[list[int], list[int], list[float]]
 
 
 @dataclass(frozen=True)
@@ -166,18 +169,20 @@ class NonfiniteGuard:
             return
         plans = []
         for place, each in enumerate(self._plans):
-            tokens: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
+            tokens: dict[int, dict[int, _Tokens]] = {}
             for rank_parts in parts:
                 for (sequence, start), values in rank_parts[place].items():
                     tokens.setdefault(sequence, {})[start] = values
             sequences = []
             for sequence in range(len(each.step.plan.lengths)):
                 pieces = [tokens[sequence][start] for start in sorted(tokens[sequence])]
-                ids, labels = ([token for piece in pieces for token in piece[side]] for side in (0, 1))
-                sequences.append({"input_ids": ids, "shift_labels": labels})
+                ids, labels, weights = ([token for piece in pieces for token in piece[side]] for side in (0, 1, 2))
+                saved = {"input_ids": ids, "shift_labels": labels}
+                sequences.append({**saved, "loss_weights": weights} if weights else saved)
             plans.append({"plan": json.loads(plan_to_json(each.step.plan)), "sequences": sequences})
         folder.mkdir(parents=True, exist_ok=True)
         content = {"format": 1, "step": number, "loss": str(self.loss), "bf16": bool(self.run.args.bf16), "plans": plans}
+        content["loss_of_a_token"] = loss_name(self.run.token_loss)
         (folder / STEP_FILE).write_text(json.dumps(content))
 
     @property
@@ -224,11 +229,11 @@ def watched(model: nn.Module, stage: int, found: list[tuple[ModelOrder, str]]) -
             handle.remove()
 
 
-def _held_tokens(each: _Plan) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
-    """Token ids and shifted labels of this rank's pieces of a plan, by (sequence, first token)."""
+def _held_tokens(each: _Plan) -> dict[tuple[int, int], _Tokens]:
+    """Token ids, shifted labels and their weights, if any, of this rank's pieces of a plan, by (sequence, first token)."""
     step = each.step
     _, position = step.plan.place(step.rank)
-    held: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    held: dict[tuple[int, int], _Tokens] = {}
     for (group, _), chunks in zip(step.plan.for_rank(step.rank).rounds, each.chunks, strict=True):
         for chunk, inputs in zip(group.chunks, chunks, strict=True):
             offset = 0
@@ -237,7 +242,8 @@ def _held_tokens(each: _Plan) -> dict[tuple[int, int], tuple[list[int], list[int
                 if piece.document < len(chunk.spans):
                     span = chunk.spans[piece.document]
                     ids, labels = (t[0, offset:stop].tolist() for t in (inputs.input_ids, inputs.shift_labels))
-                    held[span.sequence, span.start + piece.start] = ids, labels
+                    weights = [] if inputs.loss_weights is None else inputs.loss_weights[0, offset:stop].tolist()
+                    held[span.sequence, span.start + piece.start] = ids, labels, weights
                 offset = stop
     return held
 

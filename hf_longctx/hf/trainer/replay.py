@@ -12,9 +12,11 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
+from hf_longctx.hf.start.losses import loss_name
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, STEP_FILE, ModelOrder, watched
 from hf_longctx.plan.core.serialize import plan_from_json
-from hf_longctx.runtime.core.loss import summed_cross_entropy
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import Targets, summed_loss
 from hf_longctx.runtime.parameters.finite import nonfinite_names
 
 
@@ -31,6 +33,8 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).train()
     tell(f"step {content['step']}, whose loss was {content['loss']}, on {device} as plain transformers, model {source}")
+    if (trained := content.get("loss_of_a_token", plain := loss_name(None))) != plain:
+        tell(f"the run trained {trained}, which is not saved with the step; losses here are cross-entropy")
     for number, saved in enumerate(content["plans"]):
         plan = plan_from_json(json.dumps(saved["plan"]))
         tell(f"plan {number}: {plan.layout}, {len(plan.lengths)} sequences")
@@ -38,8 +42,11 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
             ids_1T = torch.tensor([tokens["input_ids"]], device=device)
             labels_1T = torch.tensor([tokens["shift_labels"]], device=device)
             found: list[tuple[ModelOrder, str]] = []
+            weights = [tokens["loss_weights"]] if "loss_weights" in tokens else None
+            weights_1T = None if weights is None else torch.tensor(weights, dtype=torch.float64, device=device)
+            targets = Targets.of(ChunkInputs(ids_1T, ids_1T, labels_1T, weights_1T))
             with watched(model, 0, found), torch.autocast(device.type, torch.bfloat16, enabled=content["bf16"]):
-                loss = summed_cross_entropy(model(input_ids=ids_1T, use_cache=False).logits, labels_1T)
+                loss = summed_loss(model(input_ids=ids_1T, use_cache=False).logits, targets)
             loss.backward()
             gradients = nonfinite_names(model, of_gradients=True)
             model.zero_grad(set_to_none=True)

@@ -63,7 +63,7 @@ class LabelSmoothing:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the tokens of a shard are trained towards: next-token labels, each with a weight, and the loss of one token.
+    """Targets of the tokens of a shard: next-token labels, each with a weight, and the loss of one token.
 
     labels_1T: IGNORE_INDEX for a token without a label, or of weight 0. weights_1T: None if every label weighs 1. token_loss:
     None for cross-entropy.

@@ -284,9 +284,14 @@ class OwnStep(Trainer):
 
 # name -> (mode, settings, arguments, what the trainer gets besides, part of the message)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
-    "smoothing": ("attached", {}, {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1"),
     "collator": ("attached", {}, {}, {"data_collator": PaddingCollator()}, "data_collator is PaddingCollator"),
-    "loss": ("attached", {}, {}, {"compute_loss_func": fp64_loss}, "the trainer argument compute_loss_func"),
+    "loss": (
+        "attached",
+        {},
+        {},
+        {"compute_loss_func": fp64_loss},
+        "compute_loss_func was set on the trainer",
+    ),
     "own loss": ("attached", {}, {}, {"trainer_class": OwnLoss}, "OwnLoss.compute_loss would never be called"),
     "own step": ("attached", {}, {}, {"trainer_class": OwnStep}, "OwnStep.training_step would never be called"),
     "too long": ("attached", {"max_length": 40}, {}, {}, "row 0 has 61 tokens, above max_length 40"),

@@ -54,7 +54,8 @@ def test_padding_in_front_is_no_part_of_a_document() -> None:
 
 def test_labels_that_are_already_shifted_are_used_as_they_are() -> None:
     batch = {"input_ids": torch.tensor([[1, 2, 3]]), "shift_labels": torch.tensor([[5, 6, 7]]), **COUNTED}
-    assert read_documents(batch).rows_T2.tolist() == [[1, 5], [2, 6], [3, 7]]
+    for needed in ({"labels": torch.tensor([[1, 2, 3]])}, {"fused_lm_head": True}):
+        assert read_documents({**batch, **needed}).rows_T2.tolist() == [[1, 5], [2, 6], [3, 7]]
 
 
 IDS = torch.tensor([[1, 2, 3, 4]])
@@ -74,6 +75,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "positions with a gap": ({"position_ids": torch.tensor([[0, 1, 5, 6]])}, "position_ids do not count up"),
     "no labels": ({"labels": None}, "input_ids and labels are needed"),
+    "labels for another loss": ({"labels": None, "shift_labels": IDS}, "took the labels out for compute_loss_func"),
+    "weights": ({"loss_weights": torch.ones(1, 4)}, "the batch holds loss_weights, which a plan does not send"),
     "no count": ({"num_items_in_batch": None}, "num_items_in_batch"),
     "embeddings": ({"inputs_embeds": torch.ones(1, 4, 8)}, "the batch holds inputs_embeds"),
     "boundaries alone": ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, "let the collator return position_ids too"),
