@@ -108,3 +108,10 @@ def test_copies_of_held_out_rows_leave_the_training_set() -> None:
     assert ids(without_copies(train, numbered(50, 2))) == list(range(6))
     with pytest.raises(DataError, match="all 3 training documents are also held out"):
         without_copies(numbered(4, 3), held_out)
+
+
+@pytest.mark.parametrize("column", ["loss_weights", "weights"])
+def test_weights_that_a_mix_would_drop_are_refused(column: str) -> None:
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], column: [1.0, 2.0]}])
+    with pytest.raises(DataError, match=f"has a column '{column}', which mixing would drop"):
+        mix_datasets([rows, rows])

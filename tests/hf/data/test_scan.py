@@ -396,3 +396,37 @@ def test_a_bar_shows_when_reading_takes_longer_than_a_second(monkeypatch, capsys
         assert ("reading train_dataset" in capsys.readouterr().err) == shown
     scan_dataset(Slow([{"input_ids": [1, 2]}] * 4), "train_dataset", VOCAB_SIZE)
     assert "reading" not in capsys.readouterr().err
+
+
+def weighted(*weights: Any) -> Rows:
+    return [{"input_ids": [1, 2, 3], "loss_weights": list(each)} for each in weights]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 0.5], "row 1 has 3 tokens but 2 loss_weights; give one weight per token"),
+        ([1.0, -0.5, 1.0], "holds the weight -0.5 in loss_weights; give finite numbers of 0 or more"),
+        ([1.0, float("nan"), 1.0], "holds the weight nan in loss_weights"),
+        ([1.0, float("inf"), 1.0], "holds the weight inf in loss_weights"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_named(make, weights: list[float], message: str) -> None:
+    _, problems = dataset_problems(make(weighted([1.0, 1.0, 0.0], weights)), "train", VOCAB_SIZE)
+    assert any(message in problem for problem in problems), problems
+
+
+def test_good_weights_have_no_problem_and_count_in_the_digest(make) -> None:
+    first, other = (
+        scan_dataset(make(weighted([1.0, 0.5, 0.0], last)), "train", VOCAB_SIZE) for last in ([1.0, 1.0, 1.0], [1.0, 1.0, 0.5])
+    )
+    assert first.problems == other.problems == []
+    assert first.digest != other.digest
+    # numbers of another kind are the same weights
+    assert scan_dataset(make(weighted([1.0, 0.5, 0.0], [1, 1, 1])), "train", VOCAB_SIZE).digest == first.digest
+
+
+@pytest.mark.parametrize("column", ["weights", "loss_weight", "token_weights", "weight", "loss_scale", "sample_weight"])
+def test_other_weights_are_refused_with_the_column_that_is_read(make, column: str) -> None:
+    _, (problem,) = dataset_problems(make([{"input_ids": [1, 2], column: [1.0, 2.0]}]), "train", VOCAB_SIZE)
+    assert f"has a column '{column}'" in problem and "in a column 'loss_weights'" in problem

@@ -11,6 +11,7 @@ import torch
 import transformers
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
+from helpers.models.token_losses import focal
 from helpers.plans.layouts import plan_of
 from helpers.ranks.rank_steps import run_step
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.output_head import OutputHead, check_untouched
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets, summed_cross_entropy
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets, summed_cross_entropy, summed_loss
 
 NUM_TOKENS = 23
 MASKS: dict[str, tuple[int, ...]] = {
@@ -378,3 +380,38 @@ def test_a_scale_of_logits_is_found_in_the_graph() -> None:
         loss = logits_of(model, input_ids)
     with pytest.raises(ValueError, match=r"changes its logits after the output head \(DivBackward0\)"):
         check_untouched(loss)
+
+
+@pytest.mark.parametrize("keep_gradients", [True, False])
+@pytest.mark.parametrize("token_loss", [None, focal])
+@pytest.mark.parametrize("tile_tokens", [0, 5])
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_weights_and_other_losses_are_those_of_logits(is_weighted, tile_tokens, token_loss, keep_gradients) -> None:
+    model, (input_ids, labels) = build_model(ModelCase()), tokens("some")
+    weights = torch.rand(1, NUM_TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) if is_weighted else None
+    targets = Targets(labels, weights, token_loss)
+    expected = summed_loss(logits_of(model, input_ids), targets)
+    (expected * 0.37).backward()
+    wanted = (float(expected.detach()), gradients(model))
+    head = OutputHead(output_head(model))
+    with head.summing(targets, tile_tokens, keep_gradients):
+        loss = logits_of(model, input_ids)
+    with head.summing(targets, tile_tokens), torch.no_grad():
+        without_graph = logits_of(model, input_ids)
+    head.unbind()
+    (loss * 0.37).backward()
+    check_equal((float(loss.detach()), gradients(model)), wanted)
+    assert float(without_graph) == pytest.approx(wanted[0], rel=TOLERANCE)
+
+
+def test_tiles_of_weight_zero_are_not_computed() -> None:
+    model, (input_ids, labels) = build_model(ModelCase()), tokens("none")
+    weights = torch.zeros(1, NUM_TOKENS, dtype=torch.float64)
+    weights[0, 12] = 2.0
+    seen, head_forward = [], model.lm_head.forward
+    model.lm_head.forward = lambda x: (seen.append(x.shape[1]), head_forward(x))[1]
+    head = OutputHead(output_head(model))
+    with head.summing(Targets.of(ChunkInputs(input_ids, input_ids, labels, weights)), 5, True):
+        logits_of(model, input_ids).backward()
+    head.unbind()
+    assert seen == [5]

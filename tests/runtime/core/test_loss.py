@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, step_loss, summed_cross_entropy
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import (
+    IGNORE_INDEX,
+    LabelSmoothing,
+    Targets,
+    step_loss,
+    summed_cross_entropy,
+    summed_loss,
+)
 
 
 def logits_and_labels(num_tokens: int, dtype: torch.dtype, masked: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
@@ -75,3 +84,36 @@ def test_parts_of_a_step_add_up_to_the_mean_over_its_label_tokens() -> None:
 def test_a_step_without_any_label_is_not_divided_by_zero() -> None:
     logits, labels = logits_and_labels(3, torch.float32, masked=(0, 1, 2))
     assert torch.isfinite(step_loss(summed_cross_entropy(logits, labels), 0))
+
+
+def test_smoothed_labels_are_those_of_transformers() -> None:
+    logits, labels = logits_and_labels(9, torch.float64, masked=(0, 3))
+    smoother = LabelSmoother(epsilon=0.1)
+    expected = smoother({"logits": logits.detach()}, labels, num_items_in_batch=5)
+    loss = step_loss(summed_loss(logits, Targets(labels, token_loss=LabelSmoothing(0.1))), 5)
+    # transformers adds the log-probabilities of the vocabulary in fp32
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-6)
+    loss.backward()
+    assert not logits.grad[0, [0, 3]].any() and logits.grad[0, 1].any()
+
+
+def test_weights_multiply_losses_and_zero_weights_take_labels_away() -> None:
+    logits, labels = logits_and_labels(4, torch.float64, masked=(1,))
+    weights = torch.tensor([[0.5, 9.0, 0.0, 2.0]], dtype=torch.float64)
+    targets = Targets.of(ChunkInputs(labels, labels, labels, weights))
+    each = [by_definition(logits[:, [t]], labels[:, [t]]) for t in range(4)]
+    assert targets.total_weight() == 2.5 and Targets(labels).total_weight() == 3
+    assert float(summed_loss(logits, targets).detach()) == pytest.approx(0.5 * each[0] + 2 * each[3], rel=1e-14)
+    with torch.no_grad():
+        # an infinite loss of weight zero adds nothing
+        logits[0, 2] = -torch.inf
+        logits[0, 2, (int(labels[0, 2]) + 1) % 11] = 0.0
+    loss = summed_loss(logits, targets)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+
+
+def test_a_loss_of_another_shape_is_refused() -> None:
+    logits, labels = logits_and_labels(4, torch.float64)
+    with pytest.raises(ValueError, match=r"token_loss returned shape \(\) for 4 tokens; return one loss per token"):
+        summed_loss(logits, Targets(labels, token_loss=lambda logits, labels: logits.sum()))
