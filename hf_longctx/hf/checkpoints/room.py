@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 from transformers import TrainingArguments
@@ -24,7 +24,7 @@ def folder_problems(args: TrainingArguments, model: Any) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")
-        free_bytes = shutil.disk_usage(folder).free
+        free_bytes = disk_usage(folder).free
     except OSError as error:
         return [
             f"output_dir {folder} cannot be written to ({error}), so checkpoints would be lost; choose another folder, or set "

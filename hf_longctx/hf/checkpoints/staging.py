@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from accelerate import PartialState
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_longctx.hf.checkpoints.manifest import (
@@ -93,7 +94,8 @@ class StagedCheckpoint:
         """Context that keeps an error of this rank until `finish`, so that ranks go through the same collectives until then."""
         try:
             yield
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
+            # torch's error about shards is no Exception, and comes on every rank
             self._error = self._error or _described(self._rank, error)
             logger.debug("held until all ranks have finished", exc_info=True)
 
@@ -135,11 +137,13 @@ class StagedCheckpoint:
     def _raise_together(self, is_removed: bool = True) -> None:
         # one rank may write for longer than the control group's time-out, so wait on the default group first
         PartialState().wait_for_everyone()
-        errors = [error for error in gather_objects(self._error, self._control) if error]
+        errors = [error for error in dict.fromkeys(gather_objects(self._error, self._control)) if error]
         if not errors:
             return
         if is_removed and self._owner == self._rank:
             shutil.rmtree(self.root, ignore_errors=True)
+        # nobody may end the run, and with it the owner, before everything is removed
+        PartialState().wait_for_everyone()
         left = "nothing is left of this one" if is_removed else "this one is complete, but hidden until the next start"
         raise RuntimeError(
             f"{self.final.name} could not be written to {self.final.parent}; earlier checkpoints are unchanged and {left}. "
@@ -252,4 +256,6 @@ def _is_torn(folder: Path) -> bool:
 
 
 def _described(rank: int, error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(_described(number, failure[0]) for number, failure in error.failures.items())
     return f"rank {rank}: {type(error).__name__}: {error}"
