@@ -239,7 +239,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
     def _log_to_output_dir(self) -> None:
         """Names TensorBoard's folder now: an evaluation before training would start the log in ./runs, where it would stay."""
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and callback.tb_writer is None:
+            if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
                 name = f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}"
                 callback.logging_dir = str(Path(self.args.output_dir or ".") / "runs" / name)
 
