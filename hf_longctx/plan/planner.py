@@ -74,7 +74,7 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
         solver=solver,
         cost_source=costs.coefficients.source,
     )
-    return validate_plan(replace(plan, estimate=estimate), planning.limit_bytes(plan))
+    return validate_plan(replace(plan, estimate=estimate), planning.limit_bytes(plan), planning.host_limit_bytes)
 
 
 def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[StepPlan, Evaluation, str]:

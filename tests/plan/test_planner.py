@@ -436,8 +436,20 @@ def test_a_plan_above_the_budget_is_refused_whoever_made_it(num_stages: int, mon
     # the limit is a stage's states plus the budget; a plan that needs one byte more is refused
     assert limit == max(state_bytes(found, costs, ByteModel(costs.model))) + budget.device_bytes
     monkeypatch.setattr(Planning, "limit_bytes", lambda self, plan: found.estimate.peak_bytes)
-    monkeypatch.setattr(planner, "validate_plan", lambda plan, limit: validate_plan(plan, limit - 1))
+    monkeypatch.setattr(planner, "validate_plan", lambda plan, limit, _: validate_plan(plan, limit - 1))
     with pytest.raises(PlanError, match="is predicted to need"):
+        plan_stages(0, [300, 200], costs, num_stages, config)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_plan_above_the_host_s_budget_is_refused_whoever_made_it(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = dataclasses.replace(cost_model("attention", 4), parameters="replicated")
+    config = PlannerConfig(400, (1, 2), activations=ActivationBudget(0, 1 << 22, 1 << 20, 64))
+    found = plan_stages(0, [300, 200], costs, num_stages, config)
+    assert found.estimate.host_bytes <= Planning(costs, config).host_limit_bytes == 1 << 20
+    assert Planning(costs, PlannerConfig(400, (1, 2))).host_limit_bytes is None
+    monkeypatch.setattr(Planning, "host_limit_bytes", found.estimate.host_bytes - 1)
+    with pytest.raises(PlanError, match="on the host of a rank"):
         plan_stages(0, [300, 200], costs, num_stages, config)
 
 

@@ -30,8 +30,12 @@ _SHARE_TOLERANCE = 1e-6
 _MOST_RANKS = 2**20
 
 
-def validate_plan(plan: StepPlan, limit_bytes: int = 0) -> StepPlan:
-    """Return `plan` if every invariant holds, else raise PlanError. `limit_bytes` > 0 also bounds the predicted peak."""
+def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | None = None) -> StepPlan:
+    """Return `plan` if every invariant holds, else raise PlanError.
+
+    limit_bytes: most bytes that a rank is predicted to need on its device (0: no limit). host_limit_bytes: most bytes of saved
+    tensors on a rank's host (None: no limit).
+    """
     _check_shape(plan)
     _check_cover(plan)
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -47,6 +51,11 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0) -> StepPlan:
         raise PlanError(
             f"the plan of step {plan.step} is predicted to need {plan.estimate.peak_bytes / 2**30:.2f} GiB on a rank, but the "
             f"limit is {limit_bytes / 2**30:.2f} GiB; lower tokens_per_rank or allow larger degrees"
+        )
+    if host_limit_bytes is not None and plan.estimate.host_bytes > host_limit_bytes:
+        raise PlanError(
+            f"the plan of step {plan.step} is predicted to put {plan.estimate.host_bytes / 2**30:.2f} GiB on the host of a rank, "
+            f"but the limit is {host_limit_bytes / 2**30:.2f} GiB; allow more host memory (host_gib) or larger degrees"
         )
     return plan
 

@@ -36,6 +36,11 @@ class Planning:
             beside = max(beside, budget.kept_tokens * saved_token_bytes(self.costs.model))
         return beside + max(state_bytes(plan, self.costs, self.known.byte_model(self.costs.model)))
 
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """Most host bytes of a rank for saved tensors; None means that no budget is set."""
+        return None if self.config.activations is None else self.config.activations.host_bytes
+
 
 # pass of the planner: a function that turns a plan into another plan, and raises ValueError if it cannot make the plan fit
 Pass = Callable[[StepPlan, Planning], StepPlan]

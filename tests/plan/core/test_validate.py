@@ -535,6 +535,14 @@ def test_the_predicted_peak_stays_within_the_limit() -> None:
         validate_plan(plan, limit_bytes=29 * 2**30)
 
 
+def test_saved_tensors_stay_within_the_limit_of_the_host() -> None:
+    plan = fixture("flexsp")
+    plan = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, host_bytes=3 * 2**30))
+    assert validate_plan(plan, host_limit_bytes=3 * 2**30) is plan and validate_plan(plan) is plan
+    with pytest.raises(PlanError, match=r"put 3\.00 GiB on the host of a rank, but the limit is 0\.00 GiB; allow more host"):
+        validate_plan(plan, host_limit_bytes=0)
+
+
 def test_a_plan_error_is_a_value_error_and_survives_the_round_trip_of_the_plan() -> None:
     plan = with_actions(fixture("flexsp"), 0, "0B0 0F0")
     with pytest.raises(ValueError, match="runs before its forward"):

@@ -215,6 +215,9 @@ class RoomMaker:
                 # more room helps only if it can save seconds
                 is_worth = trial.counted_s > 0 and over_bytes < -_SEARCH.worth * self.budget.device_bytes
                 return room_bytes - _SEARCH.regain * over_bytes if is_worth else None
+            if over_bytes <= 0:
+                # the host alone lacks room, and the program already leaves all that rounding can take of it
+                return None
             # shares are rounded to whole tokens of every layer
             return min(room_bytes, trial.counted_bytes) - over_bytes - token_bytes
 
@@ -239,13 +242,14 @@ class RoomMaker:
     def _trial(self, group: SequenceGroup) -> Trial:
         """Predicts the run of the group alone and compares it with the budget.
 
-        Copies on their way only add bytes, so what does not fit without them gets no seconds, which saves planning time.
+        Copies on their way only add device bytes, so what does not fit without them gets no seconds, which saves planning time.
         """
-        over_bytes = self._bytes(group).peak - self.budget.device_bytes
-        if over_bytes > 0:
-            return Trial(group, math.inf, (float(over_bytes),))
+        counted = self._bytes(group)
+        over_bytes, over_host_bytes = counted.peak - self.budget.device_bytes, float(counted.host - self.budget.host_bytes)
+        if max(over_bytes, over_host_bytes) > 0:
+            return Trial(group, math.inf, (float(over_bytes),), over_host_bytes)
         run = run_alone(group, self.costs, self._predictions)
-        return Trial(group, run.times[-1][1], (float(run.peak_bytes - self._limit_bytes),))
+        return Trial(group, run.times[-1][1], (float(run.peak_bytes - self._limit_bytes),), over_host_bytes)
 
     def _bytes(self, group: SequenceGroup) -> RoundBytes:
         # ranks of a group hold as much as the first, which holds the most

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
@@ -212,3 +213,15 @@ def test_many_long_sequences_are_planned_in_bounded_time_and_still_fit() -> None
         added.append(1 - kept_s / own_s)
     # groups differ by a few tokens, so what is added should too
     assert max(added) < min(added) + 0.05
+
+
+def test_a_program_that_takes_too_much_of_the_host_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = costs_of(MODEL)
+    config = config_of(costs, 2_000 * saved_token_bytes(MODEL), 1 << 22)
+
+    def generous(slots, limits: MemoryLimits, **settings):
+        return choose_policy(slots, replace(limits, host_bytes=1e12), **settings)
+
+    monkeypatch.setattr("hf_longctx.plan.pipeline.activations.fit_group.choose_policy", generous)
+    plan = plan_step(0, [12_000], costs, config)
+    assert 0 < plan.estimate.host_bytes <= 1 << 22
