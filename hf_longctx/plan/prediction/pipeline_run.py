@@ -10,7 +10,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from hf_longctx.plan.activations.fit import FittedGroups
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
@@ -73,8 +72,6 @@ class PredictionCache:
         self._bytes: ByteModel | None = None
         # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
-        # groups on one stage that were made to fit
-        self.fitted_groups = FittedGroups()
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hf_longctx.plan.activations.fit import FittedGroups
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -15,11 +16,15 @@ from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Inputs for planning one step. known: bytes and runs of groups predicted so far; all plans of the step share this cache."""
+    """Inputs for planning one step, and two caches that all plans of the step share.
+
+    known: bytes and runs of groups predicted so far. fitted: groups that were made to fit.
+    """
 
     costs: CostModel
     config: PlannerConfig
     known: PredictionCache = field(default_factory=PredictionCache)
+    fitted: FittedGroups = field(default_factory=FittedGroups)
 
     def predict(self, plan: StepPlan) -> Evaluation:
         """Predicts the plan's run, without events."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hf_longctx.plan.activations.fit import Program, Trial, first_fitting, lean_group, search_room, with_layers
+from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.activations.slots import Slot, chunk_slot, layer_slots
 from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
@@ -71,13 +71,13 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     if budget is None:
         return plan
     allows_slices = not planning.config.one_micro_batch
-    return RoomMaker(planning.costs, budget, allows_slices, planning.known).for_plan(plan)
+    return RoomMaker(planning.costs, budget, allows_slices, planning.known, planning.fitted).for_plan(plan)
 
 
 class RoomMaker:
     """Makes room for the groups of all plans of one step: policies, and slices if `allows_slices`.
 
-    known: cache of the step: bytes, runs and groups that were counted, predicted and solved before.
+    known, fitted: caches of the step: bytes and runs that were counted and predicted before, and groups that were solved.
     """
 
     def __init__(
@@ -86,10 +86,12 @@ class RoomMaker:
         budget: ActivationBudget,
         allows_slices: bool = True,
         known: PredictionCache | None = None,
+        fitted: FittedGroups | None = None,
     ) -> None:
         self.costs, self.budget, self.allows_slices = costs, budget, allows_slices
         self._predictions = PredictionCache() if known is None else known
-        self._byte_model, self._known = self._predictions.byte_model(costs.model), self._predictions.fitted_groups
+        self._byte_model = self._predictions.byte_model(costs.model)
+        self._known = FittedGroups() if fitted is None else fitted
         self._limit_bytes = self._byte_model.states(costs.parameters, costs.shard_ranks) + budget.device_bytes
 
     def for_plan(self, plan: StepPlan) -> StepPlan:

@@ -60,7 +60,7 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     budget = planning.config.activations
     if budget is None:
         raise ValueError("policies need a budget; set PlannerConfig.activations")
-    room = PipelineRoom(plan, planning.costs, budget, known=planning.known)
+    room = PipelineRoom(plan, planning.costs, budget, known=planning.known, fitted=planning.fitted)
     micro_batches = tuple(
         replace(micro_batch, groups=tuple(map(room.for_group, micro_batch.groups))) for micro_batch in plan.micro_batches
     )
@@ -70,7 +70,8 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
 class PipelineRoom:
     """Makes room for the groups of one plan.
 
-    keeps_attention: recomputed layers keep the attention output wherever that fits.
+    keeps_attention: recomputed layers keep the attention output wherever that fits. known, fitted: caches that the plans of one
+    step share; equal groups on equal stages are solved once, on whichever ranks and nodes.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class PipelineRoom:
         budget: ActivationBudget,
         keeps_attention: bool = True,
         known: PredictionCache | None = None,
+        fitted: FittedGroups | None = None,
     ) -> None:
         self.plan, self.costs, self.budget, self.keeps_attention = plan, costs, budget, keeps_attention
         stages = plan.micro_batches[0].groups[0].stages
@@ -88,11 +90,12 @@ class PipelineRoom:
         states = [self._byte_model.stage_states(stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self._known = FittedGroups()
+        self._known = FittedGroups() if fitted is None else fitted
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
         """Gives the group the policies that it needs to fit; raises ValueError where nothing fits."""
-        return self._known.fit(group, self._fitting, self._nothing_fits)
+        stages = self.plan.ranks_per_stage, tuple(stage.parts for stage in group.stages)
+        return self._known.fit(group, self._fitting, self._nothing_fits, stages)
 
     def trial(self, group: SequenceGroup, counted_s: float = 0.0) -> Trial:
         """Predicts the run of the group alone and compares it with the limits."""

@@ -229,6 +229,24 @@ def test_groups_alike_are_solved_once(long_case: tuple[StepPlan, CostModel, int]
     assert second.stages is first.stages and second.chunks == renumbered.chunks
 
 
+def test_plans_of_one_step_share_what_was_solved(
+    long_case: tuple[StepPlan, CostModel, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, costs, whole_bytes = long_case
+    budget = ActivationBudget(0, int(0.6 * whole_bytes))
+    planning = Planning(costs, PlannerConfig(1, (1,), activations=budget))
+    first = make_room(plan, planning)
+
+    def never(*_: object) -> None:
+        raise AssertionError("solved again")
+
+    monkeypatch.setattr("hf_longctx.plan.pipeline.activations.fit_pipeline.choose_jointly", never)
+    again = make_room(plan, planning)
+    assert again == first and any(map(recomputed, policies_of(again)))
+    with pytest.raises(AssertionError, match="solved again"):
+        made_to_fit(plan, costs, budget)
+
+
 def test_too_little_memory_says_how_much_is_needed(long_case: tuple[StepPlan, CostModel, int]) -> None:
     plan, costs, _ = long_case
     with pytest.raises(ValueError, match=r"stage \d of 4 needs [\d.]+ GiB .* use smaller chunks, more ranks"):
