@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +122,15 @@ def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) 
     header = json.dumps({"made_from": made_from, "digest": scan.digest, "problems": scan.problems}).encode() + b"\n"
     checksum = xxhash.xxh3_128(header)
     checksum.update(scan.lengths.data)
-    temporary = None
+    # a plain file, which others may read as the umask says
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = Path(file.name)
+        with temporary.open("wb") as file:
             file.write(checksum.hexdigest().encode() + b"\n" + header)
             file.write(scan.lengths.data.cast("B"))
         temporary.replace(path)
     except OSError as error:
         logger.warning("%s: the index could not be written to %s (%s), so the next run reads all rows again", name, path, error)
-        if temporary is not None:
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -40,7 +40,18 @@ def test_rows_are_read_once_and_the_result_lies_beside_them(tmp_path: Path) -> N
         again = cached_scan(datasets.load_from_disk(str(tmp_path)), "train_dataset", VOCAB_SIZE)
     assert same(first, again) and again.lengths.dtype == np.int64
     assert len(list(tmp_path.glob("*.index"))) == 1
-    assert not list(tmp_path.glob("tmp*"))
+    assert not list(tmp_path.glob("*tmp*"))
+
+
+def test_the_file_is_readable_as_the_umask_says(tmp_path: Path) -> None:
+    dataset = on_disk(tmp_path, ROWS)
+    before = os.umask(0o027)
+    try:
+        cached_scan(dataset, "train_dataset", VOCAB_SIZE)
+    finally:
+        os.umask(before)
+    (file,) = tmp_path.glob("*.index")
+    assert oct(file.stat().st_mode & 0o777) == "0o640"
 
 
 def test_problems_are_kept_too(tmp_path: Path) -> None:
