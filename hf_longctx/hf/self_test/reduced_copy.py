@@ -188,6 +188,16 @@ def has_user_functions(model: nn.Module) -> bool:
     return any(_package(_function(function)) not in _LIBRARIES for function in found)
 
 
+def user_forward(model: nn.Module) -> str:
+    """The name of a user's function that replaces the forward of `model` itself or hooks it; empty if there is none."""
+    for module in (model, base_of(model)):
+        replaced = [vars(module)[name] for name in _FORWARDS if vars(module).get(name) is not None]
+        for function in (*replaced, *module._forward_hooks.values()):
+            if _package(_function(function)) not in _LIBRARIES:
+                return str(getattr(function, "__qualname__", type(function).__qualname__))
+    return ""
+
+
 def _function(value: Any) -> Any:
     """The function of a method, which layers may share; any other value itself."""
     return getattr(value, "__func__", value)

@@ -25,6 +25,7 @@ from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, differing_settings, raise_together
 from hf_longctx.hf.self_test.check import SelfTest
+from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.losses import chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems, vocab_size_of
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
@@ -141,6 +142,12 @@ def start_run(request: RunRequest) -> Run:
     problems = request.problems + request.problems_of_loss(control)
     degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
     token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss)
+    if token_loss is None and (found := user_forward(model)) and args.process_index == 0:
+        logger.warning(
+            "the model's forward was replaced or hooked by %s: plans train the cross-entropy of its logits, and never read a "
+            "loss that it returns; to train another loss, pass token_loss to LongContextTrainer or attach",
+            found,
+        )
     setup = choose_setup(config, model, args, degrees, control, (request.datasets or {}).get("train_dataset"))
     sets = SequenceSets(config, args, setup, control)
     if request.datasets is None:

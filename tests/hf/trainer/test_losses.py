@@ -13,6 +13,7 @@ from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.token_losses import focal, with_weights
 from helpers.ranks.rank_steps import whole
+from helpers.trainers import trainer_runs
 from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 from torch import nn
@@ -170,6 +171,24 @@ def test_weights_of_tokens_train_as_a_plain_loop(ranks, name: str) -> None:
         check(found, {weight: p.detach() for weight, p in model.named_parameters()})
         assert metrics["eval_loss"] == pytest.approx(losses[0], rel=1e-12)
         assert "eval_perplexity" not in metrics
+
+
+@pytest.mark.parametrize("kind", ["forward", "hook", "neither", "token_loss"])
+def test_a_forward_that_may_return_another_loss_is_told(rows, tmp_path, caplog, monkeypatch, kind: str) -> None:
+    model = build_model(CASE)
+    original = model.forward
+
+    def with_focal(*args: Any, **keywords: Any) -> Any:
+        return original(*args, **keywords)
+
+    if kind in ("forward", "token_loss"):
+        model.forward = with_focal
+    elif kind == "hook":
+        model.register_forward_hook(lambda module, args, output: None)
+    monkeypatch.setattr(trainer_runs, "build_model", lambda case: model)
+    with caplog.at_level("WARNING"):
+        make_trainer(CASE, rows, str(tmp_path), QUIET, ARGUMENTS, token_loss=focal if kind == "token_loss" else None)
+    assert ("never read a loss that it returns" in caplog.text) == (kind in ("forward", "hook"))
 
 
 def mean_of_tokens(logits: Any, labels: Any) -> Any:
