@@ -24,27 +24,11 @@ Fits = Callable[[StepPlan, Evaluation], bool]
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """A plan that lends stages where it pays. plain_s, lent_s: predicted seconds of the step without and with lending.
-
-    num_lent: groups with lent ranks. num_able: groups that could be lent ranks.
-    """
+    """A plan that lends stages where it pays. lent_s: predicted seconds of the step. num_lent: groups with lent ranks."""
 
     plan: StepPlan
-    plain_s: float
     lent_s: float
     num_lent: int
-    num_able: int
-
-    @property
-    def gain(self) -> float:
-        """Share of the plain plan's time that lending saves."""
-        return 1 - self.lent_s / self.plain_s if self.plain_s else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"lent stages: {self.lent_s:.3f} s for {self.plain_s:.3f} s ({self.gain:.1%} saved), in {self.num_lent} of "
-            f"{self.num_able} group(s) that can be lent ranks"
-        )
 
 
 def lend(plan: StepPlan, predict: Predict, fits: Fits = lambda plan, run: True) -> Lending:
@@ -52,21 +36,19 @@ def lend(plan: StepPlan, predict: Predict, fits: Fits = lambda plan, run: True) 
 
     fits: plans for which it returns False are left out.
     """
-    plain_s = best_s = predict(plan).step_s
-    num_lent = num_able = 0
+    best_s = predict(plan).step_s
+    num_lent = 0
     for place, micro_batch in enumerate(plan.micro_batches):
         for index, group in enumerate(micro_batch.groups):
-            candidates = list(_candidates(plan, group))
-            num_able += bool(candidates)
             base = plan
             is_lent = False
-            for candidate in candidates:
+            for candidate in _candidates(plan, group):
                 tried = _with_group(base, place, index, candidate)
                 found = predict(tried)
                 if found.step_s < best_s and fits(tried, found):
                     plan, best_s, is_lent = tried, found.step_s, True
             num_lent += is_lent
-    return Lending(plan, plain_s, best_s, num_lent, num_able)
+    return Lending(plan, best_s, num_lent)
 
 
 def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]:

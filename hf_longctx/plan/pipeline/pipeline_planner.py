@@ -19,7 +19,7 @@ from hf_longctx.plan.pipeline.lending import lend
 from hf_longctx.plan.pipeline.orders import layer_ranges
 from hf_longctx.plan.pipeline.staged_step import Parts, StagedStep
 from hf_longctx.plan.prediction.evaluate import Evaluation
-from hf_longctx.plan.prediction.planning import Pass, Planning
+from hf_longctx.plan.prediction.planning import Planning
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,10 @@ class _Row:
 
 
 class PipelineSearch:
-    """Finds micro-batches that fit: tries candidates in the order of their seconds and makes room where they need it.
+    """Finds micro-batches that fit: tries candidates in the order of their seconds and makes room where they need it."""
 
-    fit: the pass that makes room in plans that do not fit as they are.
-    """
-
-    def __init__(self, step: int, lengths: Sequence[int], planning: Planning, fit: Pass = make_room) -> None:
-        self.step, self.planning, self.fit = step, planning, fit
+    def __init__(self, step: int, lengths: Sequence[int], planning: Planning) -> None:
+        self.step, self.planning = step, planning
         self.costs, self.config = planning.costs, planning.config
         self.staged = StagedStep(lengths, self.costs, self.config)
         self.candidates = Candidates(self.staged)
@@ -141,7 +138,7 @@ class PipelineSearch:
         if self.config.activations is None:
             return None
         try:
-            plan = self.fit(row.plan, self.planning)
+            plan = make_room(row.plan, self.planning)
         except ValueError:
             return None
         made = _Row(plan, self.planning.predict(plan))

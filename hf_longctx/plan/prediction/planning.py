@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hf_longctx.plan.activations.fit import FittedGroups
@@ -45,7 +44,3 @@ class Planning:
     def host_limit_bytes(self) -> int | None:
         """Most host bytes of a rank for saved tensors; None means that no budget is set."""
         return None if self.config.activations is None else self.config.activations.host_bytes
-
-
-# pass of the planner: a function that turns a plan into another plan, and raises ValueError if it cannot make the plan fit
-Pass = Callable[[StepPlan, Planning], StepPlan]

@@ -209,7 +209,7 @@ def test_what_does_not_fit_gets_room_and_what_fits_stays() -> None:
         plan_stages(0, lengths, costs, 2, budgeted(1000))
 
 
-def test_a_room_pass_of_the_caller_is_asked_and_several_pipelines_come_in_a_row_without_one() -> None:
+def test_room_is_asked_for_and_several_pipelines_come_in_a_row_where_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = cost_model("attention", 4)
     lengths = [3000, 2900, *[300] * 12]
     needed = peak_beside_states(plan_stages(0, lengths, costs, 2, budgeted(1 << 40)), costs)
@@ -219,10 +219,11 @@ def test_a_room_pass_of_the_caller_is_asked_and_several_pipelines_come_in_a_row_
         asked.append(plan)
         raise ValueError("nothing fits")
 
+    monkeypatch.setattr("hf_longctx.plan.pipeline.pipeline_planner.make_room", refuse)
     for share in (0.9, 0.8, 0.7, 0.6, 0.5):
         try:
             limits = replace(budgeted(int(share * needed)), stages=stage_parts(costs.model, 2))
-            plan = PipelineSearch(0, lengths, Planning(costs, limits), fit=refuse).plan()
+            plan = PipelineSearch(0, lengths, Planning(costs, limits)).plan()
         except ValueError:
             break
         validate_plan(plan)
