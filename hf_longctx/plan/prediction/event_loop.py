@@ -16,7 +16,7 @@ SPPO does (arXiv 2503.10377), which needs more device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -44,10 +44,6 @@ class CopyStep:
     copy_s: float
 
 
-# copy steps of an F or B, in the order in which they run; () for a pass without saved tensors on the host
-Copies = Callable[[Action], tuple[CopyStep, ...]]
-
-
 @dataclass(frozen=True, slots=True)
 class CopiedOut:
     """Times at which the copies out of one forward's steps are done. A stage's entries are in the order of its forwards."""
@@ -55,44 +51,6 @@ class CopiedOut:
     stage: int
     steps: tuple[CopyStep, ...]
     stops_s: tuple[float, ...]
-
-
-def run_actions(
-    stages: Sequence[Sequence[Action]],
-    seconds: Callable[[Action], float],
-    hop_s: Callable[[Action], float],
-    num_parts: int = 1,
-    start_s: Sequence[float] = (),
-) -> tuple[Times, ...]:
-    """Returns (start, stop) of every action of every stage; messages are included, with no length.
-
-    seconds: called once for each F and B. hop_s: seconds from the end of an F or B (or of the SF or SB that sends its result) to
-    the arrival at another stage. start_s: when each stage is free. Raises PlanError when no stage can go on, naming the action at
-    which each of them is stuck.
-    """
-    return run_copying(stages, seconds, hop_s, lambda action: (), num_parts, start_s)[0]
-
-
-def run_copying(
-    stages: Sequence[Sequence[Action]],
-    seconds: Callable[[Action], float],
-    hop_s: Callable[[Action], float],
-    copies: Copies,
-    num_parts: int = 1,
-    start_s: Sequence[float] = (),
-    fetches_ahead: bool = False,
-) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
-    """Does the work of `run_actions`, with copies to the host and back: a backward also takes the seconds it waits for them."""
-    wiring = Wiring.of_actions(stages, num_parts)
-    actions = [action for stage in stages for action in stage]
-    handing = set(wiring.handing)
-    return wiring.run(
-        [seconds(action) if action.kind in ("F", "B") else 0.0 for action in actions],
-        [hop_s(action) if number in handing and len(stages) > 1 else 0.0 for number, action in enumerate(actions)],
-        start_s,
-        [copies(action) if action.kind in ("F", "B") else () for action in actions],
-        fetches_ahead,
-    )
 
 
 class Wiring:
@@ -196,7 +154,12 @@ class Wiring:
         copies: Sequence[tuple[CopyStep, ...]] = (),
         fetches_ahead: bool = False,
     ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
-        """Does the work of `run_copying`; seconds, hops and copies are listed in the order of the actions' numbers."""
+        """Returns (start, stop) of every action of every stage, messages included, with no length, and the copies to the host.
+
+        seconds, hop_s, copies: of every action, in the order of their numbers. hop_s: seconds from the end of an action to the
+        arrival of its result at another stage. start_s: when each stage is free. copies: steps in the order in which they run,
+        () for a pass without saved tensors on the host; a backward also takes the seconds it waits for its copies back.
+        """
         clocks = list(start_s) or [0.0] * self.num_stages
         begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
         links = [_Links(fetches_ahead) for _ in clocks]

@@ -47,7 +47,7 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
 from hf_longctx.plan.pipeline.orders import Schedule, compute_actions, layer_ranges
-from hf_longctx.plan.prediction.event_loop import run_actions
+from hf_longctx.recipes.bench.papers.action_times import run_actions
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 
 Partition = Literal["paper", "time", "even"]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Action
-from hf_longctx.plan.prediction.event_loop import CopyStep, run_actions, run_copying
+from hf_longctx.plan.prediction.event_loop import CopyStep
+from hf_longctx.recipes.bench.papers.action_times import run_actions, run_copying
 
 
 def all_forwards_first(num_stages: int, num_chunks: int) -> Stages:

@@ -13,8 +13,8 @@ import pytest
 
 from hf_longctx.plan.core.types import Action, Chunk, Span
 from hf_longctx.plan.pipeline.orders import Schedule, compute_actions
-from hf_longctx.plan.prediction.event_loop import run_actions
 from hf_longctx.recipes.bench.papers import seq1f1b as bench
+from hf_longctx.recipes.bench.papers.action_times import run_actions
 
 main: Callable[[list[str]], int] = bench.main
 ROWS = [(tokens, count) for tokens in (32768, 65536) for count in (8, 16)]
