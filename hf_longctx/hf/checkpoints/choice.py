@@ -203,6 +203,8 @@ def choose(asked: str | bool | None, run_dir: Path, is_local_main: bool, choice:
         PartialState().wait_for_everyone()
     if asked is None or asked is False:
         return None
+    # command lines give words
+    asked = asked is True or (str(asked).lower() == "true" and not Path(asked).is_dir()) or asked
     return choice.newest(run_dir) if asked is True else choice.named(Path(str(asked)))
 
 

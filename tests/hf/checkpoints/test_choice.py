@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(copied, caplog, name: str
 
 def test_a_whole_checkpoint_is_taken_and_an_old_one_is_said(copied, caplog) -> None:
     out = copied("replicated")
-    for asked in (True, str(out / "checkpoint-4")):
+    for asked in (True, "true", "True", str(out / "checkpoint-4")):
         assert chosen(asked, out).folder.name == "checkpoint-4"
     assert caplog.text == ""
     # files that nobody resumes from may change
