@@ -37,7 +37,7 @@ class Held:
         return cls(process.memory_info().rss / 2**20, process.num_threads(), process.num_fds())
 
     def growth(self, after: Held) -> str:
-        """What `after` has more, in words; empty if it is flat."""
+        """Growth from here to `after`, in words; empty if it is flat."""
         grown = [f"{after.mib - self.mib:.1f} MiB"] if after.mib - self.mib > MOST_MIB else []
         grown += [f"{after.threads - self.threads} threads"] if after.threads - self.threads > MOST_HANDLES else []
         grown += [f"{after.files - self.files} open files"] if after.files - self.files > MOST_HANDLES else []
@@ -96,14 +96,14 @@ def train(num_steps: int, callbacks: list[transformers.TrainerCallback]) -> None
 
 
 def long_run(num_steps: int) -> tuple[Held, Held]:
-    """What is held at a fifth of a long run, and at its end."""
+    """Counts at a fifth of a long run, and at its end."""
     watch = Watch(max(1, num_steps // 5), num_steps)
     train(num_steps, [watch])
     return watch.held["first"], watch.held["last"]
 
 
 def many_runs(count: int) -> tuple[Held, Held]:
-    """What is held after a fifth of `count` short trainings, and after all."""
+    """Counts after a fifth of `count` short trainings, and after all."""
     for number in range(count):
         train(3, [])
         if number + 1 == max(1, count // 5):
