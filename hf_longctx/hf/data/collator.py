@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_longctx.hf.data.sampler import SequenceIndex
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS
+from hf_longctx.hf.data.scan import LOSS_WEIGHTS, ScannedRows
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
@@ -54,24 +54,51 @@ class TokenSequence:
         return TokenSequence(self.input_ids[cut], self.shift_labels[cut], begin, weights)
 
 
-class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
-    """A dataset whose keys are planned steps: an item holds the tokens of that step that one rank needs.
+@dataclass(frozen=True, slots=True)
+class ChangedRow:
+    """Takes the place of a step's tokens if one of its rows has changed since the start; `problem` names the row.
 
-    `dataset` gives rows as mappings of lists or arrays, or as Arrow tables; from a table only the needed tokens are copied.
+    It travels in the batch, because an error of one rank's loader would leave all others waiting: the trainer raises it on every
+    rank.
     """
 
-    def __init__(self, dataset: Any, index: SequenceIndex) -> None:
-        self.dataset, self.index = dataset, index
+    problem: str
+
+
+class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | ChangedRow]]):
+    """A dataset whose keys are planned steps: an item holds the tokens of that step that one rank needs.
+
+    `dataset` gives rows as mappings of lists or arrays, or as Arrow tables; from a table only the needed tokens are copied. With
+    `scanned`, an item is a `ChangedRow` if a row is not the one that was scanned.
+    """
+
+    def __init__(self, dataset: Any, index: SequenceIndex, scanned: ScannedRows | None = None) -> None:
+        self.dataset, self.index, self.scanned = dataset, index, scanned
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, step: PlannedStep) -> tuple[PlannedStep, dict[int, TokenSequence]]:
-        ranges = held_ranges(step.plan, step.rank)
-        return step, {i: self._sequence(step.sequences[i], *ranges[i]) for i in sorted(ranges)}
+    def __getitem__(self, step: PlannedStep) -> tuple[PlannedStep, dict[int, TokenSequence] | ChangedRow]:
+        found = {}
+        for i, (first, stop) in sorted(held_ranges(step.plan, step.rank).items()):
+            number = step.sequences[i]
+            row = self._row(int(self.index.rows[number]))
+            if isinstance(row, ChangedRow):
+                return step, row
+            found[i] = self._sequence(row, number, first, stop)
+        return step, found
 
-    def _sequence(self, number: int, first: int, stop: int) -> TokenSequence:
-        row = self.dataset[int(self.index.rows[number])]
+    def _row(self, number: int) -> Any:
+        if self.scanned is None:
+            return self.dataset[number]
+        try:
+            row = self.dataset[number]
+        except IndexError as error:
+            return ChangedRow(self.scanned.loss(number, error))
+        problem = self.scanned.change(number, row)
+        return ChangedRow(problem) if problem else row
+
+    def _sequence(self, row: Any, number: int, first: int, stop: int) -> TokenSequence:
         start, end = int(self.index.starts[number]), int(self.index.stops[number])
         columns = row.column_names if isinstance(row, pa.Table) else row
         after = start + first + 1, min(start + stop + 1, end)
@@ -121,11 +148,16 @@ class LongContextCollator:
 
     The batch is a plain mapping: `input_ids` are all tokens of this rank (for token counts), `chunks[r][c]` the inputs of
     chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this rank's losses, `total_weight` the sum of
-    their `loss_weights` (their number if the dataset has none), `step` the planned step.
+    their `loss_weights` (their number if the dataset has none), `step` the planned step. If a row has changed, there is
+    nothing to train on, and `changed` says which row.
     """
 
-    def __call__(self, items: Sequence[tuple[PlannedStep, Mapping[int, TokenSequence]]]) -> dict[str, Any]:
+    def __call__(self, items: Sequence[tuple[PlannedStep, Mapping[int, TokenSequence] | ChangedRow]]) -> dict[str, Any]:
         ((step, sequences),) = items
+        if isinstance(sequences, ChangedRow):
+            nothing = torch.zeros(1, 1, dtype=torch.int64)
+            counts = {"num_label_tokens": 0, "total_weight": 0.0}
+            return {"input_ids": nothing, "chunks": [], **counts, "step": step, "changed": sequences.problem}
         rank_plan = step.plan.for_rank(step.rank)
         _, position = step.plan.place(step.rank)
         chunks = [[chunk_inputs(chunk, group, position, sequences) for chunk in group.chunks] for group, _ in rank_plan.rounds]

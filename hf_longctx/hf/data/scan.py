@@ -25,6 +25,8 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX
 LOSS_WEIGHTS = "loss_weights"
 # columns that the scan reads, if a dataset has them
 _READ = ("attention_mask", "input_ids", "labels", LOSS_WEIGHTS)
+# columns of which hashes are kept, since they decide what is trained
+_HASHED = ("input_ids", "labels", LOSS_WEIGHTS)
 # columns by whose name their author means weights; refused like the ones below
 WEIGHTS = (
     *("weights", "weight", "loss_weight", "token_weights", "token_weight", "label_weights", "sample_weight", "sample_weights"),
@@ -46,11 +48,16 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class DatasetScan:
-    """Result of one pass over a dataset: tokens per row, a hash of all tokens and labels, and the problems found."""
+    """Result of one pass over a dataset: tokens per row, a hash of all tokens and labels, and the problems found.
+
+    row_digests: a hash of every row, in 8 bytes, if the dataset runs code to make its rows; None for Arrow datasets, whose rows
+    cannot change.
+    """
 
     lengths: IntArray
     digest: str
     problems: list[str]
+    row_digests: NDArray[np.uint64] | None = None
 
 
 def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
@@ -68,9 +75,10 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
     lengths: IntArray = np.zeros(len(dataset), dtype=np.int64)
     problems: list[str] = []
     num_more, has_label, num_rows = 0, False, 0
-    hashes = {column: xxhash.xxh3_128() for column in ("input_ids", "labels", LOSS_WEIGHTS)}
+    hashes = {column: xxhash.xxh3_128() for column in _HASHED}
     if LOSS_WEIGHTS not in _columns(dataset):
         del hashes[LOSS_WEIGHTS]
+    row_digests = None if isinstance(dataset, datasets.Dataset) else np.zeros(len(dataset), dtype=np.uint64)
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
         for table in _tables(dataset):
@@ -84,6 +92,8 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
                 return DatasetScan(np.zeros(0, dtype=np.int64), "", problems)
             assert isinstance(table, pa.Table)
             lengths[num_rows : num_rows + len(rows)] = rows
+            if row_digests is not None and not problems:
+                row_digests[num_rows : num_rows + len(rows)] = _digests_of(table)
             num_rows += len(rows)
             has_label = has_label or _count_labels(table) > 0
             if not problems:
@@ -94,7 +104,72 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
     if num_more:
         problems.append(f"... and {num_more} more problems")
     digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths.data))))
-    return DatasetScan(lengths, digest.hexdigest(), problems)
+    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests)
+
+
+def _digests_of(table: pa.Table) -> list[int]:
+    """The `row_digest` of every row of a table without problems."""
+    columns = {}
+    for name in _HASHED:
+        if name in table.column_names:
+            ends = np.cumsum(_list_lengths(table[name]))
+            columns[name] = np.split(_values(table[name]).to_numpy(), ends[:-1])
+    return [_row_digest({name: rows[number] for name, rows in columns.items()}) for number in range(len(table))]
+
+
+def _row_digest(row: Mapping[str, Any]) -> int:
+    """A 64-bit hash of the token ids of a row, and of its labels and their weights if it has some."""
+    state = xxhash.xxh3_64()
+    for name in _HASHED:
+        if name not in row:
+            continue
+        array = np.ascontiguousarray(row[name], dtype=np.float64 if name == LOSS_WEIGHTS else np.int64)
+        state.update(name.encode())
+        state.update(len(array).to_bytes(8, "little"))
+        state.update(array.data)
+    return state.intdigest()
+
+
+@dataclass(frozen=True)
+class ScannedRows:
+    """Finds rows that have changed since the scan at start, from which plans take their lengths.
+
+    Rows of datasets that run code are compared whole, whatever part of them a rank needs. Arrow rows cannot change, unless
+    somebody writes into their file: they are compared by length.
+    """
+
+    name: str
+    scan: DatasetScan
+
+    def change(self, number: int, row: Any) -> str:
+        """How row `number`, as it was read now, differs from the one that the scan saw; empty if it does not."""
+        then = int(self.scan.lengths[number])
+        if isinstance(row, pa.Table):
+            now, is_other = int(_list_lengths(row["input_ids"])[0]), False
+        else:
+            now, is_other = len(row["input_ids"]), False
+            if now == then and self.scan.row_digests is not None:
+                before, after = int(self.scan.row_digests[number]), _row_digest(row)
+                is_other = before != after
+        if now == then and not is_other:
+            return ""
+        if now != then:
+            found = f"it had {then} tokens at the start of the run, and has {now} now"
+        else:
+            found = f"its {then} tokens, labels or weights had the hash {before:016x} at the start of the run, and have {after:016x} now"
+        return self._problem(number, found)
+
+    def loss(self, number: int, error: IndexError) -> str:
+        """Says that row `number` cannot be read any more."""
+        then = f"it had {int(self.scan.lengths[number])} tokens at the start of the run"
+        return self._problem(number, f"{then}, and cannot be read now ({type(error).__name__}: {error})")
+
+    def _problem(self, number: int, found: str) -> str:
+        return (
+            f"{self.name} row {number} has changed: {found}. Plans are made from the lengths at the start, and every rank reads "
+            f"rows by itself, so each read of a row must give the same tokens: draw random augmentation once, for example with "
+            f"dataset.map, or seed it by the row's number"
+        )
 
 
 def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:

@@ -6,7 +6,7 @@ Every start-up check of `hf` uses it before work starts, and the trainer to expl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -47,12 +47,13 @@ def count_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
     return int(sum_over_ranks(torch.tensor(count, dtype=torch.int64), group))
 
 
-def weight_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
-    """The sum of a host-side number over the ranks of `group`, like `count_over_ranks`, in fp64."""
-    return float(sum_over_ranks(torch.tensor(weight, dtype=torch.float64), group))
+def sums_over_ranks(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
+    """The sums of several host-side numbers over the ranks of `group`, in fp64 and in one message; exact for integers."""
+    sums: list[float] = sum_over_ranks(torch.tensor(values, dtype=torch.float64), group).tolist()
+    return sums
 
 
-def raise_together(problems: list[str], group: dist.ProcessGroup | None) -> None:
+def raise_together(problems: list[str], group: dist.ProcessGroup | None, headline: str = "this run cannot start") -> None:
     """Raises ValueError on every rank, with the problems of all ranks, if any rank has one; so no rank waits for another."""
     lines: dict[str, list[int]] = {}
     for rank, found in enumerate(gather_objects(problems, group)):
@@ -65,7 +66,7 @@ def raise_together(problems: list[str], group: dist.ProcessGroup | None) -> None
         f"- {problem}" + ("" if len(ranks) == num_ranks else f" (on rank {', '.join(map(str, ranks))})")
         for problem, ranks in lines.items()
     ]
-    raise ValueError("this run cannot start:\n" + "\n".join(text))
+    raise ValueError(f"{headline}:\n" + "\n".join(text))
 
 
 def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:

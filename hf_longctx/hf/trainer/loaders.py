@@ -12,7 +12,7 @@ from transformers.trainer_utils import seed_worker
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.resume import data_settings, plans_done
-from hf_longctx.hf.data.sampler import LengthAwareSampler, SequenceIndex
+from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.data.scan import token_rows
 from hf_longctx.hf.data.streaming import PlannedStream, StreamBatches, is_stream
 from hf_longctx.hf.ranks.agreement import raise_together
@@ -52,7 +52,8 @@ def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> Data
     seed = sampler.seed if sampler.shuffle else None
     _check_resumed(run, run.sets.digest("train_dataset"), seed, run.sets.is_cut("train_dataset"))
     done = partial(_batches_done, run, len(sampler), global_step)
-    return _loader(run, dataset, index, PlannedBatchSampler(sampler, index.lengths, run.source, True, done))
+    rows = PlannedDataset(token_rows(dataset), index, run.sets.scanned("train_dataset"))
+    return _loader(run, rows, PlannedBatchSampler(sampler, index.lengths, run.source, True, done))
 
 
 def eval_loader(run: Run, name: str, dataset: Any) -> DataLoader[Any]:
@@ -60,13 +61,14 @@ def eval_loader(run: Run, name: str, dataset: Any) -> DataLoader[Any]:
     index = run.sets.index(name, dataset)
     per_step = run.args.per_device_eval_batch_size * run.args.world_size
     sampler = LengthAwareSampler(index.lengths, per_step, run.config.tokens_per_step, shuffle=False)
-    return _loader(run, dataset, index, PlannedBatchSampler(sampler, index.lengths, run.source, explore=False))
+    rows = PlannedDataset(token_rows(dataset), index, run.sets.scanned(name))
+    return _loader(run, rows, PlannedBatchSampler(sampler, index.lengths, run.source, explore=False))
 
 
-def _loader(run: Run, dataset: Any, index: SequenceIndex, steps: PlannedBatchSampler) -> DataLoader[Any]:
+def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataLoader[Any]:
     args, num_workers = run.args, run.args.dataloader_num_workers
     return LongContextDataLoader(
-        PlannedDataset(token_rows(dataset), index),
+        rows,
         batch_sampler=steps,
         collate_fn=LongContextCollator(),
         num_workers=num_workers,

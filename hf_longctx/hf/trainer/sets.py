@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,7 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import DatasetScan, too_long
+from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streaming import StreamRules, is_stream, stream_problems
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
@@ -57,7 +58,19 @@ class SequenceSets:
             self._scans[name] = (given[name], scan)
             settings[f"tokens of {name}"] = scan.digest
         problems += differing_settings(settings, self.control)
+        problems += self._differing_rows({name: self._scans[name][1] for name in given})
         raise_together(problems, self.control)
+
+    def _differing_rows(self, scans: Mapping[str, DatasetScan]) -> list[str]:
+        """Problems with the first row that differs between ranks, for sets that run code to make rows. Collective."""
+        found = gather_objects({name: (scan.digest, scan.row_digests is not None) for name, scan in scans.items()}, self.control)
+        problems = []
+        # every rank takes the same sets here, even if some rank was given others
+        for name in [name for name in found[0] if all(each.get(name, ("", False))[1] for each in found)]:
+            if len({each[name] for each in found}) > 1:
+                everyone = gather_objects((scans[name].lengths, scans[name].row_digests), self.control)
+                problems += _first_difference(name, everyone)
+        return problems
 
     def index(self, name: str, dataset: Any) -> SequenceIndex:
         """The sequences of a set after truncation or splitting; a set that was not given at the start is checked now."""
@@ -66,6 +79,7 @@ class SequenceSets:
             raise_together(stream_problems({name: dataset}, self.config, self.args), self.control)
             scan = self._scan({name: dataset})[name]
             problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self.control)
+            problems += self._differing_rows({name: scan})
             raise_together(problems, self.control)
             self._scans[name] = (dataset, scan)
         limit = self.longest_sequence
@@ -74,6 +88,10 @@ class SequenceSets:
             self._told.add(name)
             _tell_cuts(name, scan.lengths, index, limit)
         return index
+
+    def scanned(self, name: str) -> ScannedRows:
+        """The rows of a set as they were at the start."""
+        return ScannedRows(name, self._scans[name][1])
 
     def digest(self, name: str) -> str:
         """The hash of all tokens of a set."""
@@ -109,6 +127,20 @@ class SequenceSets:
             name: scan if scan.problems else replace(scan, problems=too_long(scan.lengths, *limits, name))
             for name, scan in scans.items()
         }
+
+
+def _first_difference(name: str, everyone: list[Any]) -> list[str]:
+    """Problem with the first row that differs between rank 0 and another rank, given row lengths and row hashes of every rank."""
+    (lengths, digests), *others = everyone
+    for rank, (other_lengths, other_digests) in enumerate(others, start=1):
+        same = min(len(digests), len(other_digests))
+        if len(rows := np.flatnonzero(digests[:same] != other_digests[:same])):
+            row = int(rows[0])
+            return [
+                f"{name} row {row} is not the same on rank 0 ({lengths[row]} tokens) and rank {rank} ({other_lengths[row]} "
+                f"tokens); give every rank the same rows, and seed random augmentation by the row's number, not by the rank"
+            ]
+    return []
 
 
 def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: int) -> None:

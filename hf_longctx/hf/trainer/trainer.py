@@ -31,7 +31,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
-from hf_longctx.hf.ranks.agreement import count_over_ranks, raise_together, weight_over_ranks
+from hf_longctx.hf.ranks.agreement import raise_together, sums_over_ranks
 from hf_longctx.hf.start.arguments import argument_problems, config_problems, override_problems, run_problems
 from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
 from hf_longctx.hf.start.trl import prepared_model_problems, read_columns, trainer_problems, trl_class
@@ -127,7 +127,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         with self._explained():
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
             self._plans_of_step = batches
-            return batches, weight_over_ranks(sum(batch["total_weight"] for batch in batches), self.longctx_run.control)
+            return batches, self._label_sums(batches)[0]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs one plan of an optimizer step; returns its part of the step's mean loss, the same on every rank.
@@ -175,8 +175,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         with self._explained(), self._evaluating():
             for executor, forwards, batch in self._planned_forwards(dataloader):
                 loss_sum += float(executor.evaluate(*forwards))
-                total_weight += weight_over_ranks(batch["total_weight"], self.longctx_run.control)
-                num_label_tokens += count_over_ranks(batch["num_label_tokens"], self.longctx_run.control)
+                total_weight += batch["total_weight"]
+                num_label_tokens += batch["num_label_tokens"]
                 num_samples += len(batch["step"].sequences)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         loss = loss_sum / (total_weight or 1)
@@ -286,13 +286,31 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             f"on_nonfinite='skip' leaves such steps out"
         )
 
+    def _label_sums(self, batches: list[dict[str, Any]]) -> tuple[float, int]:
+        """Total weight and number of label tokens over all ranks.
+
+        Raises ValueError on every rank if a row of `batches` has changed on any.
+        """
+        control = self.longctx_run.control
+        changed = [batch["changed"] for batch in batches if "changed" in batch]
+        own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
+        total_weight, num_labels, num_changed = sums_over_ranks([*own, len(changed)], control)
+        if num_changed:
+            raise_together(changed, control, f"step {self.state.global_step + 1} cannot run")
+        return total_weight, int(num_labels)
+
     def _planned_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
-        """Yields, for every planned step of a set, the executor, the arguments of its forwards, and the batch."""
+        """Yields, for every planned step of a set, the executor, the arguments of its forwards, and the batch.
+
+        `num_label_tokens` and `total_weight` of the batch are then those of all ranks.
+        """
         run, model = self.longctx_run, self._placed_model()
         model.eval()
         self._switch_optimizer("eval")
         executor = run.executor(model)
         for batch in dataloader:
+            total_weight, num_labels = self._label_sums([batch])
+            batch = {**batch, "total_weight": total_weight, "num_label_tokens": num_labels}
             # without a backward nothing is saved: policies only make tiles, and no host memory is needed
             rank_plan = forward_only(batch["step"].plan.for_rank(run.pool.rank))
             yield executor, (rank_plan, batch["chunks"], run.activations.engine(model, rank_plan)), batch
