@@ -156,7 +156,8 @@ class ScannedRows:
         if now != then:
             found = f"it had {then} tokens at the start of the run, and has {now} now"
         else:
-            found = f"its {then} tokens, labels or weights had the hash {before:016x} at the start of the run, and have {after:016x} now"
+            hashes = f"{before:016x} at the start of the run, and have {after:016x} now"
+            found = f"its {then} tokens, labels or weights had the hash {hashes}"
         return self._problem(number, found)
 
     def loss(self, number: int, error: IndexError) -> str:
