@@ -123,7 +123,7 @@ def test_a_row_of_an_evaluation_set_that_changes_is_named_on_every_rank(ranks) -
 
 
 def item_of(rows: list[dict[str, Any]], change: Any, limit: int = 100) -> Any:
-    """What a rank of a group of two reads of the one row, after `change` was applied to the rows that were scanned."""
+    """The part of the one row that a rank of a group of two reads, after `change` was applied to the rows that were scanned."""
     scan = scan_dataset(rows, "train_dataset", VOCAB_SIZE)
     assert not scan.problems and scan.row_digests is not None and scan.row_digests.nbytes == 8 * len(rows)
     index = SequenceIndex.build(scan.lengths, limit, "truncate")
