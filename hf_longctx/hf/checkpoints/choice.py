@@ -31,6 +31,7 @@ from hf_longctx.hf.checkpoints.manifest import (
 )
 from hf_longctx.hf.checkpoints.sharded import INDEX_FILE, SHARDS_FOLDER, WEIGHTS_FILE
 from hf_longctx.hf.checkpoints.staging import is_whole, recover, step_of
+from hf_longctx.hf.checkpoints.unpickling import METADATA_FILE, archive_fault, metadata_fault
 from hf_longctx.hf.models.adapters import ADAPTER_FILE
 from hf_longctx.hf.ranks.agreement import gather_objects
 
@@ -43,6 +44,8 @@ _ANEW = {
     "state": "the count of steps, the optimizer's states, the learning-rate schedule, random numbers and the order of the data",
     "data": "the record of the data (a stream starts at its beginning)",
 }
+# endings of the files that `torch.save` writes
+_ARCHIVES = (".pt", ".pth", ".bin")
 _OLD_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
 
 
@@ -222,10 +225,11 @@ def _looked_at(folder: Path) -> tuple[Manifest | None, list[Finding]]:
     try:
         manifest = read_manifest(folder)
     except DamagedManifest as error:
-        return None, [Finding("state", str(error)), *_plain_findings(folder)]
+        return None, [Finding("state", str(error)), *_plain_findings(folder), *_unsafe_findings(folder)]
     if manifest is None:
-        return None, _plain_findings(folder)
-    return manifest, _size_findings(folder, manifest) + _state_findings(folder, manifest.contents.step)
+        return None, _plain_findings(folder) + _unsafe_findings(folder)
+    own = _size_findings(folder, manifest) + _state_findings(folder, manifest.contents.step)
+    return manifest, own + _unsafe_findings(folder)
 
 
 def _size_findings(folder: Path, manifest: Manifest) -> list[Finding]:
@@ -275,9 +279,9 @@ def _plain_findings(folder: Path) -> list[Finding]:
     found = _weight_findings(folder)
     shards = folder / SHARDS_FOLDER
     if shards.is_dir():
-        if not (shards / ".metadata").is_file():
+        if not (shards / METADATA_FILE).is_file():
             found.append(
-                Finding("optimizer", f"{SHARDS_FOLDER}/.metadata is missing, so not all ranks have written their shards")
+                Finding("optimizer", f"{SHARDS_FOLDER}/{METADATA_FILE} is missing, so not all ranks have written their shards")
             )
     elif not (folder / "optimizer.bin").is_file():
         found += _torch_findings(folder, "optimizer.pt", "optimizer")
@@ -334,6 +338,18 @@ def _torch_findings(folder: Path, name: str, part: str) -> list[Finding]:
     if not (folder / name).is_file():
         return [Finding(part, f"{name} is missing")]
     return [] if zipfile.is_zipfile(folder / name) else [Finding(part, f"{name} is cut short")]
+
+
+def _unsafe_findings(folder: Path) -> list[Finding]:
+    """Pickles that name something other than what torch writes, so that reading them in full could run code."""
+    found = []
+    for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _ARCHIVES):
+        # what is cut short is found by others
+        if (part := part_of(file.name)) and zipfile.is_zipfile(file) and (fault := archive_fault(file)):
+            found.append(Finding(part, f"{file.name} is not read: {fault}"))
+    if fault := metadata_fault(folder / SHARDS_FOLDER / METADATA_FILE):
+        found.append(Finding("optimizer", f"{SHARDS_FOLDER}/{METADATA_FILE} is not read: {fault}"))
+    return found
 
 
 def _anew(found: list[Finding]) -> frozenset[str]:

@@ -17,11 +17,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
+
+from hf_longctx.hf.checkpoints.unpickling import load_shards
 
 SHARDS_FOLDER = "optimizer_shards"
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -140,7 +141,7 @@ def has_optimizer_shards(folder: str) -> bool:
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Reads what `save_optimizer` wrote, on any number of ranks, for sharded or whole parameters. Collective over all ranks."""
     states = optimizer_states(model, optimizer)
-    load_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
+    load_shards(states, Path(folder) / SHARDS_FOLDER)
     set_optimizer_states(model, optimizer, states)
 
 

@@ -22,7 +22,6 @@ from peft.utils import CONFIG_NAME
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -37,6 +36,7 @@ from hf_longctx.hf.checkpoints.sharded import (
     renamed_weights,
     set_optimizer_states,
 )
+from hf_longctx.hf.checkpoints.unpickling import load_shards
 from hf_longctx.hf.models.adapters import ADAPTER_FILE, is_adapted, saved_parameters
 from hf_longctx.hf.models.cutting import find_pieces
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -118,7 +118,7 @@ def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None
         owner = _embedding_name(stage)
         names = {key: key.replace(f".{stage.tied}.", f".{owner}.") if _is_of(key, stage.tied) else key for key in states}
     found = {names[key]: value for key, value in states.items()}
-    load_shards(found, checkpoint_id=Path(folder) / SHARDS_FOLDER)
+    load_shards(found, Path(folder) / SHARDS_FOLDER)
     loaded = {key: found[names[key]] for key in states}
     set_optimizer_states(stage.model, optimizer, loaded)
 
