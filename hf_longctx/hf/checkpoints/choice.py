@@ -344,7 +344,7 @@ def _unsafe_findings(folder: Path) -> list[Finding]:
     """Pickles that name something other than what torch writes, so that reading them in full could run code."""
     found = []
     for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _ARCHIVES):
-        # what is cut short is found by others
+        # other checks find files that are cut short
         if (part := part_of(file.name)) and zipfile.is_zipfile(file) and (fault := archive_fault(file)):
             found.append(Finding(part, f"{file.name} is not read: {fault}"))
     if fault := metadata_fault(folder / SHARDS_FOLDER / METADATA_FILE):

@@ -73,7 +73,7 @@ _MARK = _Item(0)
 
 
 class _Effect:
-    """What an opcode does to the stack: takes all objects above the mark (`to_mark`) and `num_taken` more, leaves `num_left`."""
+    """Effect of an opcode on the stack: takes all objects above the mark (`to_mark`) and `num_taken` more, leaves `num_left`."""
 
     __slots__ = ("is_string", "num_left", "num_taken", "to_mark")
 
