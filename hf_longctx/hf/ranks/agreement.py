@@ -6,7 +6,7 @@ Every start-up check of `hf` uses it before work starts, and the trainer to expl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_longctx.hf.ranks.lost_ranks import RollCall
+from hf_longctx.hf.ranks.heartbeats import Heartbeats
+from hf_longctx.hf.ranks.lost_ranks import RollCall, connect, lost_message, rank_0_holds_store
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 # roll call of this launch, shared by all runs of the process
@@ -30,7 +31,12 @@ def control_group(timeout_s: float) -> dist.ProcessGroup | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     _roll_call = _roll_call or RollCall.of_launch()
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    # every rank has written its process number, unless nobody reads it
+    has_store = count_over_ranks(_roll_call is not None, group) == dist.get_world_size()
+    if _roll_call is not None and has_store:
+        _roll_call.meet()
+    return group
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -82,19 +88,39 @@ def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | N
 
 
 @contextmanager
-def explain_lost_ranks(step: int, rank: int, timeout_s: float) -> Iterator[None]:
+def explain_lost_ranks(step: int | Callable[[], int], rank: int, timeout_s: float) -> Iterator[None]:
     """Context that turns a backend's error about a broken or timed-out collective into one that names the lost ranks.
 
-    After such an error it waits up to `timeout_s` to learn which ranks are lost.
+    After such an error it waits up to `timeout_s` to learn which ranks are lost. `step` may be a function, for contexts that
+    last several steps.
     """
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not re.search(r"gloo|nccl|connection", str(error), re.IGNORECASE):
             raise
-        lost = _roll_call.lost(step, timeout_s) if _roll_call else []
-        who = " and ".join(f"rank {one}" for one in lost) or "another rank"
-        raise RuntimeError(
-            f"step {step} could not finish on rank {rank}: {who} died or did not answer within {timeout_s:g} s; its own "
-            f"traceback, printed earlier, says why. If it is only slow, raise collective_timeout_s"
-        ) from error
+        number = step() if callable(step) else step
+        lost = _roll_call.lost(number, timeout_s) if _roll_call else []
+        raise RuntimeError(lost_message(number, rank, lost, timeout_s)) from error
+
+
+@contextmanager
+def beating(step: Callable[[], int], timeout_s: float) -> Iterator[None]:
+    """Context that tells the other ranks that this one is alive, and ends this process if one of them stands still.
+
+    Does nothing for a single rank, or if no process serves the store of the process group. `step`: the present step, for the
+    message.
+    """
+    try:
+        store = None if _roll_call is None else connect()
+    except RuntimeError:
+        store = None
+    if _roll_call is None or not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        yield
+        return
+    with Heartbeats(store, _roll_call.rank, _roll_call.num_ranks, timeout_s, step, rank_0_holds_store()) as hearts:
+        _roll_call.still = hearts.still
+        try:
+            yield
+        finally:
+            _roll_call.still = list

@@ -1,8 +1,8 @@
-"""Names the ranks that died: those that do not report when a step fails.
+"""Names the ranks that died or stand still: those that do not report when a step fails.
 
-`agreement.explain_lost_ranks` uses it. When a run starts, every rank writes its host and process number to the store of the
-process group; when a step breaks, it writes a report there. A rank is lost if it does not report in time, or if it is a process
-of this host that has ended.
+`agreement.explain_lost_ranks` uses it. When a run starts, every rank learns host and process number of all others; when a step
+breaks, it writes a report to the store of the process group. A rank is lost if it does not report in time, if it is a process of this host
+that has ended, or if its heart stands still (`heartbeats.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,56 +22,65 @@ from torch.distributed.distributed_c10d import _get_default_store
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 
+# ranks wait for each other in every step, so two that break together are in steps no further apart than this
+_STEPS_APART = 1
+
 
 class RollCall:
-    """One rank's access to the reports of all ranks."""
+    """One rank's access to the reports of all ranks. `still`: returns the ranks whose hearts stand still."""
 
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
-        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self.store, self.rank, self.num_ranks = store, rank, num_ranks
+        self.still: Callable[[], list[int]] = list
         store.set(_process_key(rank), f"{_host()} {os.getpid()}")
+        self._processes: dict[int, str] = {}
 
     @classmethod
     def of_launch(cls) -> RollCall | None:
-        """Roll call on the store over which the ranks met; None if nobody answers there.
-
-        The variables MASTER_ADDR and MASTER_PORT may name a store that is not there (accelerate's `debug_launcher`) or that of
-        another run.
-        """
-        store = _get_default_store()
-        while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-            store = store.underlying_store
+        """Roll call on the store over which the ranks met; None if nobody answers there."""
         try:
-            if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-                # connect once more, since the store of the process group may wait for a key
-                timeout = timedelta(seconds=_CONNECT_S)
-                store = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-            return cls(store, dist.get_rank(), dist.get_world_size())
+            return cls(connect(), dist.get_rank(), dist.get_world_size())
         except RuntimeError:
             return None
 
-    def lost(self, step: int, timeout_s: float) -> list[int]:
-        """Ranks that do not report within `timeout_s` that `step` broke for them too; empty if the store is gone."""
+    def meet(self) -> None:
+        """Learns the processes of all ranks, which must have been made by now; the store may be gone when they are needed."""
         try:
-            return self._lost(step, timeout_s)
+            for rank in range(0 if self._processes else self.num_ranks):
+                self._processes[rank] = self.store.get(_process_key(rank)).decode()
         except RuntimeError:
-            # the store died with the process that held it
-            return []
+            return
 
-    def _lost(self, step: int, timeout_s: float) -> list[int]:
-        self._store.set(_report_key(step, self._rank), "")
+    def lost(self, step: int, timeout_s: float) -> list[int]:
+        """Ranks that do not report within `timeout_s` that `step` broke for them too."""
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        if rank_0_holds_store() and 0 in (still := self.still()):
+            # the store would not answer
+            return still
+        try:
+            self.store.set(report_key(self.rank), str(step))
+            return self._missing(others, step, timeout_s)
+        except RuntimeError:
+            # the store died with the process that held it: rank 0 without a launcher
+            ended = [rank for rank in others if self._has_ended(rank)]
+            return ended or ([0] if rank_0_holds_store() and self.rank else [])
+
+    def _missing(self, missing: list[int], step: int, timeout_s: float) -> list[int]:
         until_s = time.monotonic() + timeout_s
-        missing = [rank for rank in range(self._num_ranks) if rank != self._rank]
         while True:
-            missing = [rank for rank in missing if not self._store.check([_report_key(step, rank)])]
-            if all(map(self._has_ended, missing)) or time.monotonic() > until_s:
+            missing = [rank for rank in missing if not self._has_reported(rank, step)]
+            still = self.still()
+            if all(rank in still or self._has_ended(rank) for rank in missing) or time.monotonic() > until_s:
                 return missing
             time.sleep(_POLL_S)
 
+    def _has_reported(self, rank: int, step: int) -> bool:
+        key = report_key(rank)
+        return self.store.check([key]) and abs(int(self.store.get(key)) - step) <= _STEPS_APART
+
     def _has_ended(self, rank: int) -> bool:
         """Whether the rank is a process of this host that has ended."""
-        if not self._store.check([_process_key(rank)]):
-            return False
-        host, number = self._store.get(_process_key(rank)).decode().rsplit(" ", 1)
+        host, _, number = self._processes.get(rank, "").rpartition(" ")
         if host != _host():
             return False
         try:
@@ -80,12 +90,42 @@ class RollCall:
             return True
 
 
+def connect() -> Any:
+    """The store over which the ranks met, by a connection of its own if it is a server's: an answer may never come.
+
+    The variables MASTER_ADDR and MASTER_PORT may name a store that is not there (accelerate's `debug_launcher`) or that of
+    another run. Raises RuntimeError if nobody answers.
+    """
+    store = _get_default_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=_CONNECT_S)
+        return dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    return store
+
+
+def rank_0_holds_store() -> bool:
+    """Whether the store lives in rank 0's process, as it does unless a launcher holds it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+
+
+def lost_message(step: int, rank: int, lost: list[int], timeout_s: float) -> str:
+    """Says on `rank` which ranks were lost in `step`."""
+    who = " and ".join(f"rank {one}" for one in lost) or "another rank"
+    return (
+        f"step {step} could not finish on rank {rank}: {who} died or did not answer within {timeout_s:g} s; its own "
+        f"traceback, printed earlier, says why. If it is only slow, raise collective_timeout_s"
+    )
+
+
+def report_key(rank: int) -> str:
+    """Key of the store under which a rank reports the step that broke."""
+    return f"longctx/broken/{rank}"
+
+
 def _process_key(rank: int) -> str:
     return f"longctx/process/{rank}"
-
-
-def _report_key(step: int, rank: int) -> str:
-    return f"longctx/broken/{step}/{rank}"
 
 
 def _host() -> str:

@@ -24,6 +24,7 @@ from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, differing_settings, raise_together
+from hf_longctx.hf.ranks.heartbeats import follow_launcher
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.specimen import RunPlace
@@ -124,6 +125,7 @@ class Run:
 
 def meet(config: LongContextConfig, control: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """Waits for all ranks; returns the process group over which they agree on things, made here unless `control` is one."""
+    follow_launcher()
     # loading a model or tokenising may delay some ranks, so wait with the long time-out before the short ones begin
     PartialState().wait_for_everyone()
     return control_group(config.collective_timeout_s) if control is None else control

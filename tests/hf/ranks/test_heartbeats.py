@@ -1,0 +1,59 @@
+"""Hearts tell a rank that works from one that stands still, and ranks end after their launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import torch.distributed as dist
+
+from hf_longctx.hf.ranks.heartbeats import Heartbeats
+
+TIMEOUT_S = 2.0
+
+LAUNCHER = """
+import subprocess, sys
+rank = "import time; from hf_longctx.hf.ranks.heartbeats import follow_launcher; follow_launcher(); follow_launcher(); "
+rank += "print('follows', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_heart_that_stopped_in_an_error_stands_still_and_one_that_left_does_not() -> None:
+    store = dist.HashStore()
+    hearts = [Heartbeats(store, rank, 3, TIMEOUT_S, lambda: 1, in_rank_0=False) for rank in range(3)]
+    for heart in hearts:
+        heart.__enter__()
+    time.sleep(TIMEOUT_S / 2)
+    hearts[1].__exit__(None)
+    hearts[2].__exit__(RuntimeError)
+    assert hearts[0].still() == []
+    # a little over the time-out, and less than the time after which the process ends
+    time.sleep(1.2 * TIMEOUT_S)
+    assert hearts[0].still() == [2]
+    hearts[0].__exit__(None)
+
+
+def test_ranks_end_when_their_launcher_has_died() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCHELASTIC_RUN_ID": "none"}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True, env=environment)
+    assert launcher.stdout is not None
+    rank = psutil.Process(int(launcher.stdout.readline()))
+    try:
+        assert rank.is_running()
+        launcher.kill()
+        launcher.wait()
+        # whoever takes it over may leave it as a zombie
+        until_s = time.monotonic() + 20
+        while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until_s:
+            time.sleep(0.1)
+        assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+    finally:
+        if rank.is_running():
+            rank.kill()
