@@ -17,6 +17,7 @@ from typing import Any, Literal
 import datasets
 import torch
 import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
@@ -30,6 +31,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_longctx import (
     DataError,
@@ -170,6 +172,13 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Also measure the checkpoint without rope_scaling; every rank loads it whole, a second time."},
     )
+    resume: Literal["never", "auto"] = field(
+        default="never",
+        metadata={
+            "help": "'auto': go on from the newest checkpoint in output_dir, or start anew if there is none, so that a job which "
+            "is stopped and started again needs no other command. 'never': start anew, unless resume_from_checkpoint names one."
+        },
+    )
     expected_world_size: int | None = field(default=None, metadata={"help": "Stop at the start unless this many ranks run."})
 
     def __post_init__(self) -> None:
@@ -270,7 +279,11 @@ def main() -> None:
     say(args, describe(trainer, model))
     add_needles(trainer, recipe, documents.held_out)
     before = trainer.evaluate() if documents.held_out is not None else {}
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args, recipe.resume))
+    if trainer.stopped_by:
+        say(args, f"stopped by {trainer.stopped_by} after step {trainer.state.global_step}; --resume auto goes on from there")
+        leave()
+        return
     after = trainer.evaluate() if documents.held_out is not None else {}
     trainer.save_model()
     if documents.held_out is not None:
@@ -283,6 +296,21 @@ def main() -> None:
         else "AutoModelForCausalLM.from_pretrained loads it"
     )
     say(args, f"checkpoint: {args.output_dir}  ({loader})")
+    leave()
+
+
+def checkpoint_to_resume(args: TrainingArguments, resume: str) -> str | bool | None:
+    """The argument of `Trainer.train`: a folder, True for the newest checkpoint, or None to start anew; equal on all ranks."""
+    if resume == "never":
+        return args.resume_from_checkpoint
+    if args.resume_from_checkpoint is not None:
+        raise SystemExit(f"resume is 'auto' and resume_from_checkpoint is {args.resume_from_checkpoint!r}; leave one of them out")
+    folder = Path(str(args.output_dir))
+    return broadcast_object_list([folder.is_dir() and get_last_checkpoint(str(folder)) is not None])[0] or None
+
+
+def leave() -> None:
+    """Waits for all ranks and closes their connections."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

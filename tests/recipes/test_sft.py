@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.models.chats import TEMPLATE, byte_tokenizer, conversation
-from helpers.ranks.forked import run_ranks
+from helpers.models.versions import resuming
+from helpers.ranks.forked import Program, free_port, rank_environment, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.recipes.evaluate import plain_loss
@@ -189,6 +192,34 @@ def test_held_out_loss_of_a_chat_run_is_that_of_plain_transformers(chat) -> None
     # the loss over all tokens differs
     assert sum(label >= 0 for row in ours["labels"] for label in row) < sum(map(len, ours["input_ids"])) / 1.2
     assert abs(plain_loss(folder / "out", ours["input_ids"], ours["labels"]) - ours["loss"]) <= 1e-5
+
+
+@resuming
+def test_a_signal_stops_the_recipe_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    demo, out, folder = str(ROOT / "recipes" / "configs" / "demo.yaml"), tmp_path / "stdout.txt", tmp_path / "out"
+    command = [demo, *SMALL, "--resume", "auto", "--output_dir", str(folder)]
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "ACCELERATE_MIXED_PRECISION": "no"}
+    port, script, errors = free_port(), ROOT / "recipes" / "sft.py", tmp_path / "stderr.txt"
+    ranks = [
+        Program(script, [*command, "--max_steps", "2000"], {**environment, **rank_environment(rank, 2, port)}, out, errors)
+        for rank in range(2)
+    ]
+    try:
+        until_s = time.monotonic() + 150
+        while "step    2 |" not in (out.read_text() if out.exists() else "") and time.monotonic() < until_s:
+            time.sleep(0.05)
+        ranks[1].send(signal.SIGUSR1)
+        assert [each.wait(60) for each in ranks] == [0, 0], errors.read_text()[-3000:]
+    finally:
+        for each in ranks:
+            each.kill()
+    (step,) = map(int, re.findall(r"stopped by SIGUSR1 after step (\d+)", out.read_text()))
+    assert "before, " not in out.read_text() and [each.name for each in folder.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    again = launch(tmp_path, demo, *SMALL, "--resume", "auto", "--max_steps", str(step + 1))
+    assert again.returncode == 0, again.stderr[-3000:]
+    # both runs write to one file
+    assert re.findall(r"step +(\d+) \|", again.stdout)[-1] == str(step + 1)
+    assert len(re.findall(r"step +1 \|", again.stdout)) == 1 and "checkpoint: " in again.stdout
 
 
 def test_wrong_world_size_stops_at_once(tmp_path: Path) -> None:

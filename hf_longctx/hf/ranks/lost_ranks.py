@@ -1,8 +1,8 @@
 """Names the ranks that died or stand still: those that do not report when a step fails.
 
 `agreement.explain_lost_ranks` uses it. When a run starts, every rank learns host and process number of all others; when a step
-breaks, it writes a report to the store of the process group. A rank is lost if it does not report in time, if it is a process of this host
-that has ended, or if its heart stands still (`heartbeats.py`).
+breaks, it writes a report to the store of the process group. A rank is lost if it does not report in time, if it is a process of
+this host that has ended, or if its heart stands still (`heartbeats.py`).
 """
 
 from __future__ import annotations

@@ -57,12 +57,15 @@ class LongContextCallback(TrainerCallback):
     Alone, as in `Trainer(..., callbacks=[LongContextCallback(config)])`, the stock loader still draws the batches, and every
     forward of the training runs a plan of one micro-batch over the batches of all ranks. In this mode, call `detach()` after a
     training that raised, since the model is then still patched.
+
+    Attached, a signal stops the training as it stops that of `LongContextTrainer`; `stopped_by` then names it.
     """
 
     def __init__(self, config: LongContextConfig | None = None) -> None:
         self.config = config if config is not None else LongContextConfig()
         # the hooks of the present training, if the callback is not attached
         self.exchange: SequenceExchange | None = None
+        self.stopped_by = ""
         self._trainer: Trainer | None = None
         self._undo = ExitStack()
 
@@ -163,7 +166,7 @@ class LongContextCallback(TrainerCallback):
         """Checks everything on every rank, makes the process groups, and hooks the model."""
         config = self.config
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
-        problems += folder_problems(args, model)
+        problems += folder_problems(args, model) + _signal_problems(args)
         if attention_name(model) in NAMES.values():
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
         if has_balance(model):
@@ -202,6 +205,7 @@ class AttachedMixin(LongContextMixin):
         """Trains under plans; afterwards the trainer is stock again, even if the training raised."""
         try:
             output = super().train(*args, **kwargs)
+            self._longctx_callback.stopped_by = self.stopped_by
             # other ranks may still read from the groups that are closed next
             self.accelerator.wait_for_everyone()
             return output
@@ -239,6 +243,7 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, token_loss: Tok
         undo.callback(run.close)
         planned._report()
         undo.callback(trainer.remove_callback, run.report)
+        undo.callback(trainer.remove_callback, planned._stop)
         undo.callback(trainer.remove_callback, ReplicaCheck)
     finally:
         lent |= set(vars(trainer)) - own
@@ -261,7 +266,7 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
 
 def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     """Problems with a built trainer: settings that plans would ignore."""
-    problems = argument_problems(trainer.args, {"model_init": trainer.model_init})
+    problems = argument_problems(trainer.args, {"model_init": trainer.model_init}) + _signal_problems(trainer.args)
     if outside := trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
     problems += collator_problems(trainer.data_collator, trainer.train_dataset)
@@ -282,6 +287,16 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
         if name in vars(trainer):
             problems.append(f"{name} was replaced on the trainer instance and would not run under plans; override it in a class")
     return problems
+
+
+def _signal_problems(args: TrainingArguments) -> list[str]:
+    """The problem with a trainer that was built to save at SIGTERM by itself."""
+    if not getattr(args, "enable_jit_checkpoint", False):
+        return []
+    return [
+        "enable_jit_checkpoint=True saves on the ranks that got the signal, each in a step of its own, while the others wait; "
+        "leave it out: LongContextTrainer and attach(trainer) save at SIGTERM without it"
+    ]
 
 
 def _exchange_problems(config: LongContextConfig) -> list[str]:

@@ -32,6 +32,7 @@ from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.ranks.agreement import raise_together, sums_over_ranks
+from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import argument_problems, config_problems, override_problems, run_problems
 from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
 from hf_longctx.hf.start.trl import prepared_model_problems, read_columns, trainer_problems, trl_class
@@ -91,7 +92,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             problems = run_problems(type(self), config, model, args, {"data_collator": data_collator, **kwargs})
             self._start(RunRequest(config, model, args, processing_class, problems, datasets, token_loss=token_loss))
             try:
-                super().__init__(model=model, args=args, **given)
+                with without_jit_checkpoint(args):
+                    super().__init__(model=model, args=args, **given)
             except BaseException:
                 self.longctx_run.close()
                 raise
@@ -99,7 +101,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             self.longctx_config = config
             control = self._check_early(args, {"data_collator": data_collator, **kwargs})
             # a trainer of TRL makes the model and the sets ready itself
-            super().__init__(model=model, args=args, **given)
+            with without_jit_checkpoint(args):
+                super().__init__(model=model, args=args, **given)
             self._start(replace(self._request_of_prepared(kwargs, control), token_loss=token_loss))
         self._report()
         self._log_to_output_dir()
@@ -109,17 +112,25 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
 
         Refuses a checkpoint that is not whole, one after which samples would be repeated or skipped, and a loss that was set on
         the trainer or the model since the start.
+
+        At SIGTERM, SIGUSR1 or Ctrl-C, on any rank, it finishes the step, saves once and returns; then `stopped_by` names the
+        signal. A second signal ends the process at once. Raises ValueError if another job uses `output_dir`.
         """
         self._check_loss()
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor = None
-        folder = self._choose_checkpoint(resume_from_checkpoint)
         try:
-            return super().train(folder, *args, **kwargs)
+            with self._stop.during_training(self.args, lambda: self.state.global_step):
+                return super().train(self._choose_checkpoint(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._chosen = None
             self.longctx_run.recorder.resume(None)
             self.longctx_run.release_model()
+
+    @property
+    def stopped_by(self) -> str:
+        """The signal that stopped the last training before its end, such as "SIGTERM"; "" if it ran to its end."""
+        return self._stop.stopped_by
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """The plans of one optimizer step, and the number of their label tokens over all ranks, or the sum of their weights."""
@@ -127,7 +138,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         with self._explained():
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
             self._plans_of_step = batches
-            return batches, self._label_sums(batches)[0]
+            return batches, self._label_sums(batches, self._stop)[0]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs one plan of an optimizer step; returns its part of the step's mean loss, the same on every rank.
@@ -230,10 +241,12 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._guard = NonfiniteGuard(self.longctx_run)
         self._staged, self._chosen = None, None
+        self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
     def _report(self) -> None:
         """Adds the callbacks of the run, once `Trainer` is built."""
         self.add_callback(self.longctx_run.report)
+        self.add_callback(self._stop)
         self.add_callback(ReplicaCheck(self.longctx_config, self.longctx_run))
 
     def _log_to_output_dir(self) -> None:
@@ -286,15 +299,18 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             f"on_nonfinite='skip' leaves such steps out"
         )
 
-    def _label_sums(self, batches: list[dict[str, Any]]) -> tuple[float, int]:
-        """Total weight and number of label tokens over all ranks.
+    def _label_sums(self, batches: list[dict[str, Any]], stop: OrderlyStop | None = None) -> tuple[float, int]:
+        """Total weight and number of label tokens over all ranks; tells `stop` which signals asked ranks to stop.
 
         Raises ValueError on every rank if a row of `batches` has changed on any.
         """
         control = self.longctx_run.control
         changed = [batch["changed"] for batch in batches if "changed" in batch]
         own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
-        total_weight, num_labels, num_changed = sums_over_ranks([*own, len(changed)], control)
+        asked = [] if stop is None else stop.asked()
+        total_weight, num_labels, num_changed, *num_asked = sums_over_ranks([*own, len(changed), *asked], control)
+        if stop is not None:
+            stop.agree(num_asked)
         if num_changed:
             raise_together(changed, control, f"step {self.state.global_step + 1} cannot run")
         return total_weight, int(num_labels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -49,6 +50,11 @@ class Program:
             self.kill()
             raise TimeoutError(f"no end within {timeout_s:g} s")
         return self._process.exitcode
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends the process a signal."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,0 +1,119 @@
+"""Ends a training in good order when a signal asks for it, and keeps two jobs out of one output folder.
+
+A rank that got a signal says so in the exchange of token counts that begins every step, so all ranks learn of it in the same
+step. They finish that step, save once, evaluate no more, and `train()` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_longctx.hf.ranks.agreement import beating, explain_lost_ranks, raise_together
+from hf_longctx.hf.ranks.folder_lock import FolderLock
+from hf_longctx.hf.ranks.heartbeats import main_thread_calls
+from hf_longctx.hf.ranks.stop_signals import SIGNALS, StopSignals
+
+logger = logging.getLogger(__name__)
+
+# methods of the trainer that run while the number of finished steps is one less than the present step's
+_INSIDE_A_STEP = ("get_batch_samples", "training_step", "_clip_grad_norm", "_get_grad_norm")
+
+
+class OrderlyStop(TrainerCallback):
+    """Stops the training after the step in which the ranks agreed. `stopped_by`: the signal's name; "" if none came.
+
+    `timeout_s`: the time-out of a step's collectives. `control`: the control group of all ranks.
+    """
+
+    def __init__(self, timeout_s: float, control: dist.ProcessGroup | None) -> None:
+        self.stopped_by = ""
+        self._timeout_s, self._control = timeout_s, control
+        self._rank, num_ranks = (0, 1) if control is None else (dist.get_rank(), dist.get_world_size())
+        self._signals = StopSignals(self._rank, num_ranks)
+        self._saved_step = -1
+
+    @contextmanager
+    def during_training(self, args: TrainingArguments, finished_steps: Callable[[], int]) -> Iterator[None]:
+        """Context for one training: locks the output folder, listens for signals, and watches the other ranks.
+
+        Collective over all ranks. Raises ValueError on every rank if another job uses the folder.
+        """
+        self.stopped_by, self._saved_step = "", -1
+        at_end = args.load_best_model_at_end, args.save_total_limit
+        lock = FolderLock(str(args.output_dir))
+        with ExitStack() as undo:
+            undo.callback(lock.release)
+            raise_together(lock.take() if args.process_index == 0 else [], self._control)
+            undo.enter_context(self._signals)
+            undo.enter_context(beating(lambda: finished_steps() + _is_inside_a_step(), self._timeout_s))
+            # outside steps, a broken collective belongs to the log, checkpoint or evaluation after the last finished step
+            undo.enter_context(explain_lost_ranks(finished_steps, self._rank, self._timeout_s))
+            try:
+                yield
+            finally:
+                args.load_best_model_at_end, args.save_total_limit = at_end
+
+    def asked(self) -> list[int]:
+        """For every signal, 1 if it asked this rank to stop; the trainer sums it over ranks with other numbers, once per step."""
+        return self._signals.counts()
+
+    def agree(self, num_asked: Sequence[float]) -> None:
+        """Takes the sums of `asked` over all ranks; if one is not 0, the present step is the last."""
+        if any(num_asked) and not self.stopped_by:
+            self.stopped_by = next(each.name for each, heard in zip(SIGNALS, num_asked, strict=True) if heard)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.stopped_by:
+            self._save_and_stop(args, state, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self.stopped_by:
+            return
+        if self._saved_step < 0 < state.global_step:
+            # the data ended in the step that was agreed
+            self._save_and_stop(args, state, control)
+        else:
+            control.should_save = control.should_evaluate = control.should_log = False
+        # the checkpoint with which the next job goes on stays, and the best model is for the end of all jobs
+        args.load_best_model_at_end, args.save_total_limit = False, None
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.stopped_by and state.is_world_process_zero:
+            logger.warning(
+                "the training stopped after step %d of %d, since it got %s; its checkpoint is in %s. Go on with "
+                "train(resume_from_checkpoint=True)",
+                *(state.global_step, state.max_steps, self.stopped_by, args.output_dir),
+            )
+
+    def _save_and_stop(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        control.should_training_stop = control.should_save = True
+        control.should_evaluate = False
+        self._saved_step = state.global_step
+
+
+@contextmanager
+def without_jit_checkpoint(args: TrainingArguments | None) -> Iterator[None]:
+    """Context in which a `Trainer` is built; keeps it from saving at SIGTERM by itself (enable_jit_checkpoint).
+
+    That would save on the ranks that got the signal, each in a step of its own, while the others wait; `OrderlyStop` serves the
+    setting instead.
+    """
+    if args is None or not getattr(args, "enable_jit_checkpoint", False):
+        yield
+        return
+    args.enable_jit_checkpoint = False
+    try:
+        yield
+    finally:
+        args.enable_jit_checkpoint = True
+
+
+def _is_inside_a_step() -> bool:
+    """Whether the main thread runs a step, so that the number of finished steps is one less than the present step's."""
+    return any(code.co_name in _INSIDE_A_STEP for code in main_thread_calls())

@@ -1,0 +1,135 @@
+"""Listens during a training for the signals that ask it to stop: SIGTERM, SIGUSR1, and SIGINT (Ctrl-C).
+
+The first signal only sets `asked`; the trainer carries it to all ranks with the next step's token counts, finishes that step,
+saves once and returns. A second signal ends the process at once, even inside a collective that never returns: there Python runs
+no signal handler, so a thread reads signals from the wake-up descriptor that Python's C handler writes.
+
+A launcher passes on the signal that it gets, so one Ctrl-C or one `scancel` may reach a rank twice. Signals within
+`_SAME_REQUEST_S` of the first count as one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+_SAME_REQUEST_S = 2.0
+
+# the listener of the present training; processes forked from it must not listen
+_listening: StopSignals | None = None
+
+
+class StopSignals:
+    """Context that listens for signals; does nothing outside the main thread, where Python cannot install handlers.
+
+    Signals that the process ignores stay ignored. Leaving the context restores the handlers found at its start. `asked`: the
+    first signal that arrived; None if none did.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.asked: signal.Signals | None = None
+        self._rank, self._num_ranks = rank, num_ranks
+        self._asked_s = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
+        self._wakeup = self._previous_wakeup = -1
+
+    def counts(self) -> list[int]:
+        """For every signal of `SIGNALS`, 1 if it asked this rank to stop and 0 if not; sums over ranks name the signal."""
+        return [int(self.asked is each) for each in SIGNALS]
+
+    def __enter__(self) -> StopSignals:
+        global _listening
+        self.asked = None
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        if self._num_ranks > 1:
+            self._read_wakeups()
+        for each in SIGNALS:
+            found = signal.getsignal(each)
+            # None: a handler that Python did not install and could not restore
+            if found is not None and found is not signal.SIG_IGN:
+                self._previous[each] = found
+                signal.signal(each, self._handle)
+        _listening = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        global _listening
+        if _listening is self:
+            _listening = None
+            self.restore()
+
+    def restore(self) -> None:
+        """Puts the handlers found at the start back."""
+        for each, handler in self._previous.items():
+            # a handler that was installed in the meantime stays
+            if signal.getsignal(each) == self._handle:
+                signal.signal(each, handler)
+        self._previous = {}
+        if self._wakeup >= 0:
+            signal.set_wakeup_fd(self._previous_wakeup)
+            # the reading thread ends at the end of the file
+            os.close(self._wakeup)
+            self._wakeup = -1
+
+    def _read_wakeups(self) -> None:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._previous_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if self._previous_wakeup >= 0:
+            # an event loop reads signals, which it must not miss; a second signal then ends the run between two of its lines
+            signal.set_wakeup_fd(self._previous_wakeup)
+            os.close(read)
+            os.close(write)
+            return
+        self._wakeup = write
+        threading.Thread(target=self._read, args=(read,), name="longctx-signals", daemon=True).start()
+
+    def _read(self, pipe: int) -> None:
+        with os.fdopen(pipe, "rb", buffering=0) as file:
+            while heard := file.read(1):
+                if heard[0] in SIGNALS:
+                    self._hear(signal.Signals(heard[0]))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # with a wake-up descriptor the thread has heard it
+        if self._wakeup < 0:
+            self._hear(signal.Signals(number))
+
+    def _hear(self, heard: signal.Signals) -> None:
+        now_s = time.monotonic()
+        if self.asked is None:
+            self.asked, self._asked_s = heard, now_s
+            _say(f"rank {self._rank} got {heard.name}: the training finishes its step, saves and stops; again ends it at once")
+        elif now_s - self._asked_s > _SAME_REQUEST_S:
+            _say(f"rank {self._rank} got {heard.name} after {self.asked.name}: it ends at once, without saving")
+            if self._num_ranks == 1 and heard is signal.SIGINT:
+                # a notebook or debugger goes on
+                raise KeyboardInterrupt
+            os._exit(128 + heard)
+
+
+def _say(text: str) -> None:
+    # written without the stream's lock, which the interrupted code may hold
+    with suppress(OSError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, f"{text}\n".encode())
+
+
+def _stop_listening_in_child() -> None:
+    """Gives a forked process (a loader's worker) the handlers from before the training, so that it can be ended."""
+    global _listening
+    if _listening is not None:
+        with suppress(ValueError):
+            _listening.restore()
+        _listening = None
+
+
+os.register_at_fork(after_in_child=_stop_listening_in_child)

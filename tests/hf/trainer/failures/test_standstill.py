@@ -1,0 +1,137 @@
+"""A stopped process is noticed wherever the others wait for it: all survivors end in time, and name step and rank."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from helpers.ranks.forked import Program, free_port, rank_environment
+
+TIMEOUT_S = 5.0
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase
+from helpers.trainers.trainer_runs import make_trainer
+from transformers import TrainerCallback
+
+folder, place, lost = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+rank = int(os.environ["RANK"])
+
+def stop(here, is_due=True):
+    if place == here and rank == lost and is_due:
+        (folder / "stopped").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+class Stopper(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        stop("begin")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # the loss is gathered next
+        stop("logging", state.global_step == 1)
+
+    def on_log(self, args, state, control, **kwargs):
+        # an evaluation is next
+        stop("callback", state.global_step == 2)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        stop("evaluation")
+
+    def on_save(self, args, state, control, **kwargs):
+        if place == "slow saving" and rank == lost:
+            # alive, for longer than a collective of a step may wait
+            time.sleep(2 * float(sys.argv[4]))
+        stop("saving")
+
+class Rows:
+    def __len__(self):
+        return len(rows)
+
+    def __getitem__(self, index):
+        stop("data", reads_steps)
+        return rows[index]
+
+rows = random_rows([30, 9, 12, 5, 7, 8, 11, 10])
+arguments = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+arguments |= {"save_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+config = {"collective_timeout_s": float(sys.argv[4])}
+reads_steps = False
+trainer = make_trainer(ModelCase(), Rows(), str(folder), config, arguments, eval_dataset=rows)
+trainer.callback_handler.callbacks.insert(0, Stopper())
+reads_steps = True
+if place == "slow writing" and rank == lost:
+    write = trainer._save
+
+    def slow(*args, **kwargs):
+        time.sleep(2 * float(sys.argv[4]))
+        return write(*args, **kwargs)
+
+    trainer._save = slow
+trainer.train()
+print("trained", flush=True)
+"""
+
+
+def start(folder: Path, place: str, lost: int, num_ranks: int) -> list[Program]:
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    port = free_port()
+    return [
+        Program(
+            program,
+            [str(folder), place, str(lost), str(TIMEOUT_S)],
+            {**rank_environment(rank, num_ranks, port), "ACCELERATE_USE_CPU": "true"},
+            folder / f"stdout{rank}.txt",
+            folder / f"stderr{rank}.txt",
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+# rank 0 also holds the store over which the others would learn who is lost
+@pytest.mark.parametrize(
+    ("place", "lost", "num_ranks", "step"),
+    [
+        ("begin", 1, 2, 1),
+        ("logging", 1, 3, 1),
+        ("callback", 1, 2, 2),
+        ("evaluation", 1, 2, 2),
+        ("saving", 0, 3, 2),
+        ("saving", 1, 2, 2),
+        ("data", 1, 2, 1),
+        ("logging", 0, 2, 1),
+    ],
+)
+def test_all_survivors_end_in_time_and_name_step_and_rank(
+    tmp_path: Path, place: str, lost: int, num_ranks: int, step: int
+) -> None:
+    ranks = start(tmp_path, place, lost, num_ranks)
+    try:
+        codes = {rank: each.wait(90) for rank, each in enumerate(ranks) if rank != lost}
+        took_s = time.time() - float((tmp_path / "stopped").read_text())
+    finally:
+        for each in ranks:
+            each.kill()
+    assert all(codes.values())
+    for rank in codes:
+        found = re.findall(
+            r"step (\d+) could not finish on rank (\d+): (rank \d+) died", (tmp_path / f"stderr{rank}.txt").read_text()
+        )
+        assert found and {each[1:] for each in found} == {(str(rank), f"rank {lost}")}
+        assert abs(int(found[-1][0]) - step) <= 1
+    assert took_s < 2 * TIMEOUT_S
+
+
+@pytest.mark.parametrize("place", ["slow saving", "slow writing"])
+def test_a_rank_that_writes_for_longer_than_the_time_out_is_waited_for(tmp_path: Path, place: str) -> None:
+    ranks = start(tmp_path, place, 0, 2)
+    try:
+        assert [each.wait(150) for each in ranks] == [0, 0], (tmp_path / "stderr1.txt").read_text()
+    finally:
+        for each in ranks:
+            each.kill()
