@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate import PartialState
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
@@ -56,6 +57,8 @@ class CheckpointMixin(_TrainerBase):
                     state.save_to_json(str(staged.folder / STATE_FILE))
         finally:
             self._staged = None
+        # one rank may have written for longer than the control group's time-out, so wait on the default group first
+        PartialState().wait_for_everyone()
         # rank 0 alone reads a stream and knows its place
         record = gather_objects(run.recorder.record(state.global_step) if run.pool.rank == 0 else {}, run.control)[0]
         with staged.holding():
