@@ -70,7 +70,7 @@ result = {"losses": recorder.losses, "stopped_by": trainer.stopped_by, "step": t
 
 
 def ranks_of(folder: Path, who: str, resume: bool = False) -> list[dict]:
-    """What two forked ranks report after a training that ended with exit code 0."""
+    """Returns what two forked ranks report after a training that ended with exit code 0."""
     done = run_ranks(program(folder), [str(folder), who, "resume" if resume else "new"], 2, folder, CPU)
     assert done.returncode == 0, done.stderr
     return results(folder)
