@@ -1,0 +1,55 @@
+"""Twelve trainings are killed and restarted; `kills.py` does that as often as you like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from helpers.models.versions import resuming
+from soak.kills import ANY_MOMENT, Kill, Soak, Trial
+
+# few pairs of kind and ranks, since each needs a run that nobody kills
+RANKS = {"replicated": 2, "sharded": 3, "stages": 4, "stream": 2}
+# kind, victim, and where among the moments of a phase it is killed; what must follow, where that is certain
+EITHER = ""
+CASES = [
+    ("replicated", "rank", "indexing", 0.5, "none to resume"),
+    ("replicated", "all", "evaluation", 0.3, "resumed"),
+    ("replicated", "launcher", "save", 0.7, "resumed"),
+    ("sharded", "rank", "save", 0.6, "resumed"),
+    ("sharded", "launcher", "planning", 0.7, "resumed"),
+    ("sharded", "all", ANY_MOMENT, 0.8, EITHER),
+    ("stages", "all", "save", 0.4, "resumed"),
+    ("stages", "launcher", "evaluation", 0.6, "resumed"),
+    ("stages", "rank", ANY_MOMENT, 0.7, EITHER),
+    ("stream", "rank", "save", 0.5, "resumed"),
+    ("stream", "all", "planning", 0.2, EITHER),
+    ("stream", "launcher", ANY_MOMENT, 0.9, EITHER),
+]
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soak]:
+    yield Soak(tmp_path_factory.mktemp("kills"))
+
+
+def trial_of(number: int) -> Trial:
+    kind, victim, phase, share, _ = CASES[number]
+    kills = [Kill(victim, number % RANKS[kind], phase, share)]
+    if number == 2:
+        # the restarted run, which moves a checkpoint into its place or clears up, is killed as well
+        kills.append(Kill("rank", 0, "resuming", 0.5))
+    return Trial(number, kind, RANKS[kind], 1 + number % 2, tuple(kills))
+
+
+@resuming
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case[:3])) for case in CASES])
+def test_a_killed_training_loses_no_complete_checkpoint(soak: Soak, number: int) -> None:
+    trial = trial_of(number)
+    for attempt in range(3):
+        # a run may end before it is killed, if the uninterrupted one was slow
+        outcome = soak.run(replace(trial, number=100 * attempt + number))
+        if outcome != "ended first":
+            break
+    assert outcome == (CASES[number][-1] or outcome) and outcome != "ended first"
