@@ -108,7 +108,7 @@ class Timeline:
 
 
 class Journal(TrainerCallback):
-    """What a rank's runs have done, in a file that outlives them: where they went on, losses, evaluations, finished saves."""
+    """Record of a rank's runs in a file that outlives them: where they went on, losses, evaluations, finished saves."""
 
     def __init__(self, file: Path) -> None:
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -206,7 +206,7 @@ def run_once(trial: Trial, folder: Path, kill: Kill | None, known: Timeline | No
 
 
 def journals(trial: Trial, folder: Path) -> list[list[tuple[str, int, float]]]:
-    """What each rank's runs have written down."""
+    """Records of each rank's runs."""
     files = [folder / f"journal-{rank}" for rank in range(trial.num_ranks)]
     return [[tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else [] for file in files]
 

@@ -25,7 +25,7 @@ CASES = [
     ("stages", "rank", ANY_MOMENT, 0.7, EITHER),
     ("stream", "rank", "save", 0.5, "resumed"),
     ("stream", "all", "planning", 0.2, EITHER),
-    ("stream", "launcher", ANY_MOMENT, 0.9, EITHER),
+    ("stream", "launcher", ANY_MOMENT, 0.6, EITHER),
 ]
 
 

@@ -2,7 +2,8 @@
 
 These private methods of `Trainer` are overridden here and nowhere else: `_save_checkpoint`, which does its work in a hidden
 folder; `_get_output_dir`, which names that folder while it does; `_push_from_checkpoint`, which waits for the rename;
-`_save_rng_state` and `_load_rng_state`. `ParameterMixin` overrides those about weights and optimizers.
+`_save_rng_state` and `_load_rng_state`; `_run_epoch`, which a finished training leaves out. `ParameterMixin` overrides those
+about weights and optimizers.
 """
 
 from __future__ import annotations
@@ -93,6 +94,13 @@ class CheckpointMixin(_TrainerBase):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if not self._starts_anew("rng"):
             super()._load_rng_state(checkpoint)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # `Trainer` counts steps only after one, so a training killed after its last save would do one too many when restarted
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _name_best(self, run_dir: Path) -> None:
         """Sets the best checkpoint's folder as `Trainer` does, to the name that it has once it is in view."""

@@ -97,3 +97,12 @@ def test_a_run_killed_in_its_first_save_starts_anew_and_says_so(ranks, straight,
     for first, losses in ranks(2).run(run, kind, str(tmp_path / "out"), True):
         assert first == 0
         assert losses == pytest.approx(straight(kind), rel=1e-10, abs=0)
+
+
+@resuming
+@pytest.mark.parametrize("kind", ["replicated", "stream"])
+def test_a_run_killed_after_its_last_save_trains_no_further_step(ranks, tmp_path: Path, kind: str) -> None:
+    ranks(2).run(run, kind, str(tmp_path))
+    for found in ranks(2).run(run, kind, str(tmp_path), True):
+        assert found == (NUM_STEPS, [])
+    assert not (tmp_path / f"checkpoint-{NUM_STEPS + 1}").exists()
