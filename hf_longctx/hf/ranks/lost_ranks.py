@@ -59,6 +59,8 @@ class RollCall:
             return still
         try:
             self.store.set(report_key(self.rank), str(step))
+            if self.store.check([_process_key(rank) for rank in others]):
+                self.meet()
             return self._missing(others, step, timeout_s)
         except RuntimeError:
             # the store died with the process that held it: rank 0 without a launcher
