@@ -17,7 +17,6 @@ from typing import Any, Literal
 import datasets
 import torch
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
@@ -31,7 +30,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_longctx import (
     DataError,
@@ -305,8 +303,8 @@ def checkpoint_to_resume(args: TrainingArguments, resume: str) -> str | bool | N
         return args.resume_from_checkpoint
     if args.resume_from_checkpoint is not None:
         raise SystemExit(f"resume is 'auto' and resume_from_checkpoint is {args.resume_from_checkpoint!r}; leave one of them out")
-    folder = Path(str(args.output_dir))
-    return broadcast_object_list([folder.is_dir() and get_last_checkpoint(str(folder)) is not None])[0] or None
+    # a checkpoint that a kill left hidden is brought into view when the training starts, which starts anew if there is none
+    return True
 
 
 def leave() -> None:

@@ -140,8 +140,11 @@ class Choice:
         """
         manifest, own = _looked_at(folder)
         found = self._joined(own)
-        if not found and gather_objects(manifest is not None, self.control)[0]:
-            found = self._joined([] if manifest is None else self._compare_sums(folder, manifest))
+        if not found and any(gather_objects(manifest is not None, self.control)):
+            # the folder may be another one on each node; all ranks compare sums, or none does
+            found = self._joined([] if manifest is not None else [Finding("state", f"{MANIFEST_FILE} is missing on one node")])
+            if not found and manifest is not None:
+                found = self._joined(self._compare_sums(folder, manifest))
         return [each for each in found if each.part != "data" or not self.skips_data]
 
     def _compare_sums(self, folder: Path, manifest: Manifest) -> list[Finding]:

@@ -138,6 +138,8 @@ class LongContextCallback(TrainerCallback):
         """Adds the manifest to a checkpoint that the stock trainer has written in place, so that a resumed run can check it."""
         if self._trainer is not None or self.exchange is None:
             return
+        # one rank may write for longer than the control group's time-out, so wait on the default group first
+        PartialState().wait_for_everyone()
         group = self.exchange.source.pool.control
         hosts = gather_objects(socket.gethostname(), group)
         owner = hosts.index(hosts[args.process_index]) if args.save_on_each_node else 0

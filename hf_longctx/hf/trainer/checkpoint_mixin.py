@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate import PartialState
 from torch import nn
@@ -22,6 +22,7 @@ from hf_longctx.hf.checkpoints.manifest import DATA_FILE, STATE_FILE, Contents, 
 from hf_longctx.hf.checkpoints.staging import StagedCheckpoint, checkpoint_name, rotate
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run
 
 # users put the mixin in front of a Trainer subclass, so type checkers treat it as one
@@ -36,6 +37,7 @@ class CheckpointMixin(_TrainerBase):
 
     longctx_config: LongContextConfig
     longctx_run: Run
+    _replicas: ReplicaCheck
     # the checkpoint that is being written
     _staged: StagedCheckpoint | None = None
     # the checkpoint that the present training resumed from
@@ -47,6 +49,7 @@ class CheckpointMixin(_TrainerBase):
         Collective; raises RuntimeError on every rank if one of them cannot write, and then leaves nothing behind.
         """
         run_dir, run, state = Path(super()._get_output_dir(trial)), self.longctx_run, self.state
+        self._replicas.before_save(cast(nn.Module, self.model), state.global_step)
         staged = StagedCheckpoint(run_dir, state.global_step, run.control)
         staged.open()
         self._staged = staged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,8 +78,19 @@ def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataL
         # every evaluation makes a new loader, whose persistent workers would outlive it
         persistent_workers=args.dataloader_persistent_workers and steps.explore,
         multiprocessing_context=args.dataloader_multiprocessing_context,
-        worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
+        worker_init_fn=partial(_begin_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
     )
+
+
+def _begin_worker(worker: int, num_workers: int, rank: int) -> None:
+    """Seeds a loader's worker, and lets it go on when a terminal or a job sends a request to stop to the whole process group.
+
+    The rank obeys such a request at the end of its step, which still needs the worker's batches.
+    """
+    for name in ("SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    seed_worker(worker, num_workers=num_workers, rank=rank)
 
 
 def _stream_loader(run: Run, stream: Any, global_step: Callable[[], int]) -> DataLoader[Any]:

@@ -13,14 +13,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.runtime.parameters.finite import nonfinite_names
 from hf_longctx.runtime.parameters.gradients import local_shard
 
+_MOST_NAMES = 8
 # integer types with the sizes of weights, in bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaCheck(TrainerCallback):
-    """Compares a checksum of every weight between ranks with copies of it, before each save or every few steps.
+    """Compares a checksum of every weight between ranks with copies of it, every few steps; `before_save` at every checkpoint.
 
     Copies get equal gradients and so stay equal bit for bit, unless a machine errs or a user's code changes one of them.
     """
@@ -32,12 +34,27 @@ class ReplicaCheck(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Raises RuntimeError on every rank, naming ranks and weights, if copies differ. Collective over all ranks."""
-        is_due = control.should_save if self.every is None else self.every > 0 and state.global_step % self.every == 0
-        if is_due and args.world_size > 1:
+        if self.every and state.global_step % self.every == 0:
             self.check(model, state.global_step)
+
+    def before_save(self, model: nn.Module, step: int) -> None:
+        """Refuses weights that must not replace those of an earlier checkpoint: copies that differ, and NaN or infinite ones.
+
+        Raises RuntimeError, or FloatingPointError, on every rank. Collective over all ranks.
+        """
+        names = [name for found in gather_objects(nonfinite_names(model)[:_MOST_NAMES], self.run.control) for name in found]
+        if names:
+            raise FloatingPointError(
+                f"after step {step}, weights are not finite: {', '.join(dict.fromkeys(names))}. Nothing was saved from them, and "
+                f"earlier checkpoints are unchanged; resume from the last one with a lower learning rate"
+            )
+        if self.every != 0:
+            self.check(model, step)
 
     def check(self, model: nn.Module, step: int) -> None:
         """Compares now; raises as `on_step_end`."""
+        if self.run.args.world_size == 1:
+            return
         own = _owner(self.run, model)
         found = gather_objects((own, checksums(model)), self.run.control)
         problems = []

@@ -31,7 +31,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
-from hf_longctx.hf.ranks.agreement import raise_together, sums_over_ranks
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import argument_problems, config_problems, override_problems, run_problems
 from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
@@ -48,6 +48,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
+from hf_longctx.runtime.parameters.finite import nonfinite_names
 
 logger = logging.getLogger(__name__)
 
@@ -240,6 +241,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self.longctx_run = start_run(replace(request, problems=problems))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._guard = NonfiniteGuard(self.longctx_run)
+        self._replicas = ReplicaCheck(self.longctx_config, self.longctx_run)
         self._staged, self._chosen = None, None
         self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
@@ -247,7 +249,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """Adds the callbacks of the run, once `Trainer` is built."""
         self.add_callback(self.longctx_run.report)
         self.add_callback(self._stop)
-        self.add_callback(ReplicaCheck(self.longctx_config, self.longctx_run))
+        self.add_callback(self._replicas)
 
     def _log_to_output_dir(self) -> None:
         """Names TensorBoard's folder now: an evaluation before training would start the log in ./runs, where it would stay."""
@@ -284,11 +286,16 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
     def _refuse_step(self, executor: StepExecutor) -> None:
         """Leaves the present step out, or saves it and raises FloatingPointError. Collective over all ranks."""
         number = self.state.global_step + 1
-        if self.longctx_config.on_nonfinite == "skip":
+        # with weights that are not finite every later step would be left out, too
+        has_good_weights = not any(gather_objects(bool(nonfinite_names(executor.model)), self.longctx_run.control))
+        if self.longctx_config.on_nonfinite == "skip" and has_good_weights:
             logger.warning("step %d is left out: its loss (%g) or gradients are not finite", number, self._guard.loss)
             return self._guard.skip(executor.model)
         rows = None if is_stream(self.train_dataset) else self.longctx_run.sets.index("train_dataset", self.train_dataset).rows
         message = self._guard.explain(executor, number, rows)
+        if self.args.should_save:
+            # said before anything is written, since the disk may be full
+            logger.error("%s", message)
         folder = Path(self._folder(None)) / f"nonfinite-step-{number}"
         self._guard.save(folder, number)
         self.save_model(str(folder / MODEL_FOLDER))

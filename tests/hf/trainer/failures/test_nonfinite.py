@@ -128,6 +128,36 @@ def test_all_ranks_stop_before_the_update_and_say_where(ranks, rows: Rows, tmp_p
         assert all(torch.equal(last[key], weights[BAD_STEP][key]) for key in kept)
 
 
+class Blowing(TrainerCallback):
+    """Makes a weight of the last rank infinite after the third step, as an update could."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            poison(model, "weight")
+
+
+def train_to_a_save(rows: Rows, config: dict[str, Any], folder: str) -> tuple[str, list[str]]:
+    """Message of the error that stops a run whose weights become infinite, and the checkpoints it leaves."""
+    arguments = {**ARGUMENTS, "max_steps": 6, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = make_trainer(ModelCase(promoted=True), rows, folder, {"tokens_per_rank": 96, **config}, arguments)
+    trainer.add_callback(Blowing())
+    with pytest.raises(FloatingPointError) as stopped:
+        trainer.train()
+    return str(stopped.value), sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}, {"stages": 2}, {"on_nonfinite": "skip"}])
+def test_infinite_weights_never_replace_a_good_checkpoint(ranks, rows: Rows, tmp_path: Path, config: dict[str, Any]) -> None:
+    for message, checkpoints in ranks(2).run(train_to_a_save, rows, config, str(tmp_path)):
+        assert message.startswith("after step 3, weights are not finite: model.layers.1.self_attn.o_proj.weight")
+        assert checkpoints == ["checkpoint-2"]
+
+
+def test_steps_are_not_left_out_for_ever(ranks, rows: Rows, tmp_path: Path) -> None:
+    for message, _, _, num_steps, _ in ranks(2).run(train, rows, {"on_nonfinite": "skip"}, "weight", str(tmp_path)):
+        assert num_steps == BAD_STEP and BAD_WEIGHT in message
+
+
 def test_no_rank_fails_before_everything_is_written(ranks, rows: Rows, tmp_path: Path) -> None:
     # a launcher would end rank 0 in the middle of it
     for message, *_ in ranks(2).run(train, rows, {}, "output", str(tmp_path), None, 1.0):

@@ -33,9 +33,12 @@ class Drift(TrainerCallback):
             weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(10.0, dtype=weight.dtype))
 
 
-def train(rows: Rows, config: dict[str, Any], rank: int, save_steps: int, folder: str) -> tuple[str, int, list[str]]:
+def train(
+    rows: Rows, config: dict[str, Any], rank: int, save_steps: int, folder: str, more: Any = None
+) -> tuple[str, int, list[str]]:
     """Message of the error that stops the run, the number of finished steps, and the checkpoints."""
     arguments = {"max_steps": NUM_STEPS, "logging_steps": 1, "save_strategy": "steps", "save_steps": save_steps}
+    arguments |= more or {}
     message = ""
     trainer = make_trainer(ModelCase(promoted=True), rows, folder, {"tokens_per_rank": 96, **config}, arguments)
     drift = Drift(rank)
@@ -70,6 +73,14 @@ def test_a_drifting_rank_is_named_before_a_save(ranks, rows: Rows, tmp_path: Pat
         assert num_steps == 3 and not checkpoints
         assert message.startswith("after step 4, copies of the same weights differ: ") and said in message, message
     assert "first in model." in results[rank][0]
+
+
+def test_saves_at_the_end_of_an_epoch_are_checked_too(ranks, rows: Rows, tmp_path: Path) -> None:
+    # an epoch has five steps
+    more = {"save_strategy": "epoch", "max_steps": 7}
+    for message, num_steps, checkpoints in ranks(2).run(train, rows, {}, 1, 1, str(tmp_path), more):
+        assert num_steps == 4 and not checkpoints
+        assert message.startswith("after step 5, copies of the same weights differ: ")
 
 
 def test_the_check_may_be_more_frequent_or_left_out(ranks, rows: Rows, tmp_path: Path) -> None:
