@@ -108,10 +108,14 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise DamagedManifest(f"{MANIFEST_FILE} cannot be read ({type(error).__name__})") from None
     if not isinstance(text, dict) or text.pop("checksum", None) != _checksum(text):
         raise DamagedManifest(f"{MANIFEST_FILE} is damaged: its own checksum does not match")
-    if text.pop("format") != _FORMAT:
-        raise DamagedManifest(f"{MANIFEST_FILE} has a format that this version of hf_longctx does not know")
-    files = {name: FileSum(*found) for name, found in text.pop("files").items()}
-    return Manifest(Contents(**text), files)
+    unknown = DamagedManifest(f"{MANIFEST_FILE} has a format that this version of hf_longctx does not know")
+    if text.pop("format", None) != _FORMAT:
+        raise unknown
+    try:
+        files = {name: FileSum(*found) for name, found in text.pop("files").items()}
+        return Manifest(Contents(**text), files)
+    except (AttributeError, KeyError, TypeError):
+        raise unknown from None
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

@@ -246,7 +246,12 @@ def rotate(new: Path, save_total_limit: int | None, best: str | None) -> None:
     for folder in deletable[: max(0, len(folders) - max(save_total_limit, len(folders) - len(deletable)))]:
         hidden = folder.with_name(f".{folder.name}.deleted")
         shutil.rmtree(hidden, ignore_errors=True)
-        folder.rename(hidden)
+        try:
+            folder.rename(hidden)
+        except OSError as error:
+            # the new checkpoint is whole, so an old one that stays is no reason to end the run
+            logger.warning("%s could not be deleted: %s", folder, error)
+            continue
         shutil.rmtree(hidden, ignore_errors=True)
 
 

@@ -81,6 +81,8 @@ class CheckpointMixin(_TrainerBase):
             self._push_from_checkpoint(str(staged.final))
         if self.args.should_save:
             rotate(staged.final, self.args.save_total_limit, state.best_model_checkpoint)
+        # one rank alone deletes and uploads, which may take longer than the others' next exchange would wait
+        PartialState().wait_for_everyone()
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staged.root) if self._staged is not None else super()._get_output_dir(trial)

@@ -119,7 +119,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """
         self._check_loss()
         # a training that stopped inside a step has left gradients in the executor's buffers
-        self._executor = None
+        self._executor, self._guard = None, NonfiniteGuard(self.longctx_run)
         try:
             with self._stop.during_training(self.args, lambda: self.state.global_step):
                 return super().train(self._choose_checkpoint(resume_from_checkpoint), *args, **kwargs)

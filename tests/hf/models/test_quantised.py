@@ -210,7 +210,7 @@ def test_a_model_prepared_as_peft_says_is_taken_but_for_its_checkpointing() -> N
 
 
 def test_stages_of_four_bit_weights_are_not_lent(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="lend_stages=True is not tested with weights of four bits; load them in bfloat16"):
+    with pytest.raises(ValueError, match="lend_stages=True is not tested with four-bit weights; load them in bfloat16"):
         make_trainer(CASE, ROWS, str(tmp_path), {"stages": 2, "lend_stages": True})
 
 

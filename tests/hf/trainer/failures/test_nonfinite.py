@@ -174,6 +174,23 @@ def test_the_mean_loss_of_a_run_leaves_skipped_steps_out(ranks, rows: Rows, tmp_
         assert log[-1]["train_loss"] == pytest.approx(sum(used) / len(used), rel=1e-3)
 
 
+def train_twice(rows: Rows, folder: str) -> list[Any]:
+    """Log of a second training of one trainer, whose first one left a step out."""
+    config = {"tokens_per_rank": 96, "on_nonfinite": "skip"}
+    trainer = make_trainer(ModelCase(promoted=True), rows, folder, config, ARGUMENTS)
+    callback = Poison("output")
+    trainer.add_callback(callback)
+    trainer.train()
+    trainer.remove_callback(callback)
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_a_second_training_counts_its_own_steps(ranks, rows: Rows, tmp_path: Path) -> None:
+    for log in ranks(1).run(train_twice, rows, str(tmp_path)):
+        assert not [entry for entry in log if "skipped_steps" in entry]
+
+
 @pytest.mark.parametrize("config,num_ranks", [({}, 1), ({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 2)])
 def test_a_skipped_step_changes_nothing_and_is_counted(
     ranks, rows: Rows, tmp_path: Path, config: dict[str, Any], num_ranks: int
