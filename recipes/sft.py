@@ -206,7 +206,10 @@ class RecipeArguments:
     def _check_needles(self) -> None:
         is_changed = self.needle_documents != 4 or self.needle_task != "passkeys" or self.needle_base
         if self.needle_lengths is None and (is_changed or self.needle_depths is not None):
-            raise ValueError("needle settings have no effect without needle_lengths; give lengths, or leave them out")
+            raise ValueError(
+                "needle_depths, needle_documents, needle_task and needle_base have no effect without needle_lengths; give "
+                "lengths, or leave them out"
+            )
         if self.needle_base and self.rope_scaling is None:
             raise ValueError("needle_base compares with the checkpoint without rope_scaling; set rope_scaling, or leave it out")
         sources = [*self.sources, *([self.eval_source] if self.eval_source is not None else [])]
@@ -448,7 +451,9 @@ def say(args: TrainingArguments, text: str) -> None:
 def _from_json(text: str, setting: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise ValueError(f"{setting} is nested too deeply; give fewer lists and objects inside each other") from None
+    except ValueError as error:
         raise ValueError(f"{setting} is not valid JSON: {error}") from None
 
 

@@ -47,7 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if empty := next((word for word in words if word.startswith("--") and word.endswith("=--")), None):
+        # argparse would leave the value out and hand on an empty list
+        parser.error(f"argument {empty.removesuffix('=--')}: '--' is no value")
+    options = parser.parse_args(words)
     if options.command is None:
         parser.print_help()
         return 0

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
@@ -27,7 +27,7 @@ def _up_to(most: int) -> Callable[[str], int]:
     """Reads a whole number of at most `most`; smaller limits depend on other options and are checked later."""
 
     def whole_number(text: str) -> int:
-        number = int(text) if len(text) < 25 else most + 1
+        number = _parsed(int, text) if len(text) < 25 else most + 1
         if number > most:
             raise argparse.ArgumentTypeError(f"{text[:30]} is too large; give at most {most}")
         return number
@@ -35,16 +35,23 @@ def _up_to(most: int) -> Callable[[str], int]:
     return whole_number
 
 
+def _parsed(kind: Callable[[str], Any], text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:30]!r} is not a {'whole ' if kind is int else ''}number") from None
+
+
 def _finite(text: str) -> float:
     """Reads a finite number."""
-    number = float(text)
+    number = _parsed(float, text)
     if not abs(number) < _MOST_NUMBER:
         raise argparse.ArgumentTypeError(f"{text[:30]} is not a finite number below {_MOST_NUMBER:g}")
     return number
 
 
 # readers of numbers: more ranks or tokens than these are mistakes, and would only take long to refuse
-_RANKS, _TOKENS, _SEQUENCES = _up_to(2**16), _up_to(2**31), _up_to(10**7)
+_RANKS, _TOKENS, _SEQUENCES = _up_to(2**14), _up_to(2**31), _up_to(10**7)
 
 _PLAN_EPILOG = """examples:
   hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100
@@ -134,8 +141,8 @@ def _add_output_arguments(parser: argparse.ArgumentParser, files: str) -> None:
 def _degrees(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({_RANKS(word) for word in text.split(",")}))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2,4,8") from None
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; give a list of numbers such as 1,2,4,8") from None
 
 
 def run_plan(options: argparse.Namespace) -> int:

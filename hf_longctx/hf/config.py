@@ -102,7 +102,8 @@ class LongContextConfig:
         metadata={
             "help": "How a group of two or more ranks shares attention. 'ulysses': all-to-all between tokens and heads, at most "
             "as many ranks as heads. 'ring': keys and values pass from rank to rank, any degree. 'hybrid': Ulysses inside "
-            "blocks of ranks (as many as KV heads and node allow), a ring across. 'auto': the cheapest for every degree."
+            "blocks of ranks (as many as KV heads and node allow), a ring across. 'auto': the cheapest for every degree; Ulysses "
+            "for models with a state along the sequence, which have no rings."
         },
     )
     stages: Stages = field(
@@ -204,6 +205,14 @@ class LongContextConfig:
             "help": "Resume from a checkpoint whose weights are there even if other parts (optimizer, schedule, random numbers, "
             "count of steps, data record) are missing or damaged; the log says what starts anew. False: refuse it, naming the "
             "files."
+        },
+    )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Write checkpoints behind training: at a save, training stands still until all files are in host memory "
+            "(/dev/shm); a thread of each rank writes them to output_dir, one checkpoint at a time. An error of the thread is "
+            "raised on all ranks at a later step. Not for the callback without attach, whose steps begin without an exchange."
         },
     )
     collective_timeout_s: float = field(
@@ -309,6 +318,7 @@ KINDS: dict[str, Kind] = {
     "hardware": Text(),
     "calibration_steps": _COUNT,
     "resume_partial": Flag(),
+    "async_save": Flag(),
     "collective_timeout_s": _SECONDS,
     "fp32_gradients": Flag(),
     "self_test": Flag(),

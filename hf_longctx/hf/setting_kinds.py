@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from hf_longctx.plan.core.messages import shown
+
 # more tokens, ranks or steps than any run has; beyond it, arithmetic in 64 bits would overflow somewhere
 _MOST = 2**40
 # a thousand years of seconds, an exabyte of GiB
 _MOST_NUMBER = 1e10
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 80
-
-
-def shown(value: object) -> str:
-    """A value as messages show it: long ones are cut in the middle."""
-    return _short.repr(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +111,7 @@ class Sizes:
         words = [value] if isinstance(value, str) else value
         if words is None:
             return None
-        found = value if isinstance(value, str) and len(value) < 80 else shown(value)
+        found = value if isinstance(value, str) and len(value) < 80 and value.isprintable() else shown(value)
         refused = f"{name} is {found}; give positive group sizes, for example [1, 2, 4], or 'all' alone"
         if not isinstance(words, list | tuple) or len(words) > _MOST_SIZES:
             raise ValueError(refused)

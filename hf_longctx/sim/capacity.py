@@ -23,10 +23,12 @@ _MAX_DOUBLINGS = 10
 class DeviceMemory:
     """Memory of one kind of device for one model; `ByteModel` counts whatever was not measured on it.
 
-    usable_bytes: bytes for states and saved tensors. state_bytes_per_parameter: measured bytes of weights, gradients and
-    optimizer states (0: not measured). lora_rank: rank of adapters on all matrices of the layers, with everything else frozen
-    (0: all weights are trained). host_bytes: host memory of each rank for saved tensors (0: none is counted). keeps_everything:
-    plans recompute, offload and tile nothing, for example because the measured bytes per token already include recomputation.
+    usable_bytes: bytes for states, saved tensors and workspace. saved_bytes_per_token: bytes that a token saves for backward;
+    they decide how many tokens fit only where they were measured. state_bytes_per_parameter: measured bytes of weights,
+    gradients and optimizer states (0: nothing was measured). lora_rank: rank of adapters on all matrices of the layers, with
+    everything else frozen (0: all weights are trained). host_bytes: host memory of each rank for saved tensors (0: none is
+    counted). keeps_everything: plans recompute, offload and tile nothing, for example because the measured bytes per token
+    already include recomputation.
     """
 
     model: ModelSpec
@@ -40,7 +42,7 @@ class DeviceMemory:
 
     @classmethod
     def by_formula(cls, model: ModelSpec, device_bytes: int) -> DeviceMemory:
-        """Memory without measurements: saved tensors by formula, and four fifths of the device usable."""
+        """Memory without measurements: everything by formula, and four fifths of the device usable."""
         return cls(model, device_bytes, int(device_bytes * USABLE_SHARE), saved_token_bytes(model))
 
     @property
@@ -59,28 +61,41 @@ class DeviceMemory:
         gathered = self.model.num_parameters * self.model.bytes_per_element if parameters == "gathered_per_round" else 0
         return -(-whole // shard_ranks) + gathered
 
-    def tokens_per_rank(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Most tokens that a rank can hold besides the states if everything is kept; 0 if the states alone do not fit."""
-        return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks)) // self.saved_bytes_per_token
+    def left_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes that the states leave on a rank."""
+        return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks))
 
-    def budget(self, parameters: Parameters, shard_ranks: int) -> ActivationBudget | None:
+    def tokens_per_rank(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> int:
+        """Most tokens that a rank can hold besides the states if everything is kept; 0 if the states alone do not fit.
+
+        is_shared: ranks may share sequences.
+        """
+        left_bytes = self.left_bytes(parameters, shard_ranks)
+        if self.is_measured:
+            return left_bytes // self.saved_bytes_per_token
+        return ByteModel(self.model).kept_tokens(left_bytes, is_shared)
+
+    def budget(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> ActivationBudget | None:
         """Bytes that policies may use besides the states, as in a run on these devices; None if everything is kept."""
         if self.keeps_everything:
             return None
-        left_bytes = max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks))
-        return ActivationBudget(self.tokens_per_rank(parameters, shard_ranks), left_bytes, self.host_bytes, TILE_TOKENS)
+        kept = self.tokens_per_rank(parameters, shard_ranks, is_shared)
+        return ActivationBudget(kept, self.left_bytes(parameters, shard_ranks), self.host_bytes, TILE_TOKENS)
 
     def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> int:
-        """Most tokens that fit on a rank, with policies or with everything kept. is_shared: a group shares sequences."""
-        kept, budget = self.tokens_per_rank(parameters, shard_ranks), self.budget(parameters, shard_ranks)
+        """Most tokens that fit on a rank, with policies or with everything kept. is_shared: ranks may share sequences."""
+        kept = self.tokens_per_rank(parameters, shard_ranks, is_shared)
+        budget = self.budget(parameters, shard_ranks, is_shared)
         if budget is None:
             return kept
         room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
         return max(kept, most_tokens(self.model, *room, is_shared=is_shared))
 
-    def rank_bytes(self, num_tokens: int, parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes on a rank that holds `num_tokens` tokens with everything kept."""
-        return self.state_bytes(parameters, shard_ranks) + num_tokens * self.saved_bytes_per_token
+    def kept_bytes(self, num_tokens: int, is_shared: bool) -> int:
+        """Bytes besides the states on a rank that holds `num_tokens` tokens with everything kept."""
+        if self.is_measured:
+            return num_tokens * self.saved_bytes_per_token
+        return ByteModel(self.model).kept_bytes(num_tokens, is_shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +112,18 @@ class Placement:
     method: GroupMethod
     max_tokens_per_rank: int = 0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks may share sequences."""
+        return self.degrees[-1] > 1
+
     def kept_tokens(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank with everything kept."""
-        return self._bounded(memory.tokens_per_rank(self.parameters, self.shard_ranks))
+        return self._bounded(memory.tokens_per_rank(self.parameters, self.shard_ranks, self.is_shared))
 
     def tokens_per_rank(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank that a plan may use."""
-        return self._bounded(memory.most_tokens_per_rank(self.parameters, self.shard_ranks, self.degrees[-1] > 1))
+        return self._bounded(memory.most_tokens_per_rank(self.parameters, self.shard_ranks, self.is_shared))
 
     def _bounded(self, fitting: int) -> int:
         return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting

@@ -121,10 +121,10 @@ class Forecast:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes that the fullest rank of all steps holds besides the states; without steps, bytes saved by `peak_tokens`."""
+        """Bytes that the fullest rank of all steps holds besides the states; without steps, those of `peak_tokens`, all kept."""
         memory, placement = self.scenario.memory, self.scenario.placement
         if self.fullest is None:
-            return self.peak_tokens * memory.saved_bytes_per_token
+            return memory.kept_bytes(self.peak_tokens, placement.is_shared)
         return self.fullest.peak_bytes - memory.state_bytes(placement.parameters, placement.shard_ranks)
 
     def share(self, seconds: str) -> float:

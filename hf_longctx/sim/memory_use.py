@@ -76,15 +76,15 @@ def memory_use(
 
 
 def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> tuple[int, ...]:
-    """Most bytes on each rank's device: by tokens if the plan keeps everything, else as the prediction counted its policies.
+    """Most bytes on each rank's device, as predicted; where tokens were measured and everything is kept, as measured.
 
     States are those of `memory`, which may be measured or belong to adapters.
     """
     ranks = execution.ranks
-    if not has_policies(plan):
-        return tuple(memory.rank_bytes(rank.peak_tokens, plan.parameters, costs.shard_ranks) for rank in ranks)
-    by_formula = ByteModel(costs.model).states(costs.parameters, costs.shard_ranks)
-    change = memory.state_bytes(plan.parameters, costs.shard_ranks) - by_formula
+    states = memory.state_bytes(plan.parameters, costs.shard_ranks)
+    if memory.is_measured and not has_policies(plan):
+        return tuple(states + memory.kept_bytes(rank.peak_tokens, is_shared=False) for rank in ranks)
+    change = states - ByteModel(costs.model).states(costs.parameters, costs.shard_ranks)
     return tuple(num_bytes + change for num_bytes in execution.peak_bytes)
 
 

@@ -5,7 +5,6 @@ Called by `hf-longctx plan` and `hf-longctx simulate`. Options that the user lef
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from hf_longctx.plan.core.planner_config import (
     check_degrees,
     default_degrees,
 )
+from hf_longctx.plan.core.serialize import parse_json
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
@@ -88,7 +88,7 @@ class Scenario:
     @property
     def budget(self) -> ActivationBudget | None:
         """Memory for activation policies besides the states; None if all activations are kept."""
-        return self.memory.budget(self.placement.parameters, self.placement.shard_ranks)
+        return self.memory.budget(self.placement.parameters, self.placement.shard_ranks, self.placement.is_shared)
 
     @property
     def longest_tokens(self) -> int:
@@ -167,7 +167,7 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
             raise ValueError(f"the model config {name_or_path!r} does not exist; give another path, or the name of a model")
         return named_model(_short_name(name_or_path), bytes_per_element)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"), "the file")
         if not isinstance(config, dict):
             raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
         # multimodal models keep the config of their decoder in the field text_config
@@ -260,8 +260,8 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
     if parameters != "replicated":
         return replace(whole, shard_ranks=shard_ranks)
     # kept activations cost no time, so shard the states before recomputing anything
-    kept = whole.kept_tokens(memory)
-    has_room = memory.tokens_per_rank("replicated", 1) >= _LEAST_TOKENS and degrees[-1] * kept >= request.longest_tokens
+    has_tokens = memory.tokens_per_rank("replicated", 1, whole.is_shared) >= _LEAST_TOKENS
+    has_room = has_tokens and degrees[-1] * whole.kept_tokens(memory) >= request.longest_tokens
     if request.parameters or request.num_ranks == 1 or has_room:
         return whole
     states = memory.state_bytes("replicated", 1)

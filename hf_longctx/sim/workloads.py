@@ -6,8 +6,8 @@ Called by `hf-longctx plan --lengths` and by benchmarks.
 from __future__ import annotations
 
 import csv
-import gzip
-import json
+import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hf_longctx.plan.core.messages import shown
+from hf_longctx.plan.core.serialize import parse_json
+from hf_longctx.sim.text_lines import text_lines
 
 IntArray = NDArray[np.int64]
 
@@ -34,6 +38,12 @@ _EXAMPLE = "lognormal:6.963,1.6 for a median of exp(6.963) = 1057 tokens"
 _MAX_EXPANDED = 20_000_000
 # most draws from a distribution until enough lengths are within the limit
 _MAX_DRAWS = 50
+# characters of the longest line of lengths, and of the longest row with a text or token ids
+_MAX_LINE_CHARS, _MAX_ROW_CHARS = 2**10, 2**28
+# lines of lengths that are turned into numbers at once
+_BATCH_LINES = 2**16
+# most sequences of one length in a histogram, and most tokens of a workload, which is still an integer of 64 bits
+_MAX_COUNT, _MAX_TOKENS = 2**40, 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,8 @@ def _collect(source: str, lengths: IntArray, counts: IntArray, limit: int | None
     kept = values <= limit
     if not kept.any():
         raise ValueError(f"every sequence of {source} is longer than the limit of {limit} tokens (the shortest has {values[0]})")
+    if values[kept].astype(float) @ sums[kept] > _MAX_TOKENS:
+        raise ValueError(f"{source} holds more than {_MAX_TOKENS} tokens; are its counts right?")
     return Workload(source, values[kept], sums[kept], limit, int(sums[~kept].sum()))
 
 
@@ -167,33 +179,43 @@ def _sample_lognormal(text: str, count: int, seed: int, limit: int) -> IntArray:
 
 def _read_text(path: Path) -> tuple[IntArray, IntArray]:
     """Lengths and counts of a file with one length per line, or with a length and a count per line."""
-    lines = _text_lines(path)
-    first = next((line for line in lines if line.strip()), "")
-    if len(_fields(first)) == 2:
+    numbered = enumerate(_lines(path, _MAX_LINE_CHARS), 1)
+    lines: Iterator[tuple[int, str]] = ((number, line) for number, line in numbered if line.strip())
+    first = list(itertools.islice(lines, 1))
+    lines = itertools.chain(first, lines)
+    if first and len(_fields(first[0][1])) == 2:
         return _read_histogram(path, lines)
-    words = [line.strip() for line in lines]
-    try:
-        # one fast call if all lines are numbers, because files with millions of lines are common
-        lengths = np.array([word for word in words if word], dtype=np.int64)
-    except (ValueError, OverflowError):
-        lengths = np.zeros(1, dtype=np.int64)
-    if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= MAX_LENGTH):
-        lengths = np.array([_length(word, f"{path}, line {i}") for i, word in enumerate(words, 1) if word], dtype=np.int64)
+    batches = [np.zeros(0, dtype=np.int64)]
+    while batch := list(itertools.islice(lines, _BATCH_LINES)):
+        batches.append(_lengths_of_lines(path, batch))
+    lengths = np.concatenate(batches)
     return lengths, np.ones(len(lengths), dtype=np.int64)
 
 
-def _read_histogram(path: Path, lines: list[str]) -> tuple[IntArray, IntArray]:
-    rows = [(number, _fields(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    if not any(word.lstrip("-").isdigit() for word in rows[0][1]):
-        rows = rows[1:]
+def _lengths_of_lines(path: Path, lines: Sequence[tuple[int, str]]) -> IntArray:
+    try:
+        # one fast call if all lines are numbers, because files with millions of lines are common
+        lengths = np.array([line.strip() for _, line in lines], dtype=np.int64)
+        if lengths.min() >= 1 and lengths.max() <= MAX_LENGTH:
+            return lengths
+    except (ValueError, OverflowError):
+        pass
+    return np.array([_length(line.strip(), f"{path}, line {number}") for number, line in lines], dtype=np.int64)
+
+
+def _read_histogram(path: Path, lines: Iterable[tuple[int, str]]) -> tuple[IntArray, IntArray]:
+    rows: Iterator[tuple[int, list[str]]] = ((number, _fields(line)) for number, line in lines)
+    first = next(rows)
+    if any(word.lstrip("-").isdigit() for word in first[1]):
+        rows = itertools.chain([first], rows)
     lengths, counts = [], []
     for number, fields in rows:
         if len(fields) != 2:
-            raise ValueError(f"{path}, line {number}: {' '.join(fields)!r} is not 'length count' like the lines before it")
+            raise ValueError(f"{path}, line {number}: {shown(' '.join(fields))} is not 'length count' like the lines before it")
         lengths.append(_length(fields[0], f"{path}, line {number}"))
         counts.append(_integer(fields[1], f"{path}, line {number}"))
-        if counts[-1] < 0:
-            raise ValueError(f"{path}, line {number}: the count is {counts[-1]}; it must be 0 or more")
+        if not 0 <= counts[-1] <= _MAX_COUNT:
+            raise ValueError(f"{path}, line {number}: the count is {shown(counts[-1])}; it must be from 0 to {_MAX_COUNT}")
     return np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64)
 
 
@@ -201,14 +223,11 @@ def _fields(line: str) -> list[str]:
     return line.replace(",", " ").replace(";", " ").split()
 
 
-def _text_lines(path: Path) -> list[str]:
+def _lines(path: Path, most_chars: int) -> Iterator[str]:
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8-sig") as file:
-                return file.read().splitlines()
-        return path.read_text(encoding="utf-8-sig").splitlines()
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is not a text file ({error}); give {_FORMS}") from None
+        yield from text_lines(path, most_chars)
+    except ValueError as error:
+        raise ValueError(f"{error}; give {_FORMS}") from None
 
 
 def _column_lengths(path: Path, column: str, count_tokens: CountTokens | None) -> IntArray:
@@ -221,10 +240,14 @@ def _column_lengths(path: Path, column: str, count_tokens: CountTokens | None) -
 
 def _table_lengths(path: Path, column: str, count_tokens: CountTokens | None) -> IntArray:
     """The numbers (or, with a tokenizer, texts) in one column of a table with a header line, separated by commas or tabs."""
-    reader = csv.DictReader(_text_lines(path), delimiter="\t" if ".tsv" in path.suffixes else ",")
-    if column not in (reader.fieldnames or ()):
-        raise ValueError(f"{path}: no column {column!r}; found {', '.join(reader.fieldnames or ())}")
-    rows = [UncountedRow(f"{path}, line {reader.line_num}", row[column] or "") for row in reader]
+    csv.field_size_limit(_MAX_ROW_CHARS)
+    reader = csv.DictReader(_lines(path, _MAX_ROW_CHARS), delimiter="\t" if ".tsv" in path.suffixes else ",")
+    try:
+        if column not in (reader.fieldnames or ()):
+            raise ValueError(f"{path}: no column {column!r}; found {', '.join(reader.fieldnames or ()):.500}")
+        rows = [UncountedRow(f"{path}, line {reader.line_num}", row[column] or "") for row in reader]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     if count_tokens is not None and not all(row.value.strip().lstrip("-").isdigit() for row in rows):
         return _lengths_of(rows, column, count_tokens)
     return np.array([_length(row.value, row.place) for row in rows], dtype=np.int64)
@@ -232,29 +255,22 @@ def _table_lengths(path: Path, column: str, count_tokens: CountTokens | None) ->
 
 def _json_rows(path: Path, column: str) -> Iterator[UncountedRow]:
     """Every row of a JSON Lines file or a JSON file with rows, with the value of the column."""
-    lines = _text_lines(path)
+    rows: Iterable[tuple[str, Any]]
     if ".jsonl" in path.suffixes:
-        texts: Iterable[tuple[str, str]] = ((f"line {i}", line) for i, line in enumerate(lines, 1) if line.strip())
-        rows = [(where, _parse_json(text, f"{path}, {where}")) for where, text in texts]
+        texts = ((f"line {i}", line) for i, line in enumerate(_lines(path, _MAX_ROW_CHARS), 1) if line.strip())
+        rows = ((where, parse_json(text, f"{path}, {where}")) for where, text in texts)
     else:
-        data = _parse_json("\n".join(lines), str(path))
+        data = parse_json("".join(_lines(path, sys.maxsize)), str(path))
         if isinstance(data, dict) and isinstance(data.get(column), list):
             data = [{column: value} for value in data[column]]
         if not isinstance(data, list):
             raise ValueError(f"{path} holds {type(data).__name__} where a list of rows or an object of columns is needed")
-        rows = [(f"row {i}", row) for i, row in enumerate(data)]
+        rows = ((f"row {i}", row) for i, row in enumerate(data))
     for where, row in rows:
         if not isinstance(row, dict) or column not in row:
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(f"{path}, {where}: no column {column!r}; found {found}")
+            raise ValueError(f"{path}, {where}: no column {column!r}; found {found:.500}")
         yield UncountedRow(f"{path}, {where}", row[column], row.get("tools"))
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from None
 
 
 def _parquet_lengths(path: Path, column: str, count_tokens: CountTokens | None) -> IntArray:
@@ -317,19 +333,19 @@ def _is_conversation(value: Any) -> bool:
 def _value_length(value: Any, where: str, column: str) -> int:
     if isinstance(value, list):
         if (other := next((each for each in value if type(each) is not int), None)) is not None:
-            raise ValueError(f"{where}: column {column!r} holds a list with {other!r:.60} in it; {_NEEDED}")
+            raise ValueError(f"{where}: column {column!r} holds a list with {shown(other)} in it; {_NEEDED}")
         return _length(str(len(value)), where)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where}: column {column!r} holds {value!r:.60}; {_NEEDED}")
+        raise ValueError(f"{where}: column {column!r} holds {shown(value)}; {_NEEDED}")
     return _length(str(value), where)
 
 
 def _length(word: str, where: str) -> int:
     length = _integer(word, where)
     if length < 1:
-        raise ValueError(f"{where}: {length} tokens; every sequence needs at least one")
+        raise ValueError(f"{where}: {shown(length)} tokens; every sequence needs at least one")
     if length > MAX_LENGTH:
-        raise ValueError(f"{where}: {length} tokens, but at most {MAX_LENGTH} are possible; is this a list of lengths?")
+        raise ValueError(f"{where}: {shown(length)} tokens, but at most {MAX_LENGTH} are possible; is this a list of lengths?")
     return length
 
 
@@ -337,4 +353,4 @@ def _integer(word: str, where: str) -> int:
     try:
         return int(word)
     except ValueError:
-        raise ValueError(f"{where}: {word!r} is not an integer; whole numbers of tokens are needed") from None
+        raise ValueError(f"{where}: {shown(word)} is not an integer; whole numbers of tokens are needed") from None

@@ -238,7 +238,7 @@ def test_numbers_that_are_none_end_with_status_two(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", *MACHINE, "--degrees", "one"])
     assert ended.value.code == 2
-    assert "'one' is not a list of numbers" in capsys.readouterr().err
+    assert "'one' is not a whole number; give a list of numbers such as 1,2,4,8" in capsys.readouterr().err
 
 
 def modules_after(arguments: list[str]) -> set[str]:
@@ -351,3 +351,21 @@ def test_an_unexpected_error_is_one_line_unless_it_is_debugged(monkeypatch, tmp_
     assert said.startswith("hf-longctx show: unexpected ZeroDivisionError: ") and said.count("\n") == 1
     with pytest.raises(ZeroDivisionError):
         main(["--debug", "show", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus=--"], "argument --gpus: '--' is no value"),
+        (["--host-gib", "x" * 5000], "argument --host-gib: '" + "x" * 30 + "' is not a number"),
+        (["--gpus", "1000000000"], "argument --gpus: 1000000000 is too large; give at most 16384"),
+        (["--gpus", "2", "--host-gib", "half"], "argument --host-gib: 'half' is not a number"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_by_the_name_of_its_option(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gpt-7b", "--hardware", "h100", *words])
+    last = capsys.readouterr().err.strip().split("\n")[-1]
+    assert last.endswith(message)

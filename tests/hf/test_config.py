@@ -170,6 +170,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "node_aligned": False,
         "calibration_steps": 0,
         "resume_partial": True,
+        "async_save": True,
         "collective_timeout_s": 7.5,
         "fp32_gradients": False,
         "self_test": False,
@@ -233,3 +234,10 @@ def test_no_layer_range_is_refused() -> None:
 def test_stages_of_several_layer_ranges_lend_no_ranks() -> None:
     with pytest.raises(ValueError, match="lend_stages is set and interleave is 2; stages of several layer ranges lend no ranks"):
         LongContextConfig(stages=2, interleave=2, lend_stages=True)
+
+
+def test_an_integer_without_end_is_refused_by_the_name_of_its_setting() -> None:
+    # Python does not write out integers of so many digits
+    for value in (10**5000, -(10**5000), [10**5000]):
+        with pytest.raises(ValueError, match=r"degrees is .*\(an integer of 16610 bits\)"):
+            LongContextConfig(degrees=value)

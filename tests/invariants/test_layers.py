@@ -29,6 +29,7 @@ plan.pipeline.activations
 plan.pipeline
 plan.planner
 plan.stage_count
+sim.text_lines
 sim.workloads  sim.capacity
 sim.scenario  sim.execution  sim.longest
 sim.memory_use  sim.others
@@ -37,6 +38,7 @@ sim.output
 runtime.core  runtime.parameters  runtime.tiles
 runtime.activations
 runtime.attention
+runtime.states
 runtime.process_groups
 runtime.execution
 runtime.measure

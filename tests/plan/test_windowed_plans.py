@@ -26,7 +26,6 @@ from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer
 from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import pipelined
@@ -72,7 +71,7 @@ def test_a_long_sequence_under_windows_needs_fewer_ranks() -> None:
 @pytest.mark.parametrize("windows", [(None,) * 48, (6000, None) * 24])
 def test_windows_that_hide_nothing_change_no_plan(windows: Windows) -> None:
     costs, same = gpu_costs(FULL_GEMMA), gpu_costs(replace(FULL_GEMMA, windows=windows))
-    budget = ActivationBudget(2000, 2000 * saved_token_bytes(GEMMA), 0, 1024)
+    budget = ActivationBudget(2000, ByteModel(GEMMA).kept_bytes(2000), 0, 1024)
     config = PlannerConfig(3000, (1, 2, 4, 8), solver="greedy")
     for made in (
         lambda each: plan_step(0, LENGTHS, each, config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,11 @@ def test_command_line_alone_is_enough() -> None:
         (["--max_lenght", "7"], "unknown setting '--max_lenght'; did you mean --max_length"),
         (["--max_length", "long"], "invalid int value: 'long'"),
         (["--long_sequences", "drop"], "long_sequences"),
+        (["--logging_steps", "inf"], "cannot convert float infinity to integer; check --logging_steps"),
+        (["--logging_steps", "9" * 400], "check --logging_steps"),
+        (["--lora_rank=--"], "--lora_rank has the value '--'"),
+        (["--max_length", "7", "8"], "'8' follows the one value that --max_length takes"),
+        (["--max_length", "9" * 5000], "argument --max_length/--max-length: invalid int value"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(config_file: str, arguments: list[str], message: str) -> None:
@@ -166,3 +172,39 @@ def test_degrees_may_be_the_word_all(tmp_path: Path, text: str) -> None:
     path.write_text(FILE.replace("degrees: [1, 2]", text))
     assert read_settings(ALL, [str(path)])[1].degrees == "all"
     assert read_settings(ALL, [str(path), "--degrees", "2", "1"])[1].degrees == [2, 1]
+
+
+NINE = [f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: {nine}\n" for i, nine in enumerate(NINE, 1))
+BAD_FILES = {
+    "billion laughs": (LAUGHS, "aliases make more than 100,000 values"),
+    "a list in itself": ("degrees: &a [1, *a]\n", "aliases make more than 100,000 values"),
+    "deep nesting": ("degrees: " + "[" * 10**5, "is nested too deeply"),
+    "an endless integer": ("max_length: " + "9" * 5000, "Exceeds the limit (4300 digits)"),
+    "a date that is none": ("max_length: 2020-99-99", "month must be in 1..12"),
+    "a list as a key": ("? [1]\n: 2\n", "is not YAML that can be read"),
+    "a date in a mapping": ("model_config: {a: 2020-01-01}", "'model_config' holds a value that is no text, number or list"),
+    "no text": (b"\xff\xfe\x00\x80", "is not YAML that can be read"),
+    "too large": ("#" * 2**21, "has 2,097,152 bytes; a file of settings has at most 1,048,576"),
+    "nested JSON": ("dataset: x\nmodel_config: '" + "[" * 10**5 + "'", "model_config is nested too deeply"),
+    "two values": ("dataset: x\nmodel_name_or_path: y\nmax_length: [1, 2]", "'2' follows the one value that --max_length takes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_are_no_settings_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    content, message = BAD_FILES[name]
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    begin_s = time.process_time()
+    with pytest.raises(SystemExit) as error:
+        read_settings(ALL, [str(path)])
+    assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 2000
+    assert time.process_time() - begin_s < 5
+
+
+def test_aliases_that_repeat_a_few_values_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("dataset: x\nmodel_name_or_path: &name y\ntokenizer: *name\nneedle_lengths: &n [16, 32]\ndegrees: [1, 2]\n")
+    recipe, _, _ = read_settings(ALL, [str(path), "--use_cpu", "true"])
+    assert recipe.tokenizer == "y" and recipe.needle_lengths == [16, 32]

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from helpers.plans.forecasts import LENGTHS, cost_model, forecast, scenario
+from helpers.plans.forecasts import LENGTHS, TOKEN_BYTES, cost_model, forecast, scenario
 
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import GroupShape
@@ -36,7 +36,7 @@ def test_the_peak_is_that_of_the_memory_model() -> None:
     held = max(rank.peak_tokens for rank in found.steps[0].execution.ranks)
     assert found.peak_tokens == held <= found.scenario.tokens_per_rank
     # states sharded over four ranks, and the parameters gathered from them, as worked out in test_sim_capacity
-    assert found.steps[0].plan.estimate.peak_bytes == 15_744 + held * 1296
+    assert found.steps[0].plan.estimate.peak_bytes == 15_744 + held * TOKEN_BYTES
 
 
 def test_the_peak_of_a_measured_model_is_the_measured_one() -> None:
@@ -71,13 +71,13 @@ def test_every_static_degree_has_its_seconds_or_the_reason_against_it() -> None:
     found = forecast()
     room = found.scenario.tokens_per_rank
     by_name = {choice.name: choice for choice in found.alternatives}
-    assert room == 49
+    assert room == 42
     for degree in (1, 2):
         assert not by_name[f"all groups of {degree}"].is_possible
         assert by_name[f"all groups of {degree}"].detail == (
             f"does not fit: the longest sequence has 120 tokens, but {degree} rank(s) hold {degree * room}"
         )
-    # 333 tokens in groups of 4 * 49 need two micro-batches of one group; each token costs 3 ms on four ranks, each chunk 20 ms,
+    # 333 tokens in groups of 4 * 42 need two micro-batches of one group; each token costs 3 ms on four ranks, each chunk 20 ms,
     # and a rank sends 3/4 of its tokens in both passes: in and out 4 query heads and, one on each rank, 4 heads of keys and
     # values make 16 of 16 bytes, at 1 us each
     four = by_name["all groups of 4"]
@@ -110,7 +110,7 @@ def test_degrees_used_count_every_sequence_once() -> None:
     assert sum(use.num_sequences for use in uses) == len(LENGTHS)
     assert sum(use.num_tokens for use in uses) == sum(LENGTHS)
     assert [use.degree for use in uses] == sorted((use.degree for use in uses), reverse=True)
-    # 120 tokens need at least four ranks of 49
+    # 120 tokens need at least four ranks of 42
     assert uses[0].degree == 4 and uses[0].longest == 120
 
 
@@ -125,7 +125,7 @@ def test_bins_hold_powers_of_two_and_every_sequence_once() -> None:
 def test_without_lengths_memory_and_the_longest_sequence_are_known() -> None:
     found = make_forecast(scenario(), None, 3, 512, seed=0)
     assert found.steps == () and found.alternatives == () and length_bins(found) == ()
-    assert found.scenario.longest_tokens == 4 * 49 and found.peak_tokens == 49
+    assert found.scenario.longest_tokens == 4 * 42 and found.peak_tokens == 42
     assert found.longest_row.tokens == max(row.tokens for row in found.longest) > 0
     # one sequence on four ranks with everything kept: 3 / 4 of 16 elements of 16 bytes are sent for each token
     row = found.longest[0]
@@ -138,23 +138,23 @@ def test_a_sequence_that_fits_nowhere_is_refused_with_what_would_hold_it() -> No
         forecast((500, 197, 30))
     message = str(error.value)
     assert "the longest of 3 sequences has 500 tokens" in message
-    assert "(4 ranks of 49 tokens) holds 196; 2 sequence(s) are longer" in message
-    assert "leave these out with --limit 196" in message
+    assert "(4 ranks of 42 tokens) holds 168; 2 sequence(s) are longer" in message
+    assert "leave these out with --limit 168" in message
     # MODEL has four heads, so Ulysses groups have at most four ranks, and more ranks do not help
     assert "--gpus" not in message
 
 
 def test_one_token_too_many_is_refused() -> None:
-    assert forecast((196, 30)).step_s > 0
-    with pytest.raises(ValueError, match=r"has 197 tokens, .* holds 196; 1 sequence"):
-        forecast((197, 30))
+    assert forecast((168, 30)).step_s > 0
+    with pytest.raises(ValueError, match=r"has 169 tokens, .* holds 168; 1 sequence"):
+        forecast((169, 30))
 
 
 def test_a_job_wide_enough_for_the_longest_sequence_is_named() -> None:
     own = scenario()
     free = replace(own, placement=replace(own.placement, method="auto"))
-    # eight ranks hold 8 * ((80,000 - 2,624 - 10,496) // 1296 = 51), sixteen 16 * 52
-    with pytest.raises(ValueError, match=r"or --gpus 16 \(holds 832\)"):
+    # eight ranks hold 8 * ((80,000 - 2,624 - 10,496) // 1516 = 44), sixteen 16 * 44
+    with pytest.raises(ValueError, match=r"or --gpus 16 \(holds 704\)"):
         forecast((500, 197, 30), of=free)
 
 

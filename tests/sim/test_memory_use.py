@@ -30,8 +30,8 @@ from hf_longctx.sim.memory_use import memory_use, peak_bytes
 from hf_longctx.sim.output.text import forecast_text
 from hf_longctx.sim.scenario import Scenario
 
-# most tokens of four ranks with everything kept, 49 each, as worked out in test_sim_capacity
-KEPT = 196
+# most tokens of four ranks with everything kept, 42 each, as worked out in test_sim_capacity
+KEPT = 168
 
 
 def engine(**changes: int) -> Scenario:
@@ -78,7 +78,7 @@ def test_host_memory_that_is_used_shows_with_its_reason() -> None:
 def test_a_bound_on_tokens_holds_for_the_engine_too() -> None:
     own = engine()
     bound = replace(own, placement=replace(own.placement, max_tokens_per_rank=50))
-    assert (bound.tokens_per_rank, bound.kept_tokens, bound.planner_config.tokens_per_rank) == (50, 49, 50)
+    assert (bound.tokens_per_rank, bound.kept_tokens, bound.planner_config.tokens_per_rank) == (50, 42, 50)
     assert replace(own, placement=replace(own.placement, max_tokens_per_rank=20)).kept_tokens == 20
 
 
@@ -159,8 +159,8 @@ def test_the_report_says_what_planned_steps_hold() -> None:
     own = engine()
     text = forecast_text(make_forecast(own, None, 1, 1, 0))
     assert (
-        f"planned steps hold {own.longest_tokens:,} tokens (4 ranks of {own.tokens_per_rank:,}): everything kept up to 49" in text
+        f"planned steps hold {own.longest_tokens:,} tokens (4 ranks of {own.tokens_per_rank:,}): everything kept up to 42" in text
     )
     planned = forecast_text(forecast((KEPT + 1, 30), of=own))
     assert "  activations: 1 group(s) " in planned and "nothing is offloaded: " in planned
-    assert "does not fit: the longest sequence has 197 tokens, but 4 rank(s) hold 196 with everything kept" in planned
+    assert "does not fit: the longest sequence has 169 tokens, but 4 rank(s) hold 168 with everything kept" in planned

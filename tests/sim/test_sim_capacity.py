@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.forecasts import MEMORY, MODEL
+from helpers.plans.forecasts import MEMORY, MODEL, TOKEN_BYTES
 
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies, rooms, wider_job
@@ -24,18 +24,18 @@ def test_the_model_of_these_tests_has_the_numbers_of_its_comment() -> None:
 
 
 def test_tokens_fill_what_the_states_leave() -> None:
-    # 80,000 - 20,992 = 59,008 bytes hold 45 tokens of 1,296
+    # 80,000 - 20,992 = 59,008 bytes hold 38 tokens of 1,516
     assert MEMORY.state_bytes("replicated", 1) == WHOLE
-    assert MEMORY.tokens_per_rank("replicated", 1) == 45
+    assert MEMORY.tokens_per_rank("replicated", 1, False) == 38
     # 80,000 - 20,992 / 4 - 10,496 = 64,256 bytes
     assert MEMORY.state_bytes("sharded", 4) == WHOLE // 4 + GATHERED
-    assert MEMORY.tokens_per_rank("sharded", 4) == 49
-    assert MEMORY.rank_bytes(49, "sharded", 4) == 15_744 + 49 * 1296 <= MEMORY.usable_bytes
-    assert MEMORY.rank_bytes(50, "sharded", 4) > MEMORY.usable_bytes
+    assert MEMORY.tokens_per_rank("sharded", 4, False) == 42
+    assert MEMORY.left_bytes("sharded", 4) == 64_256
+    assert MEMORY.kept_bytes(42, False) == 42 * TOKEN_BYTES <= 64_256 < MEMORY.kept_bytes(43, False)
 
 
 def test_states_that_do_not_fit_leave_no_tokens() -> None:
-    assert replace(MEMORY, usable_bytes=WHOLE - 1).tokens_per_rank("replicated", 1) == 0
+    assert replace(MEMORY, usable_bytes=WHOLE - 1).tokens_per_rank("replicated", 1, False) == 0
 
 
 def test_measured_states_are_bytes_per_parameter_shared_by_the_ranks() -> None:
@@ -44,14 +44,15 @@ def test_measured_states_are_bytes_per_parameter_shared_by_the_ranks() -> None:
     assert measured.state_bytes("sharded", 4) == 1312 * 18 // 4
     # all weights in addition to the shards
     assert measured.state_bytes("gathered_per_round", 4) == 1312 * 18 // 4 + 1312 * 4
-    assert measured.tokens_per_rank("sharded", 4) == (50_000 - 5_904) // 500
+    assert measured.tokens_per_rank("sharded", 4, True) == (50_000 - 5_904) // 500
+    assert measured.kept_bytes(7, True) == 7 * 500
 
 
 def test_the_longest_sequence_fills_the_largest_group() -> None:
-    assert REPLICATED.longest_tokens(MEMORY) == 4 * 45
-    assert replace(REPLICATED, degrees=(1, 2)).longest_tokens(MEMORY) == 2 * 45
+    assert REPLICATED.longest_tokens(MEMORY) == 4 * 38
+    assert replace(REPLICATED, degrees=(1, 2)).longest_tokens(MEMORY) == 2 * 38
     assert replace(REPLICATED, max_tokens_per_rank=7).longest_tokens(MEMORY) == 4 * 7
-    assert replace(REPLICATED, max_tokens_per_rank=7000).longest_tokens(MEMORY) == 4 * 45
+    assert replace(REPLICATED, max_tokens_per_rank=7000).longest_tokens(MEMORY) == 4 * 38
 
 
 def lengths_by_remedy(placement: Placement, memory: DeviceMemory = MEMORY) -> dict[str, int]:
@@ -62,30 +63,30 @@ def lengths_by_remedy(placement: Placement, memory: DeviceMemory = MEMORY) -> di
 
 def test_every_remedy_is_computed_by_the_same_formula() -> None:
     assert lengths_by_remedy(REPLICATED) == {
-        # 160,000 - 20,992 bytes are 107 tokens on each of 4 ranks
-        "devices of 0 GiB": 4 * 107,
-        # a token in two-byte numbers takes 2 * 328 + 10 * (2 + 12) = 796 bytes; states take 1312 * (4 + 8)
-        "weights and activations in bf16: --dtype bfloat16": 4 * ((80_000 - 15_744) // 796),
-        "2 times the ranks: --gpus 8": 8 * 45,
-        "states sharded over 4 ranks: --parameters sharded": 4 * 49,
+        # 160,000 - 20,992 bytes are 91 tokens on each of 4 ranks
+        "devices of 0 GiB": 4 * 91,
+        # a token in two-byte numbers takes 2 * (328 + 32) + 24 bytes, and 24 * 8 in the last norm: 936; states 1312 * (4 + 8)
+        "weights and activations in bf16: --dtype bfloat16": 4 * ((80_000 - 15_744) // 936),
+        "2 times the ranks: --gpus 8": 8 * 38,
+        "states sharded over 4 ranks: --parameters sharded": 4 * 42,
     }
 
 
 def test_wider_groups_and_a_lifted_bound_are_remedies() -> None:
     found = lengths_by_remedy(replace(REPLICATED, degrees=(1, 2), max_tokens_per_rank=20))
-    assert found["leave --tokens-per-rank out"] == 2 * 45
+    assert found["leave --tokens-per-rank out"] == 2 * 38
     assert found["groups of up to 4 ranks: --degrees"] == 4 * 20
     # MODEL has four heads, so Ulysses stops at four of eight ranks
     eight = replace(REPLICATED, num_ranks=8, method="ulysses")
-    assert lengths_by_remedy(eight)["groups of up to 8 ranks: --method auto"] == 8 * 45
+    assert lengths_by_remedy(eight)["groups of up to 8 ranks: --method auto"] == 8 * 38
 
 
 def test_states_shared_by_a_few_ranks_may_be_shared_by_all() -> None:
-    # 80,000 - 20,992 / 2 - 10,496 = 59,008 bytes hold 45 tokens; sharding over all four ranks allows 49
+    # 80,000 - 20,992 / 2 - 10,496 = 59,008 bytes hold 38 tokens; sharding over all four ranks allows 42
     found = lengths_by_remedy(replace(SHARDED, shard_ranks=2))
-    assert found["states sharded over all ranks: --shard-ranks 4"] == 4 * 49
+    assert found["states sharded over all ranks: --shard-ranks 4"] == 4 * 42
     # eight ranks still share states in pairs
-    assert found["2 times the ranks: --gpus 8"] == 8 * 45
+    assert found["2 times the ranks: --gpus 8"] == 8 * 38
 
 
 def test_a_measured_model_is_not_offered_another_number_format() -> None:
@@ -99,9 +100,9 @@ def test_a_change_that_gains_nothing_is_no_remedy() -> None:
 
 
 def test_ranks_are_doubled_until_a_sequence_fits() -> None:
-    # replicated: 45 tokens on each rank
-    assert wider_job(MEMORY, REPLICATED, 8, 360).num_ranks == 8
-    assert wider_job(MEMORY, REPLICATED, 8, 361).num_ranks == 16
+    # replicated: 38 tokens on each rank
+    assert wider_job(MEMORY, REPLICATED, 8, 304).num_ranks == 8
+    assert wider_job(MEMORY, REPLICATED, 8, 305).num_ranks == 16
     # more ranks do not help if states are replicated, and the search ends
     tiny = replace(MEMORY, usable_bytes=100)
     assert wider_job(tiny, REPLICATED, 8, 1).longest_tokens(tiny) == 0
@@ -120,7 +121,7 @@ def test_rooms_compare_all_ways_of_keeping_the_states() -> None:
         "sharded": WHOLE // 4 + GATHERED,
         "gathered_per_round": WHOLE // 4 + GATHERED,
     }
-    assert [(room.tokens_per_rank, room.longest_tokens) for room in found.values()] == [(45, 180), (49, 196), (49, 196)]
+    assert [(room.tokens_per_rank, room.longest_tokens) for room in found.values()] == [(38, 152), (42, 168), (42, 168)]
     assert {room.parameters: room.state_bytes for room in rooms(MEMORY, replace(SHARDED, shard_ranks=2))}["sharded"] == 20_992
 
 
@@ -128,6 +129,6 @@ def test_a_single_rank_has_one_way_to_keep_its_states() -> None:
     assert [room.parameters for room in rooms(MEMORY, Placement(1, "replicated", 1, (1,), "auto"))] == ["replicated"]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 45])
+@pytest.mark.parametrize("num_tokens", [0, 1, 38])
 def test_what_fits_by_one_function_fits_by_the_other(num_tokens: int) -> None:
-    assert MEMORY.rank_bytes(num_tokens, "replicated", 1) <= MEMORY.usable_bytes
+    assert MEMORY.kept_bytes(num_tokens, True) <= MEMORY.left_bytes("replicated", 1)

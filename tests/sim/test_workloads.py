@@ -104,7 +104,7 @@ BAD = {
     "no such table column": ("a.csv", "n,m\n1,2\n", "x", "no column 'x'; found n, m"),
     "text in a table": ("a.csv", "n,m\n1,2\nb,3\n", "n", "line 3: 'b' is not an integer"),
     "a gap in a table": ("a.csv", "m,n\n1,2\n3\n", "n", "line 3: '' is not an integer"),
-    "broken line": ("a.jsonl", '{"t": 1}\n{"t": \n', "t", "line 2: not JSON"),
+    "broken line": ("a.jsonl", '{"t": 1}\n{"t": \n', "t", "line 2 is not JSON"),
     "no rows": ("a.json", "3", "t", "holds int where a list of rows"),
     "column not named": ("a.jsonl", '{"t": 1}\n', "", "a.jsonl:input_ids"),
     "no parquet": ("a.parquet", "hello", "t", "is not a Parquet file"),

@@ -30,7 +30,7 @@ def model_config(name: str) -> PretrainedConfig:
     if name and path.is_file():
         try:
             return AutoConfig.for_model(**json.loads(path.read_text()))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{path} is not the config.json of a causal language model: {error}") from None
     if not name:
         return shaped_config(_SMALL)

@@ -46,12 +46,18 @@ _SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")
 
 
 def save_stages(
-    stage: StageModel, folder: str, ranks_per_stage: int, control: dist.ProcessGroup | None, max_shard_size: str = "5GB"
+    stage: StageModel,
+    folder: str,
+    ranks_per_stage: int,
+    control: dist.ProcessGroup | None,
+    max_shard_size: str = "5GB",
+    is_joined: bool = True,
 ) -> None:
     """Writes the model of all stages to `folder`, where `from_pretrained` can read it; of a model with adapters, only these.
 
-    Collective over all ranks, which must see one shared folder. Raises RuntimeError on every rank if some rank could not write;
-    the previous checkpoint in the folder is then unchanged.
+    Collective over all ranks, which must see one shared folder, unless the caller calls `join_stages` later, which brings the
+    files of all stages together: `is_joined` is then False. Raises RuntimeError on every rank if some rank could not write; the
+    previous checkpoint in the folder is then unchanged.
     """
     rank = dist.get_rank() if control is not None else 0
     is_writer = rank % ranks_per_stage == 0
@@ -68,9 +74,11 @@ def save_stages(
     except Exception as problem:
         error = f"rank {rank}: {type(problem).__name__}: {problem}"
     _raise_everywhere(error, control, folder)
+    if not is_joined:
+        return
     try:
         if rank == 0:
-            _join([_partial(folder, number) for number in range(stage.num_stages)], Path(folder))
+            join_stages(Path(folder), stage.num_stages)
     except Exception as problem:
         error = f"rank {rank}: {type(problem).__name__}: {problem}"
     _raise_everywhere(error, control, folder)
@@ -140,7 +148,7 @@ def _is_of(key: str, parameter: str) -> bool:
     return f".{parameter}." in key
 
 
-def _partial(folder: str, stage: int) -> Path:
+def _partial(folder: str | Path, stage: int) -> Path:
     """Folder that a stage writes to; it is on the checkpoint's file system, so that files can be renamed instead of copied."""
     return Path(folder) / f"stage-{stage}.partial"
 
@@ -174,8 +182,12 @@ def _raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str
         )
 
 
-def _join(partials: list[Path], folder: Path) -> None:
-    """Moves the files of all stages to their final names; a single rename makes them the folder's checkpoint."""
+def join_stages(folder: Path, num_stages: int) -> None:
+    """Moves the files of all stages in `folder` to their final names; a single rename makes them the folder's checkpoint.
+
+    For one rank, when all stages are written.
+    """
+    partials = [_partial(folder, number) for number in range(num_stages)]
     if missing := [partial for partial in partials if not partial.is_dir()]:
         raise FileNotFoundError(f"{missing[0]} does not exist; the ranks of all stages must write to one shared folder")
     if (partials[0] / ADAPTER_FILE).exists():

@@ -3,6 +3,10 @@
 torch.distributed.checkpoint reads the table of optimizer shards (`optimizer_shards/.metadata`), and the settings in the shards,
 with plain pickle, which calls any function that the file names. `load_shards` takes its place. `choice.py` looks for such names
 before a run resumes (`metadata_fault`, `archive_fault`), so that all ranks refuse a checkpoint together.
+
+Only the contents of shards (`optimizer_shards/*.distcp`), which may have the size of the model, are not looked through before:
+torch's restricted reader takes both their tensors and, in `load_shards`, their settings, and refuses what could run code when it
+meets it. Nothing of the file has run then, and all ranks end with its name.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import io
 import pickle
 import pickletools
 import zipfile
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,8 @@ from transformers.trainer_pt_utils import safe_globals
 METADATA_FILE = ".metadata"
 # module -> names that torch writes into the table of shards, beside the data types (`torch.float32` and so on)
 _ALLOWED = {
+    # Python 3.11.2 writes members of enums as calls of it; `_member` takes its place
+    "builtins": {"getattr"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
@@ -204,8 +211,9 @@ def load_shards(states: dict[str, Any], folder: Path) -> None:
 
     Raises ValueError on every rank if one of them cannot read its share.
     """
+    reader = _Reader(folder)
     try:
-        state_dict_loader.load(states, storage_reader=_Reader(folder), planner=_Planner())
+        state_dict_loader.load(states, storage_reader=reader, planner=_Planner(reader))
     except CheckpointException as error:
         # torch's class is no Exception, which trainers and their callers do not expect
         failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
@@ -226,18 +234,36 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if not _is_allowed(module, name):
             raise UnsafePickle(_named([f"{module}.{name}"]))
-        return super().find_class(module, name)
+        return _member if module == "builtins" else super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """The member of an enum by its name; raises UnsafePickle for the attribute of anything else."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise UnsafePickle(f"it reads the attribute {name!r} of an object that is no enum")
+    return kind[name]
 
 
 class _Reader(FileSystemReader):
-    """Reads shards with a table that is checked first."""
+    """Reads shards with a table that is checked first.
+
+    error: why the table is not read. It is raised by the planner, since torch 2.11 hides errors that are raised here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.error: Exception | None = None
 
     def read_metadata(self, *args: Any, **settings: Any) -> Metadata:
         file = Path(self.path) / METADATA_FILE
         try:
             metadata = read_metadata(file)
         except UnsafePickle as error:
-            raise ValueError(f"{file} is not read: {error}; resume from a checkpoint that this package wrote") from None
+            self.error = ValueError(f"{file} is not read: {error}; resume from a checkpoint that this package wrote")
+        except Exception as error:
+            self.error = error
+        if self.error is not None:
+            metadata = Metadata({})
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -245,6 +271,15 @@ class _Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     """Reads settings of optimizers, such as learning rates, with torch's restricted reader."""
+
+    def __init__(self, reader: _Reader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def set_up_planner(self, *args: Any, **settings: Any) -> None:
+        if self._reader.error is not None:
+            raise self._reader.error
+        super().set_up_planner(*args, **settings)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:

@@ -69,7 +69,7 @@ def read_tools(value: Any, row: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{row} has tools that are not valid JSON ({error}), expected a list of tool schemas") from None
     if not value:
         return None

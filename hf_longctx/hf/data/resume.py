@@ -67,6 +67,8 @@ class DataRecorder:
         self.cursor: Callable[[], Cursor | None] = lambda: None
         self.resumed_from: Path | None = None
         self.starts_anew = False
+        # steps that were left out so far, since their loss or gradients were not finite
+        self.num_skipped = 0
 
     def describe(self, settings: dict[str, Any]) -> None:
         """Stores which data the present training reads, for its checkpoints and for `problems`."""
@@ -83,10 +85,16 @@ class DataRecorder:
         """
         self.resumed_from, self.starts_anew = folder, starts_anew
 
-    def record(self, step: int) -> dict[str, Any]:
-        """The record of the data before optimizer step `step` ends; the place in a stream is right on rank 0."""
+    def record(self, step: int) -> dict[str, Any] | None:
+        """The record of the data before optimizer step `step` ends; None if a stock loader reads them.
+
+        The place in a stream is right on rank 0.
+        """
+        if not self.settings:
+            return None
         cursor = self.cursor()
-        return {"step": step, "settings": self.settings, "cursor": None if cursor is None else asdict(cursor)}
+        place = None if cursor is None else asdict(cursor)
+        return {"step": step, "settings": self.settings, "cursor": place, "skipped_steps": self.num_skipped}
 
     def problems(self) -> list[str]:
         """Lists on any rank what keeps it from going on after the checkpoint's data.

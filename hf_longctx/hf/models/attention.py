@@ -8,9 +8,11 @@ because transformers would take such a name for a kernel and try to download it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.quantised import settle_quantised
+from hf_longctx.hf.models.states.patching import patch_mixers, restore_mixers
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
@@ -34,6 +37,8 @@ _WINDOW, _SINKS, _SOFTCAP = "sliding_window", "s_aux", "softcap"
 _SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"
 # attention classes that limit attention by their masks alone; all their layers have the config's window
 _WINDOW_OF_CONFIG = ("PhimoeAttention",)
+# decoder layers that leave the plan's context out when they call their attention
+_DROP_CONTEXT = ("NemotronDecoderLayer", "StableLmDecoderLayer")
 # attention classes that scale the queries of layers without RoPE by their position in the row
 _TEMPERED = ("Llama4TextAttention",)
 
@@ -41,11 +46,17 @@ _TEMPERED = ("Llama4TextAttention",)
 def patch_model(model: PreTrainedModel) -> None:
     """Switches `model` to the registered attention function that falls back to its present implementation. Idempotent.
 
-    Also lets rotary embeddings that depend on a document's length read that length from the plan's context, and keeps
-    bitsandbytes' forward from changing quantised weights. Raises ValueError for an implementation other than sdpa and eager, and
-    for a model that ignores the switch.
+    Also lets rotary embeddings that depend on a document's length read that length from the plan's context, lets mixers with a
+    state along the sequence start it anew at each document, lets layers that would drop the context hand it to their attention,
+    and keeps bitsandbytes' forward from changing quantised weights.
+    Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
     """
     follow_documents(model)
+    patch_mixers(model)
+    for layer in model.modules():
+        if type(layer).__name__ in _DROP_CONTEXT:
+            # a plain method, so that it works on a copy of the model too
+            vars(layer)["forward"] = MethodType(_forward_with_context, layer)
     settle_quantised(model)
     current = model.config._attn_implementation
     if current in NAMES.values():
@@ -75,10 +86,34 @@ def restore_attention(model: Any, name: str | None) -> None:
     if name is not None and attention_name(model) != name:
         model.set_attn_implementation(name)
         ignore_documents(model)
+        restore_mixers(model)
+        for layer in model.modules():
+            if getattr(vars(layer).get("forward"), "__func__", None) is _forward_with_context:
+                del vars(layer)["forward"]
+
+
+def _forward_with_context(layer: Any, *args: Any, **keywords: Any) -> Any:
+    """Forward of a decoder layer's class, checkpointed where that is, whose attention gets the plan's context."""
+    forward = partial(_class_forward, layer, **keywords)
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(forward, *args)
+    return forward(*args)
+
+
+def _class_forward(layer: Any, *args: Any, longctx: GroupContext | None = None, **keywords: Any) -> Any:
+    # without the wrapper of transformers that checkpoints a forward: that is done by now
+    forward, attention = inspect.unwrap(type(layer).forward), layer.self_attn
+    own = dict(vars(attention))
+    vars(attention)["forward"] = partial(attention.forward, longctx=longctx)
+    try:
+        return forward(layer, *args, **keywords)
+    finally:
+        vars(attention).pop("forward")
+        vars(attention).update(own)
 
 
 def num_attention_layers(model: PreTrainedModel) -> int:
-    """Number of attention calls in one forward."""
+    """Number of calls in one forward that get the plan: of attention, or of a mixer with a state in its place."""
     return int(model.config.get_text_config().num_hidden_layers)
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.models.states.patching import STATE_WORDS
+
 TESTED_MODELS: tuple[str, ...] = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -88,10 +90,12 @@ TESTED_MODELS: tuple[str, ...] = (
     "ModernBertDecoderForCausalLM",
     "MoshiForCausalLM",
     "NanoChatForCausalLM",
+    "NemotronForCausalLM",
     "OPTForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
     "OlmoForCausalLM",
+    "OlmoHybridForCausalLM",
     "OlmoeForCausalLM",
     "PersimmonForCausalLM",
     "Phi3ForCausalLM",
@@ -100,10 +104,14 @@ TESTED_MODELS: tuple[str, ...] = (
     "PhimoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
     "RoCBertForCausalLM",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "SolarOpenForCausalLM",
+    "StableLmForCausalLM",
     "Starcoder2ForCausalLM",
     "VaultGemmaForCausalLM",
     "YoutuForCausalLM",
@@ -169,10 +177,6 @@ REFUSALS = (
             "Mamba2ForCausalLM",
             "MiniMaxForCausalLM",
             "NemotronHForCausalLM",
-            "OlmoHybridForCausalLM",
-            "Qwen3NextForCausalLM",
-            "Qwen3_5ForCausalLM",
-            "Qwen3_5MoeForCausalLM",
             "Qwen4ExpForCausalLM",
             "RecurrentGemmaForCausalLM",
             "RwkvForCausalLM",
@@ -181,7 +185,7 @@ REFUSALS = (
             "ZayaForCausalLM",
             "xLSTMForCausalLM",
         ),
-        r"Mamba|DeltaNet|DeltaAttention|LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent|RgLru|xLSTM|[ms]LSTM|Rwkv|TimeMix|CCA|Mixer$",
+        STATE_WORDS,
     ),
     Refusal(
         "cross attention",
@@ -243,15 +247,6 @@ REFUSALS = (
             "HrmTextForCausalLM",
         ),
         r"Attention$|MLA$",
-    ),
-    Refusal(
-        "drops extra keywords",
-        "drops extra keyword arguments on their way to attention, so that a plan would never arrive there",
-        (
-            "NemotronForCausalLM",
-            "StableLmForCausalLM",
-        ),
-        r"DecoderLayer$",
     ),
     Refusal(
         "inputs beside tokens and positions",

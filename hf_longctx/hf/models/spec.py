@@ -111,6 +111,6 @@ def usable_device_bytes(cluster: ClusterSpec) -> int:
 
 
 def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-    """Number of tokens whose saved tensors fit beside the model's states on one rank, by formula; 0 if not even one fits."""
+    """Number of tokens that one rank can keep everything of, beside the model's states; 0 if not even one fits."""
     byte_model = ByteModel(spec)
     return byte_model.kept_tokens(usable_device_bytes(cluster) - byte_model.states(parameters, shard_ranks))

@@ -18,6 +18,11 @@ from hf_longctx.hf.ranks.heartbeats import Heartbeats
 from hf_longctx.hf.ranks.lost_ranks import RollCall, connect, lost_message, rank_0_holds_store
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
+# beginnings of the messages with which gloo and NCCL end a collective; other errors may speak of connections too
+_LOST_RANK = re.compile(
+    r"(Gloo connectFullMesh failed|\[[^\]]*gloo/[^\]]*:\d+\] |\[Rank \d+\]: .*monitoredBarrier|NCCL (error|communicator))", re.I
+)
+
 # roll call of this launch, shared by all runs of the process
 _roll_call: RollCall | None = None
 
@@ -97,7 +102,7 @@ def explain_lost_ranks(step: int | Callable[[], int], rank: int, timeout_s: floa
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not re.search(r"gloo|nccl|connection", str(error), re.IGNORECASE):
+        if not isinstance(error, dist.DistError) and not _LOST_RANK.match(str(error)):
             raise
         number = step() if callable(step) else step
         lost = _roll_call.lost(number, timeout_s) if _roll_call else []

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-from hf_longctx.hf.ranks.lost_ranks import lost_message, report_key
+from hf_longctx.hf.ranks.lost_ranks import STORE_STAYS, all_know, lost_message, report_key, tell_known
 
 # beats per time-out, and the longest and shortest time between two
 _BEATS = 10
@@ -25,8 +25,14 @@ _LONGEST_S, _SHORTEST_S = 5.0, 0.2
 # a collective of the step gives up after one time-out and can then be handled, so end the process a little later
 _PATIENCE = 1.4
 
-# beats between the verdict and the end, in which the other ranks come to the same verdict; the store may end with this process
+# beats between the verdict and the end, in which the other ranks come to the same verdict
 _LAST_BEATS = 2
+
+# the thread that writes a checkpoint behind training
+WRITER_THREAD = "longctx-writer"
+# functions in which the main thread writes a checkpoint, or waits for that thread
+_WAITS_FOR_WRITER = "wait_for_writer"
+_WRITES = ("_save_checkpoint", "save_model", _WAITS_FOR_WRITER)
 
 _LEFT = "left"
 _LAUNCHER_POLL_S = 1.0
@@ -48,7 +54,9 @@ class Heartbeats:
         # seconds that the judge has run; a clock would go on while this process itself is stopped
         self._lived_s = self._read_s = 0.0
         self._is_blind = self._leaves = False
-        self._verdict: int | None = None
+        self._verdict: tuple[int, list[int]] | None = None
+        # all ranks but those that stand still have come to the verdict
+        self._all_know = threading.Event()
         self._beats: list[tuple[str, float]] = [("", 0.0)] * num_ranks
         self._threads = [
             threading.Thread(target=target, name=f"longctx-{target.__name__.strip('_')}", daemon=True)
@@ -71,9 +79,15 @@ class Heartbeats:
     def still(self, patience: float = 1.0) -> list[int]:
         """Ranks whose hearts have stood still for `patience` times the time-out."""
         limit_s = patience * self._timeout_s
-        if self._is_blind or self._lived_s - self._read_s > limit_s:
-            is_due = self._lived_s - self._read_s > limit_s and _is_waiting()
-            return [0] if is_due and self._in_rank_0 and self._rank else []
+        is_silent = self._lived_s - self._read_s > limit_s
+        if self._is_blind and (found := self._unchanged(limit_s - 2 * self._interval_s)):
+            # the store ended with rank 0, which was perhaps the first to find out
+            return found
+        if self._is_blind or is_silent:
+            return [0] if is_silent and _is_waiting() and self._in_rank_0 and self._rank else []
+        return self._unchanged(limit_s)
+
+    def _unchanged(self, limit_s: float) -> list[int]:
         return [
             rank
             for rank, (beat, changed_s) in enumerate(self._beats)
@@ -92,13 +106,19 @@ class Heartbeats:
                     # some rank has not begun
                     self._read_s = self._lived_s
                 if self._verdict is not None:
-                    self._store.set(report_key(self._rank), str(self._verdict))
-                self._ends.wait(self._interval_s)
+                    self._tell_verdict(*self._verdict)
+                self._ends.wait(self._interval_s if self._verdict is None else _SHORTEST_S)
             if self._leaves:
                 self._store.set(self._keys[self._rank], _LEFT)
         except RuntimeError:
             # the store is gone, perhaps since rank 0 is through
             self._is_blind = True
+
+    def _tell_verdict(self, step: int, still: list[int]) -> None:
+        self._store.set(report_key(self._rank), str(step))
+        tell_known(self._store, self._rank)
+        if all_know(self._store, len(self._keys), still, lambda rank: False):
+            self._all_know.set()
 
     def _take(self, beats: list[str]) -> None:
         now_s = self._lived_s
@@ -116,11 +136,15 @@ class Heartbeats:
             if _is_writing():
                 # a checkpoint of this rank alone is worth finishing
                 continue
-            self._verdict = self._step()
+            self._verdict = self._step(), still
             stack = traceback.format_stack(_main_frame())
-            time.sleep(_LAST_BEATS * self._interval_s)
+            if self._in_rank_0 and not self._rank:
+                # the store ends with this process
+                self._all_know.wait(STORE_STAYS * self._timeout_s)
+            else:
+                time.sleep(_LAST_BEATS * self._interval_s)
             print("".join(stack), file=sys.stderr)
-            _end(lost_message(self._verdict, self._rank, still, self._timeout_s))
+            _end(lost_message(self._verdict[0], self._rank, still, self._timeout_s))
 
 
 def follow_launcher() -> None:
@@ -140,7 +164,10 @@ def follow_launcher() -> None:
 
 def main_thread_calls() -> Iterator[CodeType]:
     """The code of every function that the main thread is in, innermost first."""
-    frame = _main_frame()
+    return _calls(_main_frame())
+
+
+def _calls(frame: FrameType | None) -> Iterator[CodeType]:
     while frame is not None:
         yield frame.f_code
         frame = frame.f_back
@@ -150,15 +177,25 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
+def _writer_frame() -> FrameType | None:
+    number = next((thread.ident for thread in threading.enumerate() if thread.name == WRITER_THREAD), None)
+    return sys._current_frames().get(number or 0)
+
+
 def _is_waiting() -> bool:
-    """Whether the main thread is in a collective or another function of torch.distributed, or asks who is lost."""
+    """Whether the main thread is in a collective or another function of torch.distributed, or asks who is lost.
+
+    While it waits for the thread that writes a checkpoint, that thread is meant.
+    """
     places = f"{os.sep}distributed{os.sep}", f"{os.sep}lost_ranks.py"
-    return any(place in code.co_filename for code in main_thread_calls() for place in places)
+    waits_for_writer = any(code.co_name == _WAITS_FOR_WRITER for code in main_thread_calls())
+    calls = _calls(_writer_frame()) if waits_for_writer else main_thread_calls()
+    return any(place in code.co_filename for code in calls for place in places)
 
 
 def _is_writing() -> bool:
     """Whether the main thread writes a checkpoint and does not wait for another rank there."""
-    return not _is_waiting() and any(code.co_name in ("_save_checkpoint", "save_model") for code in main_thread_calls())
+    return not _is_waiting() and any(code.co_name in _WRITES for code in main_thread_calls())
 
 
 def _end(text: str) -> None:

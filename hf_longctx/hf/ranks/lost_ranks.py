@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,9 @@ _CONNECT_S = 5.0
 # ranks wait for each other in every step, so two that break together are in steps no further apart than this
 _STEPS_APART = 1
 
+# share of a time-out for which the process that holds the store stays, so that all others learn there who is lost
+STORE_STAYS = 0.4
+
 
 class RollCall:
     """One rank's access to the reports of all ranks. `still`: returns the ranks whose hearts stand still."""
@@ -32,7 +35,7 @@ class RollCall:
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         self.store, self.rank, self.num_ranks = store, rank, num_ranks
         self.still: Callable[[], list[int]] = list
-        store.set(_process_key(rank), f"{_host()} {os.getpid()}")
+        store.set(_process_key(rank), f"{host_identity()} {os.getpid()}")
         self._processes: dict[int, str] = {}
 
     @classmethod
@@ -52,7 +55,26 @@ class RollCall:
             return
 
     def lost(self, step: int, timeout_s: float) -> list[int]:
-        """Ranks that do not report within `timeout_s` that `step` broke for them too."""
+        """Ranks that do not report within `timeout_s` that `step` broke for them too.
+
+        Rank 0 returns after the others know as well, if its process holds the store, which ends with it.
+        """
+        lost = self._find_lost(step, timeout_s)
+        try:
+            tell_known(self.store, self.rank)
+            until_s = time.monotonic() + STORE_STAYS * timeout_s
+            while self._is_needed(lost) and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+        except RuntimeError:
+            # the store is gone
+            pass
+        return lost
+
+    def _is_needed(self, lost: list[int]) -> bool:
+        """Whether this process holds the store, and another rank still has to learn there who is lost."""
+        return not self.rank and rank_0_holds_store() and not all_know(self.store, self.num_ranks, lost, self._has_ended)
+
+    def _find_lost(self, step: int, timeout_s: float) -> list[int]:
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         if rank_0_holds_store() and 0 in (still := self.still()):
             # the store would not answer
@@ -63,7 +85,9 @@ class RollCall:
                 self.meet()
             return self._missing(others, step, timeout_s)
         except RuntimeError:
-            # the store died with the process that held it: rank 0 without a launcher
+            # the store died with the process that held it: rank 0 without a launcher, which may have found a lost rank first
+            if still := self.still():
+                return still
             ended = [rank for rank in others if self._has_ended(rank)]
             return ended or ([0] if rank_0_holds_store() and self.rank else [])
 
@@ -83,7 +107,7 @@ class RollCall:
     def _has_ended(self, rank: int) -> bool:
         """Whether the rank is a process of this host that has ended."""
         host, _, number = self._processes.get(rank, "").rpartition(" ")
-        if host != _host():
+        if host != host_identity():
             return False
         try:
             # a zombie has ended, although nobody has read its exit code yet
@@ -121,6 +145,17 @@ def lost_message(step: int, rank: int, lost: list[int], timeout_s: float) -> str
     )
 
 
+def tell_known(store: Any, rank: int) -> None:
+    """Tells the others that this rank knows who is lost."""
+    store.set(_known_key(rank), "")
+
+
+def all_know(store: Any, num_ranks: int, lost: Sequence[int], has_ended: Callable[[int], bool]) -> bool:
+    """Whether all ranks but the lost ones know who is lost, or have ended."""
+    others = [rank for rank in range(num_ranks) if rank not in lost]
+    return all(store.check([_known_key(rank)]) or has_ended(rank) for rank in others)
+
+
 def report_key(rank: int) -> str:
     """Key of the store under which a rank reports the step that broke."""
     return f"longctx/broken/{rank}"
@@ -130,5 +165,11 @@ def _process_key(rank: int) -> str:
     return f"longctx/process/{rank}"
 
 
-def _host() -> str:
+def host_identity() -> str:
+    """A text that processes of one machine have in common, and others do not."""
     return f"{socket.gethostname()}-{uuid.getnode()}"
+
+
+def _known_key(rank: int) -> str:
+    # a launcher that restarts its ranks keeps the store
+    return f"longctx/known/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"

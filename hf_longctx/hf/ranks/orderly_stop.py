@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_longctx.hf.ranks.agreement import beating, explain_lost_ranks, raise_together
+from hf_longctx.hf.ranks.agreement import beating, explain_lost_ranks, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.folder_lock import FolderLock
 from hf_longctx.hf.ranks.heartbeats import main_thread_calls
 from hf_longctx.hf.ranks.stop_signals import SIGNALS, StopSignals
@@ -69,6 +70,10 @@ class OrderlyStop(TrainerCallback):
             self.stopped_by = next(each.name for each, heard in zip(SIGNALS, num_asked, strict=True) if heard)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            # no step comes whose exchange could carry a signal that arrived in this one; callbacks of one rank may take long
+            PartialState().wait_for_everyone()
+            self.agree(sums_over_ranks(self.asked(), self._control))
         if self.stopped_by:
             self._save_and_stop(args, state, control)
 
@@ -84,12 +89,18 @@ class OrderlyStop(TrainerCallback):
         args.load_best_model_at_end, args.save_total_limit = False, None
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.stopped_by and state.is_world_process_zero:
-            logger.warning(
-                "the training stopped after step %d of %d, since it got %s; its checkpoint is in %s. Go on with "
-                "train(resume_from_checkpoint=True)",
-                *(state.global_step, state.max_steps, self.stopped_by, args.output_dir),
+        if not self.stopped_by or not state.is_world_process_zero:
+            return
+        remedy = "Go on with train(resume_from_checkpoint=True)"
+        if args.save_only_model:
+            remedy = (
+                "It holds weights only (save_only_model=True), so train(resume_from_checkpoint=True) refuses it unless "
+                "LongContextConfig(resume_partial=True) is set, and then goes on with a new optimizer and schedule"
             )
+        logger.warning(
+            "the training stopped after step %d of %d, since it got %s; its checkpoint is in %s. %s",
+            *(state.global_step, state.max_steps, self.stopped_by, args.output_dir, remedy),
+        )
 
     def _save_and_stop(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         control.should_training_stop = control.should_save = True

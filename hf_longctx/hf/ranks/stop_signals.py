@@ -5,7 +5,8 @@ saves once and returns. A second signal ends the process at once, even inside a 
 no signal handler, so a thread reads signals from the wake-up descriptor that Python's C handler writes.
 
 A launcher passes on the signal that it gets, so one Ctrl-C or one `scancel` may reach a rank twice. Signals within
-`_SAME_REQUEST_S` of the first count as one.
+`_SAME_REQUEST_S` of the first count as one. Launchers and Slurm signal the workers of data loaders, too, which then go on, since
+the last step still needs their batches (`outlive_signals`, and `fork_server` for the process that may start them).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import cache
+from multiprocessing.sharedctypes import RawValue
 from types import FrameType
 from typing import Any
 
@@ -25,6 +28,16 @@ _SAME_REQUEST_S = 2.0
 
 # the listener of the present training; processes forked from it must not listen
 _listening: StopSignals | None = None
+
+
+def listening_flag() -> Any:
+    """Shared number that is 1 while this process listens, for its loaders' workers; forked ranks have one each."""
+    return _flag_of(os.getpid())
+
+
+@cache
+def _flag_of(process: int) -> Any:
+    return RawValue("b", 0)
 
 
 class StopSignals:
@@ -59,12 +72,14 @@ class StopSignals:
                 self._previous[each] = found
                 signal.signal(each, self._handle)
         _listening = self
+        listening_flag().value = 1
         return self
 
     def __exit__(self, *error: Any) -> None:
         global _listening
         if _listening is self:
             _listening = None
+            listening_flag().value = 0
             self.restore()
 
     def restore(self) -> None:
@@ -115,6 +130,29 @@ class StopSignals:
                 # a notebook or debugger goes on
                 raise KeyboardInterrupt
             os._exit(128 + heard)
+
+
+def outlive_signals(is_listening: Any) -> None:
+    """Lets this process, a loader's worker, go on when a signal that a rank obeys reaches the whole process group.
+
+    is_listening: `listening_flag` of the rank. SIGTERM still ends the worker once the rank listens no more, or has ended; a
+    thread sees to that, since a worker may be deep inside a library then.
+    """
+    rank = os.getppid()
+    for name in ("SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+    def end_when_asked() -> None:
+        while heard := os.read(read, 1):
+            if heard[0] == signal.SIGTERM and (not is_listening.value or os.getppid() != rank):
+                os._exit(0)
+
+    threading.Thread(target=end_when_asked, name="longctx-worker-signals", daemon=True).start()
 
 
 def _say(text: str) -> None:

@@ -16,8 +16,12 @@ loss may be right by chance, so its yardstick is that of hidden states.
 Rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") are set, in the copies, to scale beyond
 half of the long document. So documents on both sides of that limit are compared, and slices shorter than the limit.
 
+The loss is the one that the run trains, cross-entropy or the user's `token_loss`. If the user put a function around the model's
+forward that returns a loss, that must be the cross-entropy of its logits, since plans never read it.
+
 The test compares, each by name: the loss; hidden states after the embedding and after every layer, and their gradients, token by
-token, which tells the layer; the gradient of every layer's weights; and the gradient of a long document's last token at token 0
+token, which tells the layer; the states that layers without attention leave at the ends of slices; the gradient of every layer's
+weights; and the gradient of a long document's last token at token 0
 of the document. That last token must have exactly no gradient at other documents, nor at tokens that all windows together hide
 from it. The real model is never run or written to.
 """
@@ -26,9 +30,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +43,7 @@ import torch.distributed as dist
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import shorten_limits
 from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.host_memory import host_bytes
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, largest
@@ -46,8 +52,10 @@ from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Lim
 from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, least_lent_tokens, probe_lengths
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_functions, num_elements, reduced_copy
 from hf_longctx.hf.self_test.specimen import CopyRun, Rows, RunPlace, Specimen, agreed_errors, differences
+from hf_longctx.hf.start.losses import WAY_OUT, loss_name, token_loss_problems
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges
+from hf_longctx.plan.core.types import Span, StepPlan
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -135,16 +143,23 @@ class SelfTest:
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
         return cls(model, exact, working, setup, lengths, dtype, is_autocast, name, is_packed, max(limits))
 
-    def run(self, place: RunPlace) -> str:
+    def run(self, place: RunPlace, forward: str = "") -> str:
         """Compares plans with the plain model, frees the copies and returns a line for the log.
 
-        Raises ValueError on every rank if a plan fails. Collective over all ranks of the pool.
+        forward: name of a user's function around the model's forward, whose loss plans never read. Raises ValueError on every
+        rank if a plan fails, or if that loss is another one. Collective over all ranks of the pool.
         """
         start_s = time.monotonic()
-        device = place.device
+        device, loss = place.device, ""
+        if place.token_loss is not None:
+            # the copy has fewer token ids, which a loss with a weight for each of them cannot take
+            fits = not token_loss_problems(place.token_loss, self.exact.num_token_ids, device)
+            loss = loss_name(place.token_loss) if fits else "cross-entropy, since token_loss needs all token ids"
+            loss = f"loss of a token: {loss}, "
+            place = place if fits else replace(place, token_loss=None)
         try:
             with original_left_alone(self.original), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                bad, worst, probes = self._compare(place)
+                bad, worst, probes = self._compare(place, forward)
         finally:
             for each in (self.exact, self.working):
                 if each is not None:
@@ -155,25 +170,42 @@ class SelfTest:
                 torch.cuda.empty_cache()
         if bad:
             raise ValueError(self._refusal(bad, probes))
-        return self._line(probes, worst, time.monotonic() - start_s)
+        return self._line(probes, worst, time.monotonic() - start_s, loss)
 
-    def _compare(self, place: RunPlace) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
+    def _compare(self, place: RunPlace, forward: str) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
         """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans."""
         exact, pool = Specimen(self.exact, False, self.setup, place), place.pool
         rows = _rows(self.lengths, self.exact.num_token_ids)
         probes = exact.probes(self.lengths)
-        plain = exact.plain(rows)
+        # slices leave their states at these places
+        spans = {(span.sequence, span.start) for probe in probes for span in _spans(probe.plan) if span.start}
+        cuts = spans if mixers_of(self.exact.model) else ()
+        plain = exact.plain(rows, cuts=cuts)
         floor = _EXACT[self.dtype]
+        if forward:
+            self._check_own_loss(exact, rows[LONG], forward)
         bad, worst = self._judge(exact, probes, rows, plain, Limits(floor), pool)
         if self.working is not None and not bad:
             working = Specimen(self.working, self.is_autocast, self.setup, place)
             # yardstick: how far the plain model in the run's precision is from fp64
-            yardstick = agreed_errors(differences(working.plain(rows), plain, self.exact.windows), pool.control)
+            yardstick = agreed_errors(differences(working.plain(rows, cuts=cuts), plain, self.exact.windows), pool.control)
             # a loss may be right by chance
             yardstick["loss", 0] = max(error for (kind, _), error in yardstick.items() if kind in ("loss", "values"))
             limits = Limits(_WORKING_FLOOR, _WORKING_FACTOR, yardstick)
             bad, _ = self._judge(working, probes, rows, plain, limits, pool, has_probes=False)
         return bad, worst, probes
+
+    def _check_own_loss(self, exact: Specimen, row: dict[str, list[int]], forward: str) -> None:
+        """Raises ValueError on every rank if a user's forward returns another loss than the cross-entropy that plans train."""
+        problems, found = [], exact.own_loss(row)
+        # losses of transformers are computed in fp32
+        if found is not None and not math.isclose(*found, rel_tol=_EXACT[self.dtype]):
+            problems.append(
+                f"the model's forward was replaced or hooked by {forward} and returns a loss of {found[0]:.6g} for a document "
+                f"whose mean cross-entropy is {found[1]:.6g}, but plans train the cross-entropy of its logits and never read a "
+                f"loss that it returns; {WAY_OUT}, or let it return the logits alone"
+            )
+        raise_together(problems, exact.pool.control)
 
     def _judge(
         self,
@@ -246,7 +278,7 @@ class SelfTest:
             + f"\n{remedy}; please report this message. self_test=False trains without the check, on gradients that are wrong"
         )
 
-    def _line(self, probes: Sequence[ProbePlan], worst: float, seconds: float) -> str:
+    def _line(self, probes: Sequence[ProbePlan], worst: float, seconds: float, loss: str) -> str:
         layers = ", ".join(f"{number} ({pattern})" for number, pattern in self.exact.patterns.items())
         layers = f"{layers} of {self.exact.whole_layers}"
         shortened = ", windows shortened so that documents fill them" if self.exact.was_shortened else ""
@@ -257,9 +289,15 @@ class SelfTest:
         precision += "" if self.working is None else " and the run's precision"
         return (
             f"self-test passed in {seconds:.1f} s: plans ({'; '.join(probe.name for probe in probes)}) against the plain model, "
-            f"layers {layers}{whole}{shortened}, {sum(self.lengths)} tokens in {precision}, largest error "
+            f"layers {layers}{whole}{shortened}, {loss}{sum(self.lengths)} tokens in {precision}, largest error "
             f"{worst:.1e}"
         )
+
+
+def _spans(plan: StepPlan) -> Iterator[Span]:
+    for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
+        for chunk in group.chunks:
+            yield from chunk.spans
 
 
 def _rows(lengths: Sequence[int], num_token_ids: int) -> Rows:

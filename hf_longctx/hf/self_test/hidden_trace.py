@@ -1,5 +1,7 @@
 """Records hidden states after the embedding and the layers, and their gradients, for each token on whichever rank it runs.
 
+Also records the states that layers with a state along the sequence leave at the end of a slice, for the heads of this rank.
+
 `self_test.specimen` records the planned and the plain run, and compares the two.
 """
 
@@ -7,15 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from hf_longctx.plan.core.sharding import head_shares
+from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.states.recurrence import RECURRENCE
+
 # the two recorded quantities
 Kind = Literal["values", "gradients"]
 # (sequence, start, stop, first): tokens [start, stop) of a sequence, which begin at index `first` of the row in a forward
 Part = tuple[int, int, int, int]
+# (site, function, sequence, position): where a state was left
+Left = tuple[int, str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftState:
+    """A state, of all channels or of the heads of one rank: rank `index` of `num_ranks` that share the heads."""
+
+    state: Tensor
+    index: int = 0
+    num_ranks: int = 1
 
 
 class HiddenTrace:
@@ -27,6 +45,7 @@ class HiddenTrace:
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         self.records: dict[tuple[Kind, int], dict[tuple[int, int, int], Tensor]] = {}
+        self.states: dict[Left, LeftState] = {}
         self._parts: Sequence[Part] | None = None
         self._modules = modules
 
@@ -46,6 +65,15 @@ class HiddenTrace:
             yield
         finally:
             self._parts = None
+
+    def keep_states(self, context: GroupContext) -> None:
+        """Records the states that are in the context's book."""
+        sites = {id(inner): site for site, module in self._modules.items() for inner in module.modules()}
+        for place, state in context.state_book.held().items():
+            block = context.block
+            shared = (block.index, block.num_ranks) if place.function == RECURRENCE else (0, 1)
+            left = (sites[id(place.layer)], place.function, place.sequence, place.position)
+            self.states[left] = LeftState(state.detach().to(torch.float64, copy=True), *shared)
 
     def whole(self, kind: Kind, site: int, sequence: int) -> Tensor | None:
         """The record of a sequence that ran in one piece, [tokens, hidden size]; None if the sequence has no record."""
@@ -94,6 +122,23 @@ def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, st
         # NaN counts as the largest distance
         worst = max(worst, distance if distance == distance else float("inf"))
     return worst / scale if scale else worst
+
+
+def state_differences(found: HiddenTrace, plain: HiddenTrace) -> dict[int, float]:
+    """For each site, the largest distance of a state in `found` from that in `plain`, relative to the norm of the latter."""
+    worst: dict[int, float] = {}
+    for left, own in found.states.items():
+        # a cache of transformers may keep a token more than the convolution reads
+        expected = plain.states[left].state[..., -own.state.shape[-1] :]
+        if own.num_ranks > 1:
+            num_heads = expected.shape[1]
+            share = head_shares(num_heads, num_heads, own.num_ranks)[own.index]
+            expected = expected[:, share.q_start : share.q_stop]
+        scale, gap = float(expected.norm()), float((own.state - expected).norm())
+        # NaN counts as the largest distance
+        distance = gap / scale if scale else gap
+        worst[left[0]] = max(worst.get(left[0], 0.0), distance if distance == distance else float("inf"))
+    return worst
 
 
 def largest(trace: HiddenTrace, kind: Kind, site: int, sequences: Sequence[int], stop: int | None = None) -> float:

@@ -56,11 +56,12 @@ def merged(everyone: Sequence[Errors]) -> Errors:
 def findings(errors: Errors, limits: Limits, describe: Callable[[int], str], windows: Mapping[int, int]) -> list[Finding]:
     """Lists failed checks, the cause first; empty if every error is within its limit.
 
-    These measures are relative to the norm of the plain run: "loss"; "values" and "gradients" of a site; "early", the values of a
-    site's first tokens, which a window does not affect; and "weights" of a layer. `self_test.check` explains the measures
-    "token 0", "documents" and "window". describe: function that names a site in words.
+    These measures are relative to the norm of the plain run: "loss"; "values" and "gradients" of a site; "early",
+    the values of a site's first tokens, which a window does not affect; "states" of a layer, at the ends of slices; and
+    "weights" of a layer. `self_test.check` explains the measures "token 0", "documents" and "window". describe: function that
+    names a site in words.
     """
-    found = [*_hidden(errors, limits, describe, windows)]
+    found = [*_hidden(errors, limits, describe, windows), *_states(errors, limits, describe)]
     has_cause = bool(found)
     if not limits.is_kept(errors, ("loss", 0)):
         why = "" if has_cause else " although all hidden states agree, so the labels or the division by their number are wrong"
@@ -87,6 +88,16 @@ def _hidden(errors: Errors, limits: Limits, describe: Callable[[int], str], wind
     if windows.get(bad) and limits.is_kept(errors, ("early", bad)):
         return [Finding("window", f"{describe(bad)} differs by {size}, but only from token {windows[bad]} of a document on")]
     return [Finding("hidden states", f"{describe(bad)} is the first that differs, by {size}")]
+
+
+def _states(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> list[Finding]:
+    """The finding for the first layer that leaves a wrong state at the end of a slice."""
+    sites = sorted(site for kind, site in errors if kind == "states")
+    bad = next((site for site in sites if not limits.is_kept(errors, ("states", site))), None)
+    if bad is None:
+        return []
+    size = _of(errors, limits, ("states", bad))
+    return [Finding("states", f"{describe(bad)} is the first whose state at the end of a slice differs, by {size}")]
 
 
 def _gradients(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> list[Finding]:

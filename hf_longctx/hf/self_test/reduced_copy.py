@@ -23,6 +23,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import Identity
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
+from hf_longctx.hf.models.states.patching import leave_kernels_out
 from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 from hf_longctx.hf.self_test.independent import independent_copy
 
@@ -237,7 +238,8 @@ def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
 
 
 def _make_plain(base: Any) -> None:
-    """Turns off features that a copy in another precision cannot run: fused expert kernels, and router statistics."""
+    """Turns off features that a copy in another precision cannot run: kernels of experts and states, and router statistics."""
+    leave_kernels_out(base)
     for config in {id(each): each for each in (base.config, base.config.get_text_config())}.values():
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import DynamicCache
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.data.sampler import SequenceIndex
@@ -24,9 +25,10 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.quantised import move_scales
+from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.models.windows import decoder_layers
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, Part, difference
+from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, Left, LeftState, Part, difference, state_differences
 from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, merged
 from hf_longctx.hf.self_test.probe_plans import ProbePlan, probe_plans
@@ -36,12 +38,14 @@ from hf_longctx.plan.core.sharding import Piece, is_lent, lent_order, lent_piece
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StepPlan
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.lent_round import block_of
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.states.convolution import CONVOLUTION
+from hf_longctx.runtime.states.recurrence import RECURRENCE
 
 Rows = list[dict[str, list[int]]]
 
@@ -70,7 +74,7 @@ class RunPlace:
     """Where and how a run's model is placed; a copy of the model is placed and run in the same way.
 
     mesh: the ranks over which parameters are sharded; None if they are not. fp32_gradients: gradients of weights in half
-    precision add up in fp32. count: sums a number over all ranks.
+    precision add up in fp32. count: sums a number over all ranks. token_loss: the run's loss of a token; None for cross-entropy.
     """
 
     pool: GroupPool
@@ -78,6 +82,7 @@ class RunPlace:
     device: torch.device
     fp32_gradients: bool
     count: Callable[[int], int]
+    token_loss: TokenLoss | None = None
 
 
 class Specimen:
@@ -122,8 +127,11 @@ class Specimen:
         counts = [self._kept_layers(stage) for stage in range(self.setup.num_stages)]
         return probe_plans(lengths, self.setup.costs, self.setup.planner, counts, self.setup.planner.activations is not None)
 
-    def plain(self, rows: Rows, members: Sequence[int] | None = None) -> CopyRun:
-        """Runs `members` (None: all) of `rows`, one by one, with the model's own code; returns loss, gradients, hidden states."""
+    def plain(self, rows: Rows, members: Sequence[int] | None = None, cuts: Collection[tuple[int, int]] = ()) -> CopyRun:
+        """Runs `members` (None: all) of `rows`, one by one, with the model's own code; returns loss, gradients, hidden states.
+
+        cuts: rows and positions at which the states of layers are recorded too.
+        """
         trace = HiddenTrace(self._sites)
         num_labels = sum(label != IGNORE_INDEX for row in rows for label in row["labels"][1:])
         total = 0.0
@@ -135,11 +143,58 @@ class Specimen:
                 forget_documents(self.model)
                 with trace.recording([(number, 0, ids.shape[1], 0)]):
                     logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
-                wide = torch.promote_types(logits_TV.dtype, torch.float32)
-                loss = F.cross_entropy(logits_TV.to(wide), labels, ignore_index=IGNORE_INDEX, reduction="sum") / num_labels
+                loss = self._summed_loss(logits_TV, labels, self.place.token_loss) / num_labels
                 loss.backward()
                 total += float(loss.detach())
+        for number, position in sorted(cuts):
+            trace.states |= self._plain_states(rows, number, position)
         return CopyRun(total, self._take_gradients(self.model, self._copies_summed), trace, self._places(self.model, self.layers))
+
+    @torch.no_grad()
+    def _plain_states(self, rows: Rows, number: int, position: int) -> dict[Left, LeftState]:
+        """States after the first tokens of a row, as the model leaves them in a cache of transformers."""
+        config = base_of(self.model).config.get_text_config()
+        cache = DynamicCache(config=config)
+        ids = torch.tensor([rows[number]["input_ids"][:position]], device=self.device)
+        forget_documents(self.model)
+        self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        states: dict[Left, LeftState] = {}
+        for site, layer in self.layers.items():
+            for mixer in mixers_of(layer).values():
+                index: Any = mixer.layer_idx
+                for function, state in (
+                    (CONVOLUTION, cache.get_conv_state(index)),
+                    (RECURRENCE, cache.get_recurrent_state(index)),
+                ):
+                    assert state is not None
+                    states[site, function, number, position] = LeftState(state.double())
+        return states
+
+    @torch.no_grad()
+    def own_loss(self, row: dict[str, list[int]]) -> tuple[float, float] | None:
+        """The loss that the model's forward returns for a document, and the mean cross-entropy of its logits.
+
+        None if the forward returns no loss, or cannot be called with labels. Collective, like `plain`.
+        """
+        ids = torch.tensor([row["input_ids"]], device=self.device)
+        labels = torch.tensor([row["labels"]], device=self.device)
+        num_labels = sum(label != IGNORE_INDEX for label in row["labels"][1:])
+        try:
+            forget_documents(self.model)
+            loss = self.model(input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=num_labels).loss
+            forget_documents(self.model)
+            logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+        except Exception:
+            # nothing that plans would call
+            return None
+        return None if loss is None else (float(loss), float(self._summed_loss(logits_TV, labels[0, 1:], None)) / num_labels)
+
+    @staticmethod
+    def _summed_loss(logits_TV: Tensor, labels_T: Tensor, token_loss: TokenLoss | None) -> Tensor:
+        wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        if token_loss is not None:
+            return custom_losses(token_loss, wide_TV, labels_T).sum()
+        return F.cross_entropy(wide_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="sum")
 
     def planned(self, plan: StepPlan, rows: Rows) -> CopyRun:
         """Runs a plan; returns the loss, the hidden states of this rank's tokens, and gradients of the whole step. Collective."""
@@ -150,7 +205,9 @@ class Specimen:
         batch = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), self.pool.rank)]])
         forwards = self._forwards(plan)
         stage, *stages = (_TracedStage.of(each, trace, forwards) for each in (self.stage, *self._all_stages))
-        executor = StepExecutor(stage, self.pool, self.device, self.place.fp32_gradients, stages)
+        executor = StepExecutor(
+            stage, self.pool, self.device, self.place.fp32_gradients, stages, token_loss=self.place.token_loss
+        )
         engine = self._activations.engine(self.stage.model, rank_plan)
         try:
             with trace.hooked():
@@ -243,7 +300,10 @@ class _TracedStage(StageModel):
         self, part: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
     ) -> Tensor:
         with self.trace.recording(self.waiting.pop(0)):
-            return super().forward(part, inputs, hidden_1TC, mask, context)
+            output = super().forward(part, inputs, hidden_1TC, mask, context)
+        if context is not None:
+            self.trace.keep_states(context)
+        return output
 
 
 def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> MeasuredErrors:
@@ -253,6 +313,7 @@ def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> Measur
         errors[kind, site] = difference(run.trace, plain.trace, kind, site)
         if kind == "values" and windows.get(site):
             errors["early", site] = difference(run.trace, plain.trace, kind, site, stop=windows[site])
+    errors |= {("states", site): error for site, error in state_differences(run.trace, plain.trace).items()}
     squares: dict[int, tuple[float, float]] = {}
     is_sharded = False
     for name, gradient in run.gradients.items():

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.adapters import is_adapted, shard_problems
+from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.models.routers import has_balance
+from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.stages import Ranges, loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, trainer_problems, trl_class
 from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
-from hf_longctx.plan.core.planner_config import check_degrees
+from hf_longctx.plan.core.planner_config import GroupMethod, check_degrees
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
 # argument -> the values that are supported, and the remedy for others
@@ -235,6 +237,38 @@ def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[
     return problems
 
 
+def async_problems(trainer: type, args: TrainingArguments) -> list[str]:
+    """Problems of a trainer of the class `trainer` with checkpoints that come into view some steps after their own."""
+    problems = []
+    strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+    if args.push_to_hub and strategy != "end":
+        problems.append(
+            f"async_save=True and hub_strategy={strategy!r}: a checkpoint would be uploaded as that of a later step; set "
+            f"hub_strategy='end', or leave async_save out"
+        )
+    owner = next(cls for cls in trainer.__mro__ if "_save_checkpoint" in vars(cls))
+    if not owner.__module__.startswith("hf_longctx."):
+        problems.append(
+            f"{owner.__name__}._save_checkpoint would end before the checkpoint is in its folder (async_save=True); override "
+            f"_save to add files, or leave async_save out"
+        )
+    return problems
+
+
+def callback_problems(callbacks: Iterable[Any]) -> list[str]:
+    """Problems of callbacks with checkpoints that come into view some steps after their own, when the model has changed.
+
+    Callbacks of transformers read the checkpoint's folder alone, so they are right whenever they are called.
+    """
+    return [
+        f"{type(callback).__name__}.on_save would be called with the model of a later step, since async_save=True writes behind "
+        f"training; add files by overriding the trainer's _save, use another event, or leave async_save out"
+        for callback in callbacks
+        if getattr(callback.on_save, "__func__", None) is not TrainerCallback.on_save
+        and not type(callback).__module__.startswith(("transformers.", "hf_longctx."))
+    ]
+
+
 def placement_problems(
     model: Any, config: LongContextConfig, args: TrainingArguments, trainer_arguments: dict[str, Any]
 ) -> list[str]:
@@ -267,6 +301,39 @@ def placement_problems(
 def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
     """The most ranks that a stage may have."""
     return num_ranks if config.stages == "auto" else max(1, num_ranks // config.stages)
+
+
+def group_method(config: LongContextConfig, model: Any) -> GroupMethod:
+    """How sequence groups of a run share tokens; without rings for a model with a state along the sequence."""
+    return "ulysses" if config.method == "auto" and family_of(base_of(model)) else config.method
+
+
+def least_heads(model: Any) -> int:
+    """Heads of the layer with the fewest, of attention or with states: the largest group of ranks that can share them."""
+    text = model.config.get_text_config()
+    # heads may differ by layer
+    heads: list[int] = list(getattr(text, "num_attention_heads_per_layer", None) or [text.num_attention_heads])
+    family = family_of(base_of(model))
+    return min([*heads, *([getattr(text, family.heads)] if family else [])])
+
+
+def _state_setting_problems(model: Any, config: LongContextConfig) -> list[str]:
+    """Problems with settings under which states would not pass from token to token."""
+    family, name = family_of(base_of(model)), type(base_of(model)).__name__
+    if family is None:
+        return []
+    problems = []
+    if config.method in ("ring", "hybrid"):
+        problems.append(
+            f"method={config.method!r} spreads a document over a ring, but the {family.layer_type} layers of {name} pass their "
+            f"states on in ulysses groups only; use 'auto' or 'ulysses'"
+        )
+    if config.lend_stages:
+        problems.append(
+            f"lend_stages=True lets ranks of several stages share a slice, but the {family.layer_type} layers of {name} do not "
+            f"pass their states on between them; leave it out"
+        )
+    return problems
 
 
 def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
@@ -387,12 +454,11 @@ def setup_problems(
             f"tokenizer or call model.resize_token_embeddings({vocabulary})"
         )
     try:
-        # heads may differ by layer
-        num_heads = min(getattr(text, "num_attention_heads_per_layer", None) or [text.num_attention_heads])
-        check_degrees(degrees, stage_ranks(config, num_ranks), num_heads, config.method)
+        check_degrees(degrees, stage_ranks(config, num_ranks), least_heads(model), group_method(config, model))
     except ValueError as error:
         problems.append(str(error))
     problems += stage_setting_problems(model, config, num_ranks)
+    problems += _state_setting_problems(model, config)
     if config.solver == "static" and config.static_degree and config.static_degree not in degrees:
         problems.append(
             f"static_degree {config.static_degree} is not among the degrees {list(degrees)}; choose one of these, or set degrees"

@@ -28,12 +28,17 @@ def describe_states(spec: ModelSpec) -> str:
 
 
 def activation_budget(
-    config: LongContextConfig, costs: CostModel, ranges: Ranges, device: torch.device, control: dist.ProcessGroup | None
+    config: LongContextConfig,
+    costs: CostModel,
+    ranges: Ranges,
+    is_shared: bool,
+    device: torch.device,
+    control: dist.ProcessGroup | None,
 ) -> ActivationBudget:
     """Bytes that every rank has left for activations beside the model's states; collective.
 
-    With stages, these are the states of the stage that has most of them. Raises ValueError if `host_gib` asks for more host
-    memory than is available.
+    With stages, these are the states of the stage that has most of them. is_shared: ranks may share sequences. Raises ValueError
+    if `host_gib` asks for more host memory than is available.
     """
     spec, cluster = costs.model, costs.cluster
     own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
@@ -52,4 +57,4 @@ def activation_budget(
             f"host_gib is {config.host_gib} for each of {cluster.ranks_per_node} ranks of a node, which has "
             f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
         )
-    return byte_model.budget(left_bytes, host_bytes, config.tile_tokens)
+    return byte_model.budget(left_bytes, host_bytes, config.tile_tokens, is_shared)

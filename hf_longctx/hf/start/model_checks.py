@@ -13,6 +13,8 @@ from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rop
 from hf_longctx.hf.models.quantised import quantised_problems
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.routers import router_problems
+from hf_longctx.hf.models.states.functions import family_of
+from hf_longctx.hf.models.states.patching import state_problems
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
@@ -51,7 +53,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if quantised := quantised_problems(model):
         # all other problems would only be consequences of these
         return quantised
-    problems = [*adapter_problems(model), *_pattern_problems(base), *router_problems(base)]
+    problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(base), *router_problems(base)]
     problems += _setting_problems(config)
     problems += [
         f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
@@ -105,6 +107,7 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
         if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
     ][:1]
     known = (*_LAYER_TYPES, *(["chunked_attention"] if type(model).__name__ in _CHUNKED else []))
+    known += (family.layer_type,) if (family := family_of(model)) else ()
     problems += [
         f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model whose layers are all of "
         f"type {' or '.join(known)}"

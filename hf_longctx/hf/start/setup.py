@@ -15,18 +15,19 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.activations import activation_problem
-from hf_longctx.hf.models.adapters import hidden_dtype, largest_adapters
+from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapters
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
+from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.start.arguments import launch_problems, setup_problems, stage_ranks
+from hf_longctx.hf.start.arguments import group_method, launch_problems, least_heads, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import activation_budget, describe_states
 from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
@@ -76,7 +77,8 @@ def checked_degrees(
     problems: problems that the caller has found already. Collective over the ranks of `control`.
     """
     heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
-    degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads)
+    heads = least_heads(model) if family_of(base_of(model)) else heads
+    degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads, group_method(config, model))
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
     problems += _hardware_problems(config.hardware)
     problems += setup_problems(model, processing_class, config, args.world_size, degrees)
@@ -86,10 +88,10 @@ def checked_degrees(
     return (config.static_degree,) if config.static_degree else degrees
 
 
-def _allowed_degrees(config: LongContextConfig, num_ranks: int, num_heads: int) -> tuple[int, ...]:
+def _allowed_degrees(config: LongContextConfig, num_ranks: int, num_heads: int, method: GroupMethod) -> tuple[int, ...]:
     if config.degrees == "all":
-        return all_degrees(num_ranks, num_heads, config.method)
-    return tuple(sorted(set(config.degrees or default_degrees(num_ranks, num_heads, config.method))))
+        return all_degrees(num_ranks, num_heads, method)
+    return tuple(sorted(set(config.degrees or default_degrees(num_ranks, num_heads, method))))
 
 
 def choose_setup(
@@ -111,6 +113,11 @@ def choose_setup(
     # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
+    if family_of(base_of(model)) and args.process_index == 0:
+        logger.warning(
+            "plans count layers with a state along the sequence as full attention, and neither the states that slices leave nor "
+            "the fp32 tensors of their scan as memory; where memory is short, give a lower device_gib"
+        )
     # a rank that loaded only its own stage does not know the adapters and four-bit weights of other stages
     everyone = gather_objects((spec.adapters, spec.packed), control)
     adapters, packed = (list(each) for each in zip(*everyone, strict=True))
@@ -164,13 +171,14 @@ class _SetupBasis:
             self.costs,
             model=replace(self.costs.model, keeps_all_stages=lend_stages),
             # rings cannot run slices, which pipelines need
-            method="ulysses" if is_pipeline else config.method,
+            method="ulysses" if is_pipeline else group_method(config, self.model),
             parameters=parameters,
             shard_ranks=shard_ranks,
         )
-        budget = activation_budget(config, costs, ranges, self.args.device, self.control)
+        is_shared = degrees[-1] > 1
+        budget = activation_budget(config, costs, ranges, is_shared, self.args.device, self.control)
         activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
-        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, is_shared=degrees[-1] > 1)
+        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, is_shared)
         planner = PlannerConfig(
             tokens_per_rank=tokens_per_rank,
             activations=activations,

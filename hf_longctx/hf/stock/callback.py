@@ -1,19 +1,21 @@
-"""`LongContextCallback`: runs plans in a stock `Trainer`, which is unchanged before and after the training.
+"""`LongContextCallback`: runs plans in a stock `Trainer`, which is stock again after the training.
 
-Alone in `callbacks=[...]` the callback sees the model only: every forward runs one plan over the batches that all ranks loaded
-(`exchange.py`). Attached to a trainer, it puts the training half of `LongContextTrainer` in front of that instance's class, so
-that full plans run. Evaluation keeps the trainer's own loop, with the model's own attention.
+Alone in `callbacks=[...]` it leaves the loop to the trainer: every forward runs one plan over the batches that all ranks loaded
+(`exchange.py`), and checkpoints, signals and lost ranks are treated as in `LongContextTrainer` (`guarded.py`). Attached to a
+trainer, it puts the training half of `LongContextMixin` in front of that instance's class, so that full plans run. Evaluation
+keeps the trainer's own loop, with the model's own attention.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -21,28 +23,31 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.checkpoints.choice import Choice
-from hf_longctx.hf.checkpoints.manifest import Contents
 from hf_longctx.hf.checkpoints.room import folder_problems
-from hf_longctx.hf.checkpoints.staging import checkpoint_name, seal
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers
 from hf_longctx.hf.models.routers import has_balance
-from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems
 from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_problems
 from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
+from hf_longctx.hf.stock.guarded import keep_workers, lend, sender, take_back
+from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
-from hf_longctx.hf.trainer.run import RunRequest, start_run
+from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
+from hf_longctx.plan.core.messages import listed
 from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient, nonfinite_names
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 logger = logging.getLogger(__name__)
+
+_OTHER_TRAINER = "the callback is attached to another trainer; make one callback for each trainer"
 
 
 class LongContextCallback(TrainerCallback):
@@ -55,10 +60,11 @@ class LongContextCallback(TrainerCallback):
         trainer.train()
 
     Alone, as in `Trainer(..., callbacks=[LongContextCallback(config)])`, the stock loader still draws the batches, and every
-    forward of the training runs a plan of one micro-batch over the batches of all ranks. In this mode, call `detach()` after a
-    training that raised, since the model is then still patched.
+    forward of the training runs a plan of one micro-batch over the batches of all ranks. In trainings after the first, and in all
+    if it was given by `add_callback`, it cannot choose the checkpoint to resume from, and only checks the one that the trainer
+    took; call `detach()` if such a training raised, since the model is then still patched.
 
-    Attached, a signal stops the training as it stops that of `LongContextTrainer`; `stopped_by` then names it.
+    A signal stops the training as it stops that of `LongContextTrainer`; `stopped_by` then names it.
     """
 
     def __init__(self, config: LongContextConfig | None = None) -> None:
@@ -66,6 +72,10 @@ class LongContextCallback(TrainerCallback):
         # the hooks of the present training, if the callback is not attached
         self.exchange: SequenceExchange | None = None
         self.stopped_by = ""
+        # while a training of a trainer goes on to which the callback is not attached
+        self._stop: OrderlyStop | None = None
+        self._replicas: ReplicaCheck | None = None
+        self._control: dist.ProcessGroup | None = None
         self._trainer: Trainer | None = None
         self._undo = ExitStack()
 
@@ -80,6 +90,7 @@ class LongContextCallback(TrainerCallback):
         if self._trainer is not None or isinstance(trainer, LongContextMixin):
             raise ValueError(f"{type(trainer).__name__} runs plans already, or this callback is attached; call detach() first")
         self.detach()
+        take_back(trainer)
         with ExitStack() as undo:
             _lend_class(trainer, self, token_loss, undo)
             self._trainer = trainer
@@ -89,6 +100,26 @@ class LongContextCallback(TrainerCallback):
     def detach(self) -> None:
         """Makes trainer and model stock again. Idempotent; call it only if no `train()` ran to its end."""
         self._undo.close()
+
+    def guard(self, trainer: Trainer, undo: ExitStack) -> dist.ProcessGroup | None:
+        """Locks a stock trainer's output folder, listens for signals and watches the other ranks, until `undo` is closed.
+
+        Returns the control group of all ranks. Collective; raises ValueError on every rank if another job uses the folder.
+        """
+        if self._trainer is not None:
+            raise ValueError(_OTHER_TRAINER)
+        # a training that raised may have left its hooks
+        self.detach()
+        lend(trainer, self)
+        undo.callback(take_back, trainer)
+        self._control = meet(self.config)
+        self._stop, self._undo, self.stopped_by = OrderlyStop(self.config.collective_timeout_s, self._control), undo, ""
+        undo.callback(setattr, self, "_stop", None)
+        undo.enter_context(self._stop.during_training(trainer.args, lambda: trainer.state.global_step))
+        return self._control
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        lend(sender()[0], self)
 
     def on_train_begin(
         self,
@@ -102,15 +133,20 @@ class LongContextCallback(TrainerCallback):
     ) -> None:
         if self._trainer is not None:
             if self._trainer.state is not state:
-                raise ValueError("the callback is attached to another trainer; make one callback for each trainer")
+                raise ValueError(_OTHER_TRAINER)
             return
-        # a training that raised may have left its hooks
-        self.detach()
         with ExitStack() as undo:
+            resumed_from = None
+            # the trainer's class has none of our methods yet if the callback was added after the trainer was built
+            if self._stop is None:
+                resumed_from = self._join(undo)
             check_resumed(args, state, train_dataloader)
-            self._start_exchange(args, model, processing_class, undo)
-            self._check_files(args, state)
-            self._undo = undo.pop_all()
+            keep_workers(train_dataloader)
+            self._start_exchange(args, model, processing_class)
+            if resumed_from is not None:
+                # the trainer has read it already
+                Choice(self.config.resume_partial, args.ignore_data_skip, self._control).loaded(Path(resumed_from))
+            undo.pop_all()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -119,54 +155,64 @@ class LongContextCallback(TrainerCallback):
         if self.exchange is None:
             return
         pool = self.exchange.pool
-        if not bool(sum_over_ranks(has_nonfinite_gradient(model.parameters(), args.device), pool.everyone)):
-            return
         number = state.global_step + 1
+        if not bool(sum_over_ranks(has_nonfinite_gradient(model.parameters(), args.device), pool.everyone)):
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            if args.max_grad_norm and gradients and not bool(torch.nn.utils.get_total_norm(gradients)):
+                # the norm before clipping is not shown to callbacks
+                logger.warning(
+                    "step %d: all gradients are zero; either no token has a label, or their norm overflowed and clipping divided "
+                    "by infinity (attach the callback to its trainer to have such steps stopped or left out)",
+                    number,
+                )
+            return
         if self.config.on_nonfinite == "skip":
             model.zero_grad(set_to_none=True)
             logger.warning("step %d is left out: its gradients are not finite", number)
             return
         # clipping has spread the NaN to all gradients by now, so only weights can be named
         weights = nonfinite_names(model)
-        what = f"weights are not finite ({', '.join(weights[:8])})" if weights else "gradients are not finite"
+        what = f"weights are not finite ({listed(weights)})" if weights else "gradients are not finite"
         raise FloatingPointError(
             f"step {number}: {what}, so no weight was changed; on_nonfinite='skip' leaves such steps out, and a callback that is "
             f"attached to its trainer names sequences and the first module concerned"
         )
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds the manifest to a checkpoint that the stock trainer has written in place, so that a resumed run can check it."""
-        if self._trainer is not None or self.exchange is None:
-            return
-        # one rank may write for longer than the control group's time-out, so wait on the default group first
-        PartialState().wait_for_everyone()
-        group = self.exchange.source.pool.control
-        hosts = gather_objects(socket.gethostname(), group)
-        owner = hosts.index(hosts[args.process_index]) if args.save_on_each_node else 0
-        contents = Contents(state.global_step, args.world_size, 1, "replicated", args.save_only_model, None)
-        seal(Path(str(args.output_dir), checkpoint_name(state.global_step)), contents, group, owner)
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        if self._stop is not None and self._replicas is not None:
+            self._replicas.on_step_end(args, state, control, model=model)
+            self._stop.on_step_end(args, state, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._stop is not None:
+            self._stop.on_epoch_end(args, state, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._trainer is not None:
+        if self._stop is None:
             return
+        self._stop.on_train_end(args, state, control)
+        self.stopped_by = self._stop.stopped_by
         # other ranks may still read from the groups that are closed next
         PartialState().wait_for_everyone()
         self.detach()
 
-    def _check_files(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Raises ValueError on every rank if the stock trainer has resumed from a checkpoint that is not whole."""
-        assert self.exchange is not None
-        if not state.global_step:
-            return
-        folder = Path(str(args.output_dir), checkpoint_name(state.global_step))
-        if folder.is_dir():
-            Choice(self.config.resume_partial, args.ignore_data_skip, self.exchange.source.pool.control).loaded(folder)
-        elif args.process_index == 0:
-            logger.warning("%s is not there, so the checkpoint that this training resumes from was not checked", folder)
+    def _join(self, undo: ExitStack) -> str | None:
+        """Guards a training that its trainer has begun already; returns the folder from which that has resumed. Collective."""
+        trainer, names = sender()
+        if isinstance(trainer, CheckpointMixin):
+            raise ValueError("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
+        undo.callback(self.detach)
+        # `detach` closes it, or the end of the training
+        self.guard(trainer, ExitStack())
+        resumed_from: str | None = names.get("resume_from_checkpoint")
+        return resumed_from
 
-    def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any, undo: ExitStack) -> None:
+    def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any) -> None:
         """Checks everything on every rank, makes the process groups, and hooks the model."""
-        config = self.config
+        assert self._stop is not None
+        config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
         problems += folder_problems(args, model) + _signal_problems(args)
         if attention_name(model) in NAMES.values():
@@ -181,10 +227,13 @@ class LongContextCallback(TrainerCallback):
                 "evaluate() or predict() ran before train(), and accelerate then trains every rank alone, without DDP; call "
                 "them after train(), set eval_on_start=True, or attach the callback to the trainer"
             )
-        run = start_run(RunRequest(config, model, args, processing_class, problems))
+        run = start_run(RunRequest(config, model, args, processing_class, problems, control=self._control))
         undo.callback(run.close)
+        self._replicas = ReplicaCheck(config, run)
+        undo.callback(setattr, self, "_replicas", None)
+        trainer.longctx_config, trainer.longctx_run, trainer._replicas = config, run, self._replicas
         num_layers, timeout_s = num_attention_layers(model), config.collective_timeout_s
-        self.exchange = SequenceExchange(run.source, run.activations, run.setup.max_length, num_layers, timeout_s)
+        self.exchange = SequenceExchange(run.source, run.activations, run.setup.max_length, num_layers, timeout_s, self._stop)
         undo.callback(setattr, self, "exchange", None)
         for handle in (
             model.register_forward_pre_hook(self.exchange.before_forward, with_kwargs=True),
@@ -215,7 +264,9 @@ class AttachedMixin(LongContextMixin):
             self._longctx_callback.detach()
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        return super(PlannedDataMixin, self).get_eval_dataloader(*args, **kwargs)
+        loader: DataLoader[Any] = super(PlannedDataMixin, self).get_eval_dataloader(*args, **kwargs)
+        keep_workers(loader)
+        return loader
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         return super(LongContextMixin, self).evaluation_loop(*args, **kwargs)
@@ -297,13 +348,18 @@ def _signal_problems(args: TrainingArguments) -> list[str]:
         return []
     return [
         "enable_jit_checkpoint=True saves on the ranks that got the signal, each in a step of its own, while the others wait; "
-        "leave it out: LongContextTrainer and attach(trainer) save at SIGTERM without it"
+        "leave it out: the callback saves at SIGTERM without it"
     ]
 
 
 def _exchange_problems(config: LongContextConfig) -> list[str]:
     """Problems with settings that a callback in `callbacks=[...]` cannot follow, since it does not control the loader."""
     problems = []
+    if config.async_save:
+        problems.append(
+            "async_save=True needs the exchange with which planned steps begin, where ranks agree that a checkpoint is written; "
+            "call attach(trainer), or leave it out"
+        )
     if config.stages != 1:
         problems.append(
             f"stages={config.stages!r} needs LongContextTrainer, since every forward of a stock trainer runs the whole model; "

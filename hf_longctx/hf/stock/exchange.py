@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
+from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.losses import WAY_OUT
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
@@ -247,7 +248,8 @@ class SequenceExchange:
     """The two hooks of a model in training: one exchanges the batch before a forward, the other checks attention calls after it.
 
     A forward is collective over all ranks while the model trains; in eval mode the hooks do nothing. `source` must plan one
-    micro-batch; `activations` executes its policies. Raises ValueError on every rank if some rank has a batch that cannot run.
+    micro-batch; `activations` executes its policies; `stop` learns which signals asked ranks to stop. Raises ValueError on every
+    rank if some rank has a batch that cannot run.
     """
 
     def __init__(
@@ -257,8 +259,9 @@ class SequenceExchange:
         max_length: int,
         num_attention_layers: int,
         timeout_s: float,
+        stop: OrderlyStop,
     ) -> None:
-        self.source, self.pool, self.activations = source, source.pool, activations
+        self.source, self.pool, self.activations, self.stop = source, source.pool, activations, stop
         self.max_length, self.num_attention_layers, self.timeout_s = max_length, num_attention_layers, timeout_s
         self.num_forwards = 0
         self.last_plan: StepPlan | None = None
@@ -375,10 +378,11 @@ class SequenceExchange:
                 )
         except ValueError as error:
             problem = str(error)
-        everyone = gather_objects((problem, documents.lengths), self.pool.control)
-        if problems := [f"rank {rank}: {found}" for rank, (found, _) in enumerate(everyone) if found]:
+        everyone = gather_objects((problem, documents.lengths, self.stop.asked()), self.pool.control)
+        if problems := [f"rank {rank}: {found}" for rank, (found, *_) in enumerate(everyone) if found]:
             raise ValueError(f"forward {self.num_forwards} cannot run under a plan:\n" + "\n".join(problems))
-        return documents, [lengths for _, lengths in everyone]
+        self.stop.agree([sum(counts) for counts in zip(*(asked for *_, asked in everyone), strict=True)])
+        return documents, [lengths for _, lengths, _ in everyone]
 
     def _plan(self, lengths: list[int]) -> StepPlan:
         try:

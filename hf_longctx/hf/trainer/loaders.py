@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +16,8 @@ from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.data.scan import token_rows
 from hf_longctx.hf.data.streaming import PlannedStream, StreamBatches, is_stream
 from hf_longctx.hf.ranks.agreement import raise_together
+from hf_longctx.hf.ranks.fork_server import start_fork_server
+from hf_longctx.hf.ranks.stop_signals import listening_flag, outlive_signals
 from hf_longctx.hf.trainer.run import Run
 
 
@@ -68,6 +69,9 @@ def eval_loader(run: Run, name: str, dataset: Any) -> DataLoader[Any]:
 
 def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataLoader[Any]:
     args, num_workers = run.args, run.args.dataloader_num_workers
+    begin = partial(_begin_worker, num_workers=num_workers, rank=args.process_index, is_listening=listening_flag())
+    if num_workers:
+        start_fork_server(args.dataloader_multiprocessing_context)
     return LongContextDataLoader(
         rows,
         batch_sampler=steps,
@@ -78,18 +82,16 @@ def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataL
         # every evaluation makes a new loader, whose persistent workers would outlive it
         persistent_workers=args.dataloader_persistent_workers and steps.explore,
         multiprocessing_context=args.dataloader_multiprocessing_context,
-        worker_init_fn=partial(_begin_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
+        worker_init_fn=begin if num_workers else None,
     )
 
 
-def _begin_worker(worker: int, num_workers: int, rank: int) -> None:
+def _begin_worker(worker: int, num_workers: int, rank: int, is_listening: Any) -> None:
     """Seeds a loader's worker, and lets it go on when a terminal or a job sends a request to stop to the whole process group.
 
     The rank obeys such a request at the end of its step, which still needs the worker's batches.
     """
-    for name in ("SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    outlive_signals(is_listening)
     seed_worker(worker, num_workers=num_workers, rank=rank)
 
 

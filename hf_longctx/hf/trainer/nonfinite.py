@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_longctx.hf.checkpoints.manifest import read_record
 from hf_longctx.hf.data.collator import PlannedStep
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.start.losses import loss_name
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.plan.core.messages import listed
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -35,8 +37,6 @@ from hf_longctx.runtime.parameters.finite import nonfinite_names
 STEP_FILE, MODEL_FOLDER = "step.json", "model"
 # (layer range of the stage, stage, call): the order in which a token passes modules
 ModelOrder = tuple[int, int, int]
-# most sequences and weights that a message lists
-_MOST_NAMES = 8
 # token ids, shifted labels, and their weights or nothing
 _Tokens = tuple[list[int], list[int], list[float]]
 
@@ -70,17 +70,33 @@ class _Mean:
 class NonfiniteGuard:
     """Checks every optimizer step of a run before its update.
 
-    num_skipped: steps left out so far. was_skipped: whether the present step is one of them.
+    was_skipped: whether the present step was left out.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.num_skipped, self.was_skipped = 0, False
+        self.was_skipped = False
         self._plans: list[_Plan] = []
         self._loss: Tensor | None = None
         # sums and numbers of the losses that were used, since the last log and in all, where steps may be left out
         self._since_log, self._in_all = _Mean(), _Mean()
-        self._num_skipped_since_log = 0
+        self._num_skipped_since_log, self._num_skipped_here = 0, 0
+        run.recorder.num_skipped = 0
+
+    def count_on_from(self, folder: str | None) -> None:
+        """Goes on counting where the training that wrote this checkpoint was."""
+        try:
+            record = (read_record(Path(folder)) if folder else None) or {}
+        except ValueError:
+            # named when the checkpoint was chosen
+            record = {}
+        before = record.get("skipped_steps", 0)
+        self.run.recorder.num_skipped = before if isinstance(before, int) else 0
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were left out so far, also by trainings that this one goes on with."""
+        return self.run.recorder.num_skipped
 
     def begin(self) -> None:
         """Forgets the plans of a step that did not end."""
@@ -110,7 +126,8 @@ class NonfiniteGuard:
     def skip(self, model: nn.Module) -> None:
         """Leaves the present step out: no parameter keeps a gradient, so no optimizer moves it."""
         model.zero_grad(set_to_none=True)
-        self.num_skipped += 1
+        self.run.recorder.num_skipped += 1
+        self._num_skipped_here += 1
         self._num_skipped_since_log += 1
         self.begin()
         self.was_skipped = True
@@ -128,8 +145,10 @@ class NonfiniteGuard:
         return {"skipped_steps": self.num_skipped, **({"loss": mean.value} if num_skipped else {})}
 
     def total_metrics(self) -> dict[str, float]:
-        """The mean loss of all steps that were used; empty if none was skipped."""
-        return {"skipped_steps": self.num_skipped, "train_loss": self._in_all.value} if self.num_skipped else {}
+        """The mean loss of all steps that this training used, and the count of skipped ones; empty if none was skipped."""
+        if not self.num_skipped:
+            return {}
+        return {"skipped_steps": self.num_skipped, **({"train_loss": self._in_all.value} if self._num_skipped_here else {})}
 
     def explain(self, executor: StepExecutor, number: int, rows: IntArray | None) -> str:
         """Says which sequences, module and weights of step `number` are concerned. Collective: runs its forwards once more.
@@ -140,26 +159,33 @@ class NonfiniteGuard:
         gradients = nonfinite_names(executor.model, of_gradients=True)
         module = self._first_module(executor)
         everyone = gather_objects((weights, module, gradients), self.run.control)
-        what = "but gradients are not finite" if math.isfinite(self.loss) else "which is not finite"
+        has_overflow = math.isfinite(self.loss) and not any(any(each) for each in everyone)
+        what = "but the norm of the gradients overflows" if has_overflow else "but gradients are not finite"
+        what = what if math.isfinite(self.loss) else "which is not finite"
         lines = [f"step {number}: the loss is {self.loss:g}, {what}; no weight was changed"]
         for each in self._plans:
             lengths = each.step.plan.lengths
             named = [f"{length} tokens" for length in lengths]
             if rows is not None:
                 named = [f"row {rows[i]} ({length} tokens)" for i, length in zip(each.step.sequences, lengths, strict=True)]
-            lines.append(f"plan {each.step.plan.layout} of {_listed(named)}")
+            lines.append(f"plan {each.step.plan.layout} of {listed(named)}")
         bad_weights = list(dict.fromkeys(name for names, *_ in everyone for name in names))
         if bad_weights:
-            lines.append(f"weights that are not finite: {_listed(bad_weights)}")
+            lines.append(f"weights that are not finite: {listed(bad_weights)}")
         found = [
             (order, name, place) for place, (_, where, _) in enumerate(everyone) if where is not None for order, name in [where]
         ]
         if found:
             _, name, place = min(found)
             lines.append(f"first output that is not finite: {name}, on rank {place}")
+        elif has_overflow:
+            lines.append(
+                "all outputs and gradients are finite, but clipping by an infinite norm would set every gradient to zero, and "
+                "Adam would keep infinite squares"
+            )
         elif not bad_weights:
             names = list(dict.fromkeys(name for *_, names in everyone for name in names))
-            lines.append(f"all outputs of a forward are finite; gradients that are not: {_listed(list(reversed(names)))}")
+            lines.append(f"all outputs of a forward are finite; gradients that are not: {listed(list(reversed(names)))}")
         return "\n".join(lines)
 
     def save(self, folder: Path, number: int) -> None:
@@ -246,8 +272,3 @@ def _held_tokens(each: _Plan) -> dict[tuple[int, int], _Tokens]:
                     held[span.sequence, span.start + piece.start] = ids, labels, weights
                 offset = stop
     return held
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

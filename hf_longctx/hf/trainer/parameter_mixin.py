@@ -62,7 +62,8 @@ class ParameterMixin(CheckpointMixin):
         With stages all ranks must see the same folder.
         """
         # done here, on all ranks, since some versions of `Trainer` call `_save` on the writing rank alone
-        self._whole_weights = self._placement.save(self.model, self._folder(output_dir), self.args.should_save)
+        is_joined = self._staged is None or not self._staged.in_memory
+        self._whole_weights = self._placement.save(self.model, self._folder(output_dir), self.args.should_save, is_joined)
         super().save_model(output_dir, _internal_call)
         if self._whole_weights is not None:
             self._whole_weights = None
@@ -126,9 +127,9 @@ class ParameterMixin(CheckpointMixin):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes the weights of all ranks, the tokenizer and the arguments; no weights if the placement wrote them already."""
+        if not self._placement.writes_weights:
+            return super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
         with self._holding_errors():
-            if not self._placement.writes_weights:
-                return super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
             # newer versions of `Trainer` call this on every rank
             if not self.args.should_save:
                 return
@@ -156,9 +157,8 @@ class ParameterMixin(CheckpointMixin):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads states, even those of a run with another number of ranks or stages, or with sharded parameters."""
-        if self._starts_anew("optimizer"):
-            return None
-        if checkpoint is None or not self._placement.load_optimizer(self.model, self._plain_optimizer, checkpoint):
+        placement, is_anew = self._placement, self._starts_anew("optimizer")
+        if is_anew or checkpoint is None or not placement.load_optimizer(self.model, self._plain_optimizer, checkpoint):
             return super()._load_optimizer_and_scheduler(checkpoint)
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))

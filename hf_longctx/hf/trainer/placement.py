@@ -27,7 +27,13 @@ from hf_longctx.hf.checkpoints.sharded import (
     renamed_weights,
     save_optimizer,
 )
-from hf_longctx.hf.checkpoints.staged import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
+from hf_longctx.hf.checkpoints.staged import (
+    join_stages,
+    load_stage_optimizer,
+    load_stage_weights,
+    save_stage_optimizer,
+    save_stages,
+)
 from hf_longctx.hf.models.adapters import is_adapted, saved_parameters
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -58,11 +64,15 @@ class Placement(Protocol):
     def clip(self, max_norm: float) -> Tensor | None:
         """Clips the gradients of the whole model and returns their norm before clipping; None: `Trainer` clips."""
 
-    def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
+    def save(self, model: Any, folder: str, is_writer: bool, is_joined: bool = True) -> dict[str, Any] | None:
         """Returns the whole weights, on the writing rank, for `Trainer` to write; None: there are none to pass on.
 
-        After None, `Trainer` writes the model's own weights, unless `writes_weights`.
+        After None, `Trainer` writes the model's own weights, unless `writes_weights`. is_joined: false if every rank has a folder
+        of its own, and `join` will be called where the files of all ranks are together.
         """
+
+    def join(self, folder: Path) -> None:
+        """Completes in `folder` what all ranks wrote with `is_joined=False`; rank 0 calls it alone."""
 
     def load(self, model: Any, folder: str) -> bool:
         """Reads the weights of a checkpoint; False: `Trainer` reads them."""
@@ -87,8 +97,10 @@ class ReplicatedPlacement:
     def clip(self, max_norm: float) -> Tensor | None:
         return None
 
-    def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
+    def save(self, model: Any, folder: str, is_writer: bool, is_joined: bool = True) -> dict[str, Any] | None:
         return None
+
+    def join(self, folder: Path) -> None: ...
 
     def load(self, model: Any, folder: str) -> bool:
         if not needs_own_reader(model):
@@ -138,11 +150,13 @@ class ShardedPlacement:
     def clip(self, max_norm: float) -> Tensor | None:
         return None
 
-    def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
+    def save(self, model: Any, folder: str, is_writer: bool, is_joined: bool = True) -> dict[str, Any] | None:
         if not is_sharded(model):
             return None
         self.prepare(model)
         return gather_weights(model, is_writer, saved_parameters(model) if is_adapted(model) else None)
+
+    def join(self, folder: Path) -> None: ...
 
     def load(self, model: Any, folder: str) -> bool:
         # `Trainer` loads a model that is still whole, if it reads its weights right
@@ -192,11 +206,14 @@ class StagedPlacement:
         twin = self.stage.model.get_parameter(self.stage.tied) if has_twin else None
         return clip_stage_gradients(list(self.stage.model.parameters()), max_norm, self.pool.links.pipe, twin)
 
-    def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
-        """Writes the weights of all stages to `folder`, which all ranks must see."""
+    def save(self, model: Any, folder: str, is_writer: bool, is_joined: bool = True) -> dict[str, Any] | None:
+        """Writes the weights of all stages to `folder`, which all ranks must see if the files are joined there."""
         self.prepare(model)
-        save_stages(self.stage, folder, self.pool.ranks_per_stage, self.pool.control)
+        save_stages(self.stage, folder, self.pool.ranks_per_stage, self.pool.control, is_joined=is_joined)
         return None
+
+    def join(self, folder: Path) -> None:
+        join_stages(folder, self.num_stages)
 
     def load(self, model: Any, folder: str) -> bool:
         self.prepare(model)

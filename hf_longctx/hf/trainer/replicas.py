@@ -13,10 +13,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.plan.core.messages import listed
 from hf_longctx.runtime.parameters.finite import nonfinite_names
 from hf_longctx.runtime.parameters.gradients import local_shard
 
-_MOST_NAMES = 8
 # integer types with the sizes of weights, in bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,11 +42,11 @@ class ReplicaCheck(TrainerCallback):
 
         Raises RuntimeError, or FloatingPointError, on every rank. Collective over all ranks.
         """
-        names = [name for found in gather_objects(nonfinite_names(model)[:_MOST_NAMES], self.run.control) for name in found]
+        names = dict.fromkeys(name for found in gather_objects(nonfinite_names(model), self.run.control) for name in found)
         if names:
             raise FloatingPointError(
-                f"after step {step}, weights are not finite: {', '.join(dict.fromkeys(names))}. Nothing was saved from them, and "
-                f"earlier checkpoints are unchanged; resume from the last one with a lower learning rate"
+                f"after step {step}, weights are not finite: {listed(list(names))}. Nothing was saved from them, and earlier "
+                f"checkpoints are unchanged; resume from the last one with a lower learning rate"
             )
         if self.every != 0:
             self.check(model, step)

@@ -124,11 +124,18 @@ class Run:
 
 
 def meet(config: LongContextConfig, control: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """Waits for all ranks; returns the process group over which they agree on things, made here unless `control` is one."""
+    """Waits for all ranks; returns the process group over which they agree on things, made here unless `control` is one.
+
+    Raises ValueError on every rank if a setting was changed to something that is not allowed.
+    """
     follow_launcher()
     # loading a model or tokenising may delay some ranks, so wait with the long time-out before the short ones begin
     PartialState().wait_for_everyone()
-    return control_group(config.collective_timeout_s) if control is None else control
+    broken = _changed_settings(config)
+    if control is None:
+        control = control_group((LongContextConfig() if broken else config).collective_timeout_s)
+    raise_together(broken, control)
+    return control
 
 
 def start_run(request: RunRequest) -> Run:
@@ -138,18 +145,12 @@ def start_run(request: RunRequest) -> Run:
     all problems, after giving the model its own attention back.
     """
     config, model, args = request.config, request.model, request.args
-    broken = _changed_settings(config)
-    control = meet(LongContextConfig() if broken else config, request.control)
-    raise_together(broken, control)
+    control = meet(config, request.control)
     problems = request.problems + request.problems_of_loss(control)
     degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
     token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss)
-    if token_loss is None and (found := user_forward(model)) and args.process_index == 0:
-        logger.warning(
-            "the model's forward was replaced or hooked by %s: plans train the cross-entropy of its logits, and never read a "
-            "loss that it returns; to train another loss, pass token_loss to LongContextTrainer or attach",
-            found,
-        )
+    # with a loss of its own, a run leaves out the forward's on purpose
+    forward = user_forward(model) if token_loss is None else ""
     setup = choose_setup(config, model, args, degrees, control, (request.datasets or {}).get("train_dataset"))
     sets = SequenceSets(config, args, setup, control)
     if request.datasets is None:
@@ -161,6 +162,9 @@ def start_run(request: RunRequest) -> Run:
         patch_model(model)
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
+        if test is None or request.datasets is None:
+            _warn_of_forward(forward, args)
+            forward = ""
         all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
         stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
         if setup.num_stages > 1 and not all_stages:
@@ -181,7 +185,7 @@ def start_run(request: RunRequest) -> Run:
             opening = f"{opening}\nloss of a token: {loss_name(token_loss)}"
         if test is not None:
             count = partial(count_over_ranks, group=control)
-            passed = test.run(RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count))
+            passed = test.run(RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, token_loss), forward)
             opening = f"{opening}\n{passed}"
         return Run(
             config=config,
@@ -199,6 +203,16 @@ def start_run(request: RunRequest) -> Run:
             undo=undo.pop_all(),
             all_stages=all_stages,
             token_loss=token_loss,
+        )
+
+
+def _warn_of_forward(forward: str, args: TrainingArguments) -> None:
+    """Tells what becomes of the loss of a user's forward, where no self-test compares it with cross-entropy."""
+    if forward and args.process_index == 0:
+        logger.warning(
+            "the model's forward was replaced or hooked by %s: plans train the cross-entropy of its logits, and never read a "
+            "loss that it returns; to train another loss, pass token_loss to LongContextTrainer or attach",
+            forward,
         )
 
 

@@ -28,12 +28,18 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from hf_longctx.hf.checkpoints.room import folder_problems
+from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
-from hf_longctx.hf.start.arguments import argument_problems, config_problems, override_problems, run_problems
+from hf_longctx.hf.start.arguments import (
+    argument_problems,
+    async_problems,
+    config_problems,
+    override_problems,
+    run_problems,
+)
 from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
 from hf_longctx.hf.start.trl import prepared_model_problems, read_columns, trainer_problems, trl_class
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
@@ -121,8 +127,14 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor, self._guard = None, NonfiniteGuard(self.longctx_run)
         try:
-            with self._stop.during_training(self.args, lambda: self.state.global_step):
-                return super().train(self._choose_checkpoint(resume_from_checkpoint), *args, **kwargs)
+            with self._stop.during_training(self.args, lambda: self.state.global_step), self._ending_saving():
+                self._open_saving()
+                run = self.longctx_run
+                chosen = self._choose_checkpoint(resume_from_checkpoint, self.longctx_config, run.control)
+                if chosen is not None and not self.args.ignore_data_skip:
+                    run.recorder.resume(Path(chosen), self._starts_anew("data"))
+                self._guard.count_on_from(chosen)
+                return super().train(chosen, *args, **kwargs)
         finally:
             self._chosen = None
             self.longctx_run.recorder.resume(None)
@@ -237,12 +249,14 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self.longctx_config = request.config
         problems = request.problems + config_problems(request.config, request.args)
         problems += folder_problems(request.args, request.model)
+        if request.config.async_save:
+            problems += memory_problems(request.args, request.model) + async_problems(type(self), request.args)
         problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
         self.longctx_run = start_run(replace(request, problems=problems))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._guard = NonfiniteGuard(self.longctx_run)
         self._replicas = ReplicaCheck(self.longctx_config, self.longctx_run)
-        self._staged, self._chosen = None, None
+        self._staged, self._chosen, self._saving, self._writers = None, None, None, None
         self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
     def _report(self) -> None:
@@ -297,29 +311,50 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             # said before anything is written, since the disk may be full
             logger.error("%s", message)
         folder = Path(self._folder(None)) / f"nonfinite-step-{number}"
-        self._guard.save(folder, number)
-        self.save_model(str(folder / MODEL_FOLDER))
+        errors = self._save_refused(folder, number)
+        kept = (
+            f"the step and the model before it could not be written to {folder} ({'; '.join(errors)})"
+            if errors
+            else f"the step and the model before it are in {folder}; `hf-longctx replay {folder}` runs the step alone"
+        )
+        raise FloatingPointError(f"{message}\n{kept}; on_nonfinite='skip' leaves such steps out")
+
+    def _save_refused(self, folder: Path, number: int) -> list[str]:
+        """Writes step `number` and the model to `folder`; returns the errors of all ranks, since the disk may be full."""
+        held: list[str] = []
+        self._held = held
+        try:
+            with self._holding_errors():
+                self._guard.save(folder, number)
+            with self._holding_errors():
+                # internal: nothing of it is uploaded
+                self.save_model(str(folder / MODEL_FOLDER), _internal_call=True)
+        finally:
+            self._held = None
         # a launcher ends all ranks as soon as one of them fails, so none may before the files are written
         PartialState().wait_for_everyone()
-        raise FloatingPointError(
-            f"{message}\nthe step and the model before it are in {folder}; `hf-longctx replay {folder}` runs the step alone, and "
-            f"on_nonfinite='skip' leaves such steps out"
-        )
+        everyone = gather_objects(held, self.longctx_run.control)
+        return [f"rank {rank}: {error}" for rank, errors in enumerate(everyone) for error in errors]
 
     def _label_sums(self, batches: list[dict[str, Any]], stop: OrderlyStop | None = None) -> tuple[float, int]:
         """Total weight and number of label tokens over all ranks; tells `stop` which signals asked ranks to stop.
 
-        Raises ValueError on every rank if a row of `batches` has changed on any.
+        stop: None in an evaluation; else also looks after a checkpoint that is written behind training. Raises ValueError on
+        every rank if a row of `batches` has changed on any.
         """
         control = self.longctx_run.control
         changed = [batch["changed"] for batch in batches if "changed" in batch]
         own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
-        asked = [] if stop is None else stop.asked()
+        asked = [] if stop is None else [self._saving is not None and self._saving.is_over, *stop.asked()]
         total_weight, num_labels, num_changed, *num_asked = sums_over_ranks([*own, len(changed), *asked], control)
         if stop is not None:
+            num_over, *num_asked = num_asked
             stop.agree(num_asked)
+            if num_over == self.args.world_size:
+                self._finish_saving()
         if num_changed:
-            raise_together(changed, control, f"step {self.state.global_step + 1} cannot run")
+            step = f"step {self.state.global_step + 1} cannot run"
+            raise_together(changed, control, "the evaluation cannot go on" if stop is None else step)
         return total_weight, int(num_labels)
 
     def _planned_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:

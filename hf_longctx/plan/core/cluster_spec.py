@@ -36,8 +36,7 @@ class HardwareSpec:
     source: str = ""
 
 
-# share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process itself, and for
-# the workspace of groups that keep everything: with it, their formula is at most a tenth too low
+# share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process itself
 USABLE_SHARE = 0.8
 
 

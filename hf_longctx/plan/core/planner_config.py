@@ -25,9 +25,9 @@ _NODE_RANKS = 8
 class ActivationBudget:
     """Memory of one rank for saved activations and workspace, after weights, gradients and optimizer states.
 
-    kept_tokens: a rank with at most this many tokens keeps all activations; with more, layers are recomputed or offloaded.
-    device_bytes, host_bytes: memory of one rank (host_bytes 0: nothing is offloaded). tile_tokens: chunks with more tokens
-    than this run norms, MLP and loss in tiles of so many (0: untiled).
+    kept_tokens: a rank with at most this many tokens keeps all activations if they fit with their workspace; with more, layers
+    are recomputed or offloaded. device_bytes, host_bytes: memory of one rank (host_bytes 0: nothing is offloaded). tile_tokens:
+    chunks with more tokens than this run norms, MLP and loss in tiles of so many (0: untiled).
     """
 
     kept_tokens: int

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
-from hf_longctx.plan.core.types import ACTION_KINDS, Action, ActionKind, SequenceGroup, StagePlan, StepPlan, shortened
+from hf_longctx.plan.core.messages import shortened
+from hf_longctx.plan.core.types import ACTION_KINDS, Action, ActionKind, SequenceGroup, StagePlan, StepPlan
 
 # (stage, model part): one link in the chain of layer ranges that a chunk passes through
 _Link = tuple[int, int]

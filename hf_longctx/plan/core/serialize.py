@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import reprlib
 from typing import Any
 
+from hf_longctx.plan.core.messages import shortened, shown
 from hf_longctx.plan.core.types import (
     ACTION_KINDS,
     METHODS,
@@ -30,7 +30,6 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
     TensorShare,
-    shortened,
 )
 
 SCHEMA_VERSION = 1
@@ -39,10 +38,6 @@ SCHEMA_VERSION = 1
 _MOST = 2**53
 # largest float, in seconds or a share; not infinite, so that sums are finite
 _MOST_NUMBER = 1e15
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 80
-_short.maxlong = 40
 
 # field -> type of the items in its tuple; fields not listed hold plain numbers or strings
 _CHILDREN: dict[type, dict[str, type]] = {
@@ -76,7 +71,7 @@ def plan_from_json(text: str) -> StepPlan:
     data = parse_json(text, "a plan")
     if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] != SCHEMA_VERSION:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"plan schema {_short.repr(found)} cannot be read; this version reads schema {SCHEMA_VERSION}")
+        raise ValueError(f"plan schema {shown(found)} cannot be read; this version reads schema {SCHEMA_VERSION}")
     del data["schema"]
     try:
         plan = _decode(StepPlan, data, "plan")
@@ -91,7 +86,7 @@ def parse_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError(f"{what} is nested too deeply; no file that hf-longctx writes is") from None
+        raise ValueError(f"{what} is nested too deeply; give fewer lists and objects inside each other") from None
     except ValueError as error:
         raise ValueError(f"{what} is not JSON: {error}") from None
 
@@ -122,10 +117,10 @@ def _decode(kind: type, data: Any, path: str) -> Any:
     if kind is Span:
         return _decode_span(data, path)
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected an object with the fields of {kind.__name__}, found {_short.repr(data)}")
+        raise ValueError(f"{path}: expected an object with the fields of {kind.__name__}, found {shown(data)}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(set(data) - set(fields)):
-        raise ValueError(f"{path}: unknown field {_short.repr(unknown[0])} of {kind.__name__}; known are {', '.join(fields)}")
+        raise ValueError(f"{path}: unknown field {shown(unknown[0])} of {kind.__name__}; known are {', '.join(fields)}")
     values = {name: _decode_field(kind, name, data[name], f"{path}.{name}") for name in data}
     missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
     if missing:
@@ -136,7 +131,7 @@ def _decode(kind: type, data: Any, path: str) -> Any:
 def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
     if kind is StagePlan and name == "actions":
         if not isinstance(value, str) and value != []:
-            raise ValueError(f"{path}: expected actions in one string, for example '0F0 0B0', found {_short.repr(value)}")
+            raise ValueError(f"{path}: expected actions in one string, for example '0F0 0B0', found {shown(value)}")
         try:
             return tuple(Action.parse(word) for word in value.split()) if value else ()
         except ValueError as error:
@@ -148,7 +143,7 @@ def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
     if (child := _CHILDREN.get(kind, {}).get(name)) is not None:
         return tuple(_decode(child, item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if (choices := _CHOICES.get((kind, name))) is not None and value not in choices:
-        raise ValueError(f"{path}: {_short.repr(value)} is not one of {', '.join(choices)}")
+        raise ValueError(f"{path}: {shown(value)} is not one of {', '.join(choices)}")
     return _decode_plain(kind, name, value, path)
 
 
@@ -159,33 +154,33 @@ def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
         return _integer(value, path)
     if annotation == "float":
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{path}: expected a number, found {_short.repr(value)}")
+            raise ValueError(f"{path}: expected a number, found {shown(value)}")
         if not abs(value) <= _MOST_NUMBER:
-            raise ValueError(f"{path}: {_short.repr(value)} is not a number that a plan can have")
+            raise ValueError(f"{path}: {shown(value)} is not a number that a plan can have")
         return float(value)
     if annotation.startswith("tuple[int"):
         return tuple(_integer(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if not isinstance(value, str):
-        raise ValueError(f"{path}: expected a string, found {_short.repr(value)}")
+        raise ValueError(f"{path}: expected a string, found {shown(value)}")
     return value
 
 
 def _decode_span(data: Any, path: str) -> Span:
     items = _items(data, path)
     if len(items) != 3:
-        raise ValueError(f"{path}: expected [sequence, start, stop], found {_short.repr(data)}")
+        raise ValueError(f"{path}: expected [sequence, start, stop], found {shown(data)}")
     return Span(*(_integer(item, path) for item in items))
 
 
 def _items(value: Any, path: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{path}: expected a list, found {_short.repr(value)}")
+        raise ValueError(f"{path}: expected a list, found {shown(value)}")
     return value
 
 
 def _integer(value: Any, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{path}: expected an integer, found {_short.repr(value)}")
+        raise ValueError(f"{path}: expected an integer, found {shown(value)}")
     if abs(value) > _MOST:
-        raise ValueError(f"{path}: {_short.repr(value)} is larger than any number of tokens, ranks or bytes in a plan")
+        raise ValueError(f"{path}: {shown(value)} is larger than any number of tokens, ranks or bytes in a plan")
     return value

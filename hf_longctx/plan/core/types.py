@@ -28,17 +28,6 @@ ACTION_KINDS: tuple[str, ...] = get_args(ActionKind)
 _ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")
 
 
-_MOST_CHARACTERS = 1000
-
-
-def shortened(message: str) -> str:
-    """A message of at most about a thousand characters; a longer one loses its middle."""
-    if len(message) <= _MOST_CHARACTERS:
-        return message
-    half = _MOST_CHARACTERS // 2
-    return f"{message[:half]} ... ({len(message)} characters) ... {message[-half:]}"
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """The half-open token range [start, stop) of one sequence."""
@@ -132,9 +121,8 @@ class TensorShare:
 
     def cuts(self, num_tokens: int) -> tuple[int, int]:
         """Token indices at which the recomputed and the host share of `num_tokens` end; the device has the rest."""
-        ends = (self.recompute, self.recompute + self.host)
-        first, second = (min(num_tokens, round(end * num_tokens)) for end in ends)
-        return first, second
+        recomputed, on_host = self.recompute * num_tokens, (self.recompute + self.host) * num_tokens
+        return min(num_tokens, round(recomputed)), min(num_tokens, round(on_host))
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
     """
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: this is not a hardware profile in JSON: {error}") from None
     found = data.get("schema") if isinstance(data, dict) else data
     if type(found) is not int or found != SCHEMA_VERSION:

@@ -36,7 +36,6 @@ from hf_longctx.plan.memory.round_bytes import (
     chunk_load,
     chunk_numbers,
 )
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import part_state_bytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
@@ -97,6 +96,8 @@ class _Counted:
         self.table: IntArray = np.empty((0, 5), dtype=np.int64)
         self.new_rows: list[tuple[int, ...]] = []
         self.outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
+        # peaks of groups that keep everything, by shape and lengths
+        self.kept: dict[tuple[GroupShape, tuple[int, ...]], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +123,17 @@ class ByteModel:
     def _stage_states(self, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int) -> int:
         return part_state_bytes(self.model, num_layers, stage == 0, stage == num_stages - 1, parameters, shard_ranks)
 
-    def kept_tokens(self, device_bytes: int) -> int:
-        """Most tokens whose saved tensors all fit into `device_bytes`, which excludes the states; workspace is not counted."""
-        return max(0, device_bytes) // saved_token_bytes(self.model)
+    def kept_tokens(self, device_bytes: int, is_shared: bool = False) -> int:
+        """Most tokens of one document that a rank can keep whole, workspace included, in `device_bytes` besides the states.
 
-    def budget(self, device_bytes: int, host_bytes: int, tile_tokens: int) -> ActivationBudget:
-        """Budget of a rank with these bytes of the device besides the states, and these of the host."""
-        return ActivationBudget(self.kept_tokens(device_bytes), device_bytes, host_bytes, tile_tokens)
+        is_shared: see `Load`.
+        """
+        like = replace(Load.document(1, self.model.num_layers), is_shared=is_shared)
+        return self.longest(device_bytes, 0, lambda _: (None,), like)
+
+    def budget(self, device_bytes: int, host_bytes: int, tile_tokens: int, is_shared: bool = False) -> ActivationBudget:
+        """Budget of a rank with these bytes of the device besides the states, and these of the host. is_shared: see `Load`."""
+        return ActivationBudget(self.kept_tokens(device_bytes, is_shared), device_bytes, host_bytes, tile_tokens)
 
     def chunk(self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
         """Bytes that one chunk holds and works with under `policy`; without a policy everything is kept.
@@ -141,8 +146,10 @@ class ByteModel:
         distinct = {id(layer): layer for layer in policies}
         counted = {key: LAYER_NUMBERS(LayerBytes(self.model, load, layer, tile_tokens)) for key, layer in distinct.items()}
         outside = OutsideBytes(self.model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
+        # calibration measures a model of embedding and head alone
+        layers = [counted[id(layer)] for layer in policies] or [(0,) * 5]
         found = chunk_numbers(
-            np.array([[counted[id(layer)] for layer in policies]], dtype=np.int64),
+            np.array([layers], dtype=np.int64),
             np.array([OUTSIDE_NUMBERS(outside)], dtype=np.int64),
             np.array([load.receives]),
         )
@@ -174,6 +181,28 @@ class ByteModel:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
+
+    def kept_peak(self, group: SequenceGroup) -> int:
+        """Most bytes on the first rank of a group that runs its one chunk over all layers at once and keeps everything.
+
+        Equals the peak of `moments`, in less time, since most groups of a plain run are like this.
+        """
+        (chunk,) = group.chunks
+        known, key = self._counted.kept, (group.shape, tuple([span.num_tokens for span in chunk.spans]))
+        if key not in known:
+            known[key] = self._kept(chunk_load(group, chunk, 0, Load(0, (), self.model.num_layers)))
+        return known[key]
+
+    def kept_bytes(self, num_tokens: int, is_shared: bool = False) -> int:
+        """Most bytes of one document with `num_tokens` tokens on a rank that keeps everything. is_shared: see `Load`."""
+        return self._kept(replace(Load.document(num_tokens, self.model.num_layers), is_shared=is_shared))
+
+    def _kept(self, load: Load) -> int:
+        """Most bytes of a whole chunk that is kept. All layers hold as much, so the last one that runs has the most at once."""
+        layer, outside = LayerBytes(self.model, load, _KEEPS_EVERYTHING, 0), OutsideBytes(self.model, load, 0)
+        below = outside.shared + load.num_layers * layer.held
+        forward = max(below - layer.held + layer.forward, below + outside.forward)
+        return max(below + outside.head, forward, below + max(layer.backward, outside.backward))
 
     def moments(
         self,

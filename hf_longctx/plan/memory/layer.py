@@ -21,6 +21,8 @@ from hf_longctx.plan.memory.saved_tensors import class_bytes, plain_layer_bytes
 # most elements of a matrix of capped scores, as in `runtime/tiles/plain.py`
 MOST_SCORES = 2**25
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
+# shares of a layer that keeps everything, made once, since most layers do
+_KEPT_SHARES = {name: LayerPolicy().share(name) for name in TENSOR_CLASSES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class LayerBytes:
         self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
         self.has_tiles = tile_tokens > 0
         self.is_plain = policy.keeps_everything
-        shares = {name: policy.share(name) for name in TENSOR_CLASSES}
+        shares = _KEPT_SHARES if self.is_plain else {name: policy.share(name) for name in TENSOR_CLASSES}
         # tokens of each class at which the recomputed and the host part end
         self._cuts = {name: share.cuts(load.num_tokens) for name, share in shares.items()}
         self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]

@@ -9,7 +9,6 @@ from hf_longctx.plan.core.sharding import is_lent, shard_tokens
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.prediction.lent_run import run_lent_pipeline
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache, near_ranks, run_pipeline
@@ -125,10 +124,10 @@ class _Run:
             inside.append(exchange_s)
             clock_s = stop_s
         self._add(group.positions, times, inside)
-        token_bytes = saved_token_bytes(self.costs.model)
+        chunk_bytes = self.known.byte_model(self.costs.model).kept_peak(group)
         for position, tokens in zip(group.positions, shard_tokens(chunk, group.shape), strict=True):
             self.tokens[position] = max(self.tokens[position], tokens)
-            self.peak_bytes[position] = max(self.peak_bytes[position], self.state_bytes[position] + tokens * token_bytes)
+            self.peak_bytes[position] = max(self.peak_bytes[position], self.state_bytes[position] + chunk_bytes)
         for action, time, exchange_s in zip(stage.actions, times, inside, strict=True):
             self._record(group, group.positions, action, time, exchange_s)
 

@@ -8,7 +8,6 @@ from hf_longctx.plan.activations.fit import FittedGroups
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan, state_bytes
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
@@ -34,11 +33,7 @@ class Planning:
         budget = self.config.activations
         if budget is None:
             return 0
-        beside = budget.device_bytes
-        if plan.num_stages == 1:
-            # if kept_tokens was measured, it may allow more bytes than the formula does
-            beside = max(beside, budget.kept_tokens * saved_token_bytes(self.costs.model))
-        return beside + max(state_bytes(plan, self.costs, self.known.byte_model(self.costs.model)))
+        return budget.device_bytes + max(state_bytes(plan, self.costs, self.known.byte_model(self.costs.model)))
 
     @property
     def host_limit_bytes(self) -> int | None:

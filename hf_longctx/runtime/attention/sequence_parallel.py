@@ -15,7 +15,8 @@ ring is that of USP (arXiv 2405.07719).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,7 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
         return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call.layer)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)
     out_1ShE = _attention(q_1hSD, k_1gSD, v_1gSE, sinks_h, rule, context, call.layer)
-    return _gather_heads(out_1ShE, shares, context)
+    return gather_heads(out_1ShE, shares, context)
 
 
 def _attention(
@@ -153,23 +154,36 @@ def _scatter_heads_of_two_sizes(
     q_HTD: Tensor, k_GTD: Tensor, v_GTE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Does the work of `_scatter_heads` if keys and values differ in head size, by torch's copies: the kernel takes one size."""
-    head_dim, value_dim, mine = q_HTD.shape[2], v_GTE.shape[2], shares[context.block.index]
     heads = [(slice(share.q_start, share.q_stop), kv, kv) for share in shares for kv in (slice(share.kv_start, share.kv_stop),)]
-    blocks = [[x[chosen] for x, chosen in zip((q_HTD, k_GTD, v_GTE), rank_heads, strict=True)] for rank_heads in heads]
-    send = [torch.cat([heads.reshape(-1) for heads in block]) for block in blocks]
-    # (heads, head size) of q, k and v
-    layout = ((mine.num_q, head_dim), (mine.num_kv, head_dim), (mine.num_kv, value_dim))
-    receive_sizes = [tokens * sum(num * size for num, size in layout) for tokens in context.block.tokens]
-    received = _exchange(torch.cat(send), [len(flat) for flat in send], receive_sizes, context)
-    qkv_by_rank = []
-    for tokens, flat in zip(context.block.tokens, received.split(receive_sizes), strict=True):
-        flats = flat.split([tokens * num * size for num, size in layout])
-        qkv_by_rank.append([x.view(num, tokens, size) for x, (num, size) in zip(flats, layout, strict=True)])
-    q_1hSD, k_1gSD, v_1gSE = (torch.cat(shards, dim=1).unsqueeze(0) for shards in zip(*qkv_by_rank, strict=True))
-    return q_1hSD, k_1gSD, v_1gSE
+    q_hSD, k_gSD, v_gSE = (x.unsqueeze(0) for x in spread_heads((q_HTD, k_GTD, v_GTE), heads, context))
+    return q_hSD, k_gSD, v_gSE
 
 
-def _gather_heads(out_1ShE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext) -> Tensor:
+def spread_heads(tensors_HT: Sequence[Tensor], heads: Sequence[Sequence[slice]], context: GroupContext) -> list[Tensor]:
+    """Exchanges tensors [H, T, ...] of all heads and this rank's tokens for [h, S, ...] of its heads and all tokens of the block.
+
+    Tensors may differ in heads, sizes and dtypes. heads: for each rank, its heads of every tensor.
+    """
+    found: dict[int, Tensor] = {}
+    # one exchange for each dtype
+    for dtype in dict.fromkeys(x.dtype for x in tensors_HT):
+        places = [place for place, x in enumerate(tensors_HT) if x.dtype == dtype]
+        blocks = [[tensors_HT[place][rank_heads[place]].reshape(-1) for place in places] for rank_heads in heads]
+        send = [torch.cat(block) for block in blocks]
+        mine = heads[context.block.index]
+        # shapes of what arrives of each tensor for one token
+        layout = [(mine[place].stop - mine[place].start, *tensors_HT[place].shape[2:]) for place in places]
+        receive_sizes = [tokens * sum(map(math.prod, layout)) for tokens in context.block.tokens]
+        received = _exchange(torch.cat(send), [len(flat) for flat in send], receive_sizes, context)
+        by_rank = []
+        for tokens, flat in zip(context.block.tokens, received.split(receive_sizes), strict=True):
+            flats = flat.split([tokens * math.prod(shape) for shape in layout])
+            by_rank.append([x.view(num, tokens, *sizes) for x, (num, *sizes) in zip(flats, layout, strict=True)])
+        found |= {place: torch.cat(shards, dim=1) for place, *shards in zip(places, *by_rank, strict=True)}
+    return [found[place] for place in range(len(tensors_HT))]
+
+
+def gather_heads(out_1ShE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext) -> Tensor:
     """Exchanges back: sends this rank's heads of all tokens, receives all heads of this rank's tokens, shape [1, T, H, E]."""
     num_own_heads, value_dim = out_1ShE.shape[2], out_1ShE.shape[3]
     send_sizes = [tokens * num_own_heads * value_dim for tokens in context.block.tokens]

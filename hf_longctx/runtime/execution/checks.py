@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -61,23 +61,31 @@ def hooked_weights(model: nn.Module) -> list[str]:
     ]
 
 
-def check_weights(stage: StageModel, pool: GroupPool, has_all_stages: bool = False) -> None:
+def check_weights(stage: StageModel, pool: GroupPool, summed: Collection[nn.Parameter], has_all_stages: bool = False) -> None:
     """Raises ValueError on every rank for weights that users changed between steps in a way that sums would get wrong.
 
     All ranks of a stage must train the same weights, or gradients of different weights would be summed; both stages of a tied
-    weight must agree; no weight may have a hook. has_all_stages: whether every rank holds all stages. Collective over the pool;
-    waits for the device.
+    weight must agree; no weight may have a hook, nor be new, that is, not in `summed`, whose gradients are summed over ranks.
+    has_all_stages: whether every rank holds all stages. Collective over the pool; waits for the device.
     """
     weights = list(stage.model.named_parameters())
+    known = {id(parameter) for parameter in summed}
+    added = [name for name, parameter in weights if id(parameter) not in known]
     trains, hooked = [parameter.requires_grad for _, parameter in weights], hooked_weights(stage.model)
     own, num_stages = (0, 1) if has_all_stages else (pool.stage, pool.num_stages)
     device = weights[0][1].device
-    # a column for each stage, one for the tied weight and one for hooks
-    values = {own: zlib.crc32(bytes(trains)), num_stages + 1: int(bool(hooked))}
+    # a column for each stage, and one each for the tied weight, hooks and new weights
+    values = {own: zlib.crc32(bytes(trains)), num_stages + 1: int(bool(hooked)), num_stages + 2: int(bool(added))}
     if stage.tied and not has_all_stages:
         values[num_stages] = int(stage.model.get_parameter(stage.tied).requires_grad)
-    is_alike = _alike_over_ranks(values, num_stages + 2, pool, device)
-    if hooked or not is_alike[-1]:
+    is_alike = _alike_over_ranks(values, num_stages + 3, pool, device)
+    if added or not is_alike[-1]:
+        raise ValueError(
+            f"{f'the weight {added[0]}' if added else 'a weight of another rank'} is new: it was added to the model, or put in "
+            f"place of another weight, during training, and gradients of such weights are not summed over ranks; change the "
+            f"model before the trainer is made, and change weights in place"
+        )
+    if hooked or not is_alike[-2]:
         raise ValueError(
             f"{f'the weight {hooked[0]}' if hooked else 'a weight of another rank'} got a hook in training, which would see the "
             f"gradients of single chunks and tiles; remove it, and change `.grad` in the method on_pre_optimizer_step of a "

@@ -106,7 +106,7 @@ class StepExecutor:
         self.parameters.check(plan.parameters)
         self._check(plan, engine)
         if not self._is_in_step:
-            check_weights(self.stage, self.pool, has_all_stages=bool(self.all_stages))
+            check_weights(self.stage, self.pool, self.parameters.gradients.parameters, bool(self.all_stages))
         self._is_in_step = not reduce
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
         host = self._host(num_label_tokens, engine)
@@ -128,7 +128,7 @@ class StepExecutor:
             is_bad = torch.zeros_like(total)
             if reduce:
                 self._reduce()
-                is_bad = has_nonfinite_gradient(self.model.parameters(), self.device)
+                is_bad = has_nonfinite_gradient(self.model.parameters(), self.device, self.pool.num_ranks)
             total, num_bad = sum_over_ranks(torch.stack([total, is_bad]), self.pool.everyone)
         router_loss, self._router_loss = self._router_loss, None
         router_load = None

@@ -38,8 +38,8 @@ class StepResult:
 
     router_loss: the balancing loss of the experts over the whole step, included in the loss of the step's first plan.
     router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
-    whose experts are not balanced. num_bad: ranks on which the step's reduced gradients have a NaN or infinite element; zero for
-    plans before the step's last one.
+    whose experts are not balanced. num_bad: ranks on which the step's reduced gradients are not finite (`finite.py`); zero
+    for plans before the step's last one.
     """
 
     loss: Tensor
@@ -51,7 +51,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradients have no NaN or infinite element on any rank; waits for the device."""
+        """Whether loss and gradients are finite on all ranks; waits for the device."""
         return bool(torch.isfinite(self.loss)) and not (self.num_bad is not None and bool(self.num_bad))
 
     def intervals(self) -> list[Interval]:

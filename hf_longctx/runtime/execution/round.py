@@ -15,6 +15,7 @@ from hf_longctx.plan.core.types import Action, SequenceGroup, StagePlan
 from hf_longctx.runtime.activations.engine import ChunkActivations
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
+from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import TokenScores, step_loss
 from hf_longctx.runtime.execution.host import RoundHost
@@ -57,6 +58,7 @@ class Round:
         self.memory = StepMemory()
         self.num_backwards = 0
         self.books: list[KVBook] = []
+        self.state_book = StateBook()
         self.messages: RoundMessages | None = None
         self.scores: dict[int, TokenScores] | None = {} if wants_scores else None
         self.total = torch.zeros((), dtype=torch.float64, device=host.device)
@@ -73,6 +75,7 @@ class Round:
         """Runs the actions in order; returns this rank's share of the step's loss, without a graph. `where`: for errors."""
         self.num_backwards = sum(action.kind == "B" for action in actions)
         self.books = self._new_books()
+        self.state_book = StateBook(has_backward=self.num_backwards > 0)
         self.messages = self._post_messages(actions)
         order = self._order(actions)
         for action, following in itertools.zip_longest(order, order[1:]):
@@ -81,8 +84,8 @@ class Round:
                 self.handlers[action.kind](action, following)
         if self.messages is not None:
             self.messages.finish()
-        held_bytes = sum(book.num_bytes for book in self.books)
-        assert not held_bytes, f"the K/V book holds {held_bytes} bytes after its round"
+        held_bytes = sum(book.num_bytes for book in self.books) + self.state_book.num_bytes
+        assert not held_bytes, f"the books of keys and values and of states hold {held_bytes} bytes after their round"
         return self.total
 
     def _order(self, actions: Sequence[Action]) -> Sequence[Action]:
@@ -94,7 +97,7 @@ class Round:
 
     def _forward(self, action: Action, following: Action | None) -> None:
         key, chunk = (action.part, action.chunk), self.group.chunks[action.chunk]
-        context = self.host.pool.context(self.group, chunk, self.books[0])
+        context = replace(self.host.pool.context(self.group, chunk, self.books[0]), state_book=self.state_book)
         policy = self.policies.get(key)
         if self.host.engine is not None and policy is not None and torch.is_grad_enabled():
             self.activations[key] = self.host.engine.begin(policy, layers_of(self.stage, action.part))
@@ -137,6 +140,7 @@ class Round:
             for span in self.group.chunks[action.chunk].spans:
                 if not span.start:
                     self.books[0].close(span.sequence)
+                    self.state_book.close(span.sequence)
 
     def _routing(self, action: Action, is_counted: bool = False) -> AbstractContextManager[None]:
         """Context around a forward or backward: tells the routers' balance whether any token of this rank's shard is real."""

@@ -190,14 +190,12 @@ def _memory(forecast: Forecast) -> list[str]:
     states, tokens = memory.state_bytes(placement.parameters, placement.shard_ranks), forecast.peak_tokens
     saved, use = forecast.activation_bytes, forecast.fullest
     source = "measured" if memory.is_measured else "by formula"
-    if use is None or use.keeps_everything:
-        peak = (
-            "saved for backward at the peak",
-            _gib(saved),
-            f"{tokens:,} tokens of {memory.saved_bytes_per_token / 2**20:.2f} MiB",
-        )
+    if memory.is_measured:
+        held = f"{tokens:,} tokens of {memory.saved_bytes_per_token / 2**20:.2f} MiB"
+        peak = ("saved for backward at the peak", _gib(saved), held)
     else:
-        peak = ("saved for backward and workspace at the peak", _gib(saved), f"up to {tokens:,} tokens, under policies")
+        how = "everything kept" if use is None or use.keeps_everything else "under policies"
+        peak = ("saved for backward and workspace at the peak", _gib(saved), f"up to {tokens:,} tokens, {how}")
     rows = [
         ("weights, gradients, optimizer states", _gib(states), ""),
         peak,

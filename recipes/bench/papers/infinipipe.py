@@ -53,8 +53,8 @@ CASES = ("96K/50", "96K/35", "192K/50")
 METHODS = ("paper", "elastic + recompute", "elastic + joint", "fixed chunks")
 
 MODEL = ModelSpec(40, 5120, 20480, 40, 40, 128, 50304, 1 << 18, bytes_per_element=2, gated_mlp=False)
-# an A800 that reaches 0.5 of its peak in matrix products and 0.6 in attention, with the rate of copies over PCIe while all GPUs
-# of a node copy, and with half of a node's 2 TB of memory for activations
+# an A800 that reaches 0.5 of its peak in matrix products and 0.6 in attention; copies over PCIe are as fast as while all GPUs of
+# a node copy, and half of a node's 2 TB of memory may hold activations
 HARDWARE = HardwareSpec(
     "a800",
     0.5 * 312e12,

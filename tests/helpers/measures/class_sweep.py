@@ -60,7 +60,7 @@ Lora = tuple[tuple[str, Any], ...]
 
 ROADS = ("packed", "slices", "ulysses", "ring", "recomputed", "sharded", "stages")
 # ways of running a model for which a tested class may be refused by name
-OPTIONAL = ("recomputed", "sharded", "stages")
+OPTIONAL = ("ring", "recomputed", "sharded", "stages")
 
 
 class Refused(ValueError):

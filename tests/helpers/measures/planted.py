@@ -19,11 +19,13 @@ from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
+from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.core.loss import Targets
 from hf_longctx.runtime.execution import executor, host
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.process_groups import pool
+from hf_longctx.runtime.states import convolution, recurrence
 from hf_longctx.runtime.tiles.patterns import CAUSAL
 
 # bugs that every test of equality notices; `plant` knows more
@@ -75,6 +77,11 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "neighbour's keys in rings": _neighbours_block,
         "gradients of keys and values dropped": _dropped_gradients,
         "stale book entry": _stale_entries,
+        "states leak in the scan": lambda: _one_document_of_states(recurrence),
+        "states leak in the convolution": lambda: _one_document_of_states(convolution),
+        "states of slices dropped": _dropped_states,
+        "states of slices damped": _damped_states,
+        "gradients of states dropped": _dropped_state_gradients,
         "gradients of one rank": lambda: replaced(ReplicatedParameters, "reduce", lambda self, group, tied=None: None),
     }
     with makers[bug]():
@@ -108,6 +115,30 @@ def _one_document() -> Any:
         return (0, original(pieces)[-1])
 
     return replaced(pool, "document_bounds", bounds)
+
+
+def _one_document_of_states(module: Any) -> Any:
+    original = module.documents_of
+
+    def documents(cu_seqlens: tuple[int, ...], slices: Any) -> Any:
+        return original((0, cu_seqlens[-1]), ())
+
+    return replaced(module, "documents_of", documents)
+
+
+def _dropped_states() -> Any:
+    original = StateBook.take
+    return replaced(StateBook, "take", lambda book, place: original(book, place) * 0)
+
+
+def _damped_states() -> Any:
+    original = StateBook.put
+    return replaced(StateBook, "put", lambda book, place, state, output: original(book, place, 0.99 * state, output))
+
+
+def _dropped_state_gradients() -> Any:
+    original = StateBook.gradient
+    return replaced(StateBook, "gradient", lambda book, place: original(book, place) * 0)
 
 
 def _late_shift() -> Any:

@@ -49,6 +49,8 @@ _SIZES: dict[str, Any] = {
     "attention_chunk_size": CHUNK,
     **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 4),
     **dict.fromkeys(("lru_width", "attention_hidden_size"), 32),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
     "use_sliding_window": True,

@@ -152,6 +152,20 @@ CHUNKED_FAMILIES: dict[str, Any] = {
         },
     ),
 }
+# three layers with a state along the sequence and one with attention; two key heads serve four value heads in the first family
+_LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_value_heads": 4, "head_dim": 8}
+STATE_FAMILIES: dict[str, Any] = {
+    "qwen3_5": (
+        transformers.Qwen3_5TextConfig,
+        transformers.Qwen3_5ForCausalLM,
+        {**_LINEAR, "linear_num_key_heads": 2, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+    ),
+    "olmo_hybrid": (
+        transformers.OlmoHybridConfig,
+        transformers.OlmoHybridForCausalLM,
+        {**_LINEAR, "pad_token_id": 0, "linear_num_key_heads": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+    ),
+}
 # defaults of a ModelCase: layers, KV heads, head size
 NUM_LAYERS, NUM_KV, HEAD_DIM = 2, 2, 8
 VOCAB_SIZE = 64
@@ -256,7 +270,8 @@ def _defaults(case: ModelCase) -> dict[str, Any]:
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     """The model of a case, in training mode, with weights so large that gradients are not tiny."""
-    config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | MOE_FAMILIES | CHUNKED_FAMILIES)[case.family]
+    families = FAMILIES | OTHER_FAMILIES | MOE_FAMILIES | CHUNKED_FAMILIES | STATE_FAMILIES
+    config_class, model_class, extra = families[case.family]
     if case.balance is not None:
         extra = {**extra, "output_router_logits": True, "router_aux_loss_coef": case.balance}
     if case.window:

@@ -14,7 +14,9 @@ from hf_longctx.sim.workloads import Workload
 
 # a layer: 8 * 2 * (2 * 4 + 2 * 2) + 3 * 8 * 16 = 576 parameters; all: 2 * 576 + 2 * 10 * 8 = 1312
 # a layer saves for each token 24 * 8 + 8 in norms, 4 * (8 + 8 + 8) + 4 * 4 in attention and 4 * 4 * 16 in the MLP: 568 bytes;
-# the model saves 2 * 568, and 10 * (4 + 3 * 4) for the loss: 1296
+# the model saves 2 * 568, and 10 * (4 + 3 * 4) for the loss: 1296. With workspace a token takes 1516 bytes (`TOKEN_BYTES`) in
+# the backward of the loss: each layer also has keys and values once for each query head, and its output once more (64 bytes);
+# rotary embeddings, ids and labels take 32, the last norm and its output 68 + 32, and three fp32 tensors of logits 120
 MODEL = ModelSpec(
     num_layers=2,
     hidden_size=8,
@@ -25,6 +27,7 @@ MODEL = ModelSpec(
     vocab_size=10,
     max_positions=100,
 )
+TOKEN_BYTES = 1516
 HARDWARE = HardwareSpec("test", 1e12, 1e12, 100_000, 1e9, 1e9, 0.0)
 # four fifths of the 100,000 bytes are usable
 MEMORY = DeviceMemory.by_formula(MODEL, HARDWARE.device_bytes)

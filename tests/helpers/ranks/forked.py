@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import random
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 FORKED = mp.get_context("forkserver")
@@ -16,11 +18,18 @@ FORKED = mp.get_context("forkserver")
 FORKED.set_forkserver_preload(["hf_longctx.recipes.sft", "transformers.models.llama.modeling_llama"])
 
 
+# ports below those from which systems choose one for a connection, which could take a free one before its ranks do
+_FIRST_PORT, _LAST_PORT = 10_000, 32_000
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    # no seed: other test processes choose at the same moment
+    choices = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", choices.randint(_FIRST_PORT, _LAST_PORT)))
+            return probe.getsockname()[1]
 
 
 def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

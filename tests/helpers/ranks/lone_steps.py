@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import torch
 from helpers.models.reference import TOLERANCE, reference_step, worst_error
-from helpers.models.tiny_models import NUM_LAYERS, ModelCase, build_model
+from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.sliced_plans import Rows
 from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -44,7 +44,7 @@ def lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) ->
     """Runs a step of a one-rank plan in this process, through collator and executor."""
     model = model if model is not None else patched_model(case)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-    executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU)
     result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
     return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -75,7 +75,7 @@ def policy_step(model: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) ->
     """Runs a step of a one-rank plan in this process; returns its result, its gradients, and the number of pairs that ran."""
     tier = HostTier.on(CPU, 2**24)
     engine = ActivationEngine(layer_modules(model), tier)
-    executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
     with counted_pairs() as pairs:
         result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
+import torch.distributed as dist
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
-from helpers.trainers.stock_runs import make_stock_trainer
+from helpers.trainers.stock_runs import LossTrainer, make_stock_trainer, quiet_config
 from helpers.trainers.trainer_runs import LossRecorder, make_trainer
 from transformers import TrainerState
 
-from hf_longctx import LongContextCallback, LongContextConfig
+from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.checkpoints import staging
+from hf_longctx.hf.checkpoints.background import MemoryCopy
 from hf_longctx.hf.trainer import checkpoint_mixin
 
 NUM_STEPS, SAVE_STEPS = 6, 2
-# how the model and the data live -> settings
+# how the model and the data live -> settings; with " adapters" behind it, adapters alone are trained
 KINDS: dict[str, dict[str, Any]] = {
     "replicated": {},
     "sharded": {"parameters": "sharded"},
     "staged": {"stages": 2},
     "stream": {"lookahead_batches": 2},
+    # a stock trainer with the callback alone
+    "callback": {},
 }
 LIMIT = {"save_total_limit": 1}
 
@@ -42,8 +48,13 @@ def trainer_of(kind: str, folder: str, config: dict[str, Any] | None = None, **a
         "logging_steps": 1,
         **arguments,
     }
-    settings = {"tokens_per_rank": 64, "collective_timeout_s": 6.0, **KINDS[kind], **(config or {})}
-    return make_trainer(ModelCase(promoted=True), data, folder, settings, saving)
+    placed = KINDS[kind.removesuffix(" adapters")]
+    settings = {"tokens_per_rank": 64, "collective_timeout_s": 6.0, **placed, **(config or {})}
+    if kind == "callback":
+        callback = LongContextCallback(quiet_config(**settings))
+        return make_stock_trainer(ModelCase(promoted=True), rows, folder, saving, LossTrainer, callbacks=[callback])
+    lora = (("r", 2), ("target_modules", "all-linear")) if kind.endswith(" adapters") else ()
+    return make_trainer(ModelCase(promoted=True, lora=lora), data, folder, settings, saving)
 
 
 def run(
@@ -51,11 +62,23 @@ def run(
 ) -> tuple[int, list[float]]:
     """Trains to the end on this rank; returns the step from which it went on, and the losses from there."""
     trainer = trainer_of(kind, folder, config, **(arguments or {}))
+    if kind == "callback":
+        trainer.train(resume_from_checkpoint=resume)
+        # every rank has the loss of its own tokens
+        losses = torch.tensor(getattr(trainer, "losses", []), dtype=torch.float64)
+        dist.all_reduce(losses)
+        return NUM_STEPS - len(losses), losses.tolist()
     recorder = LossRecorder()
     recorder.attach(trainer)
     trainer.train(resume_from_checkpoint=resume)
-    trainer.longctx_run.close()
+    close(trainer)
     return NUM_STEPS - len(recorder.losses), recorder.losses
+
+
+def close(trainer: Any) -> None:
+    """Ends the run of a trainer, unless its callback has done so."""
+    if isinstance(trainer, LongContextTrainer):
+        trainer.longctx_run.close()
 
 
 def refusal(kind: str, folder: str, resume: Any, config: dict[str, Any] | None = None) -> str:
@@ -107,6 +130,22 @@ def plant(trainer: Any, place: str, step: int) -> None:
         case "flush":
             # the folder has its name, and the hidden one is still there
             before(staging, "flush_folder", 0)
+        case "writing behind" | "rename behind":
+            # in the thread, when the training is in a later step
+            owner, name, number = (MemoryCopy, "write", 1) if place == "writing behind" else (staging, "publish", 1)
+            original = getattr(owner, name)
+
+            def dying(*args: Any) -> None:
+                folder = Path(args[number])
+                if rank == 0 and folder.name == f"checkpoint-{step}":
+                    if owner is MemoryCopy:
+                        half_written(str(folder))
+                    while trainer.state.global_step == step:
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                original(*args)
+
+            setattr(owner, name, dying)
         case "rotation":
             before(checkpoint_mixin, "rotate", 0)
         case "deletion":
@@ -126,17 +165,3 @@ def plant(trainer: Any, place: str, step: int) -> None:
 def whole_checkpoints(folder: Path) -> list[str]:
     """Names of the checkpoints in view that are complete."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and staging.is_whole(path))
-
-
-def stock_run(folder: str, resume: str | None, takes_partial: bool) -> str:
-    """Trains a stock trainer under the callback alone; returns the message with which it refuses to resume."""
-    rows = random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 5)
-    saving = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": SAVE_STEPS}
-    callback = LongContextCallback(LongContextConfig(resume_partial=takes_partial, report_steps=False))
-    trainer = make_stock_trainer(ModelCase(), rows, folder, saving, callbacks=[callback])
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-    except ValueError as error:
-        callback.detach()
-        return str(error)
-    return ""

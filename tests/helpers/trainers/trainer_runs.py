@@ -169,9 +169,15 @@ def plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps:
 
 
 def plain_training_with(
-    before_step: Callable[[torch.nn.Module, int], None], case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int
+    before_step: Callable[[torch.nn.Module, int], torch.optim.Optimizer | None],
+    case: ModelCase,
+    rows: list[dict[str, list[int]]],
+    num_steps: int,
 ) -> tuple[list[float], dict[str, Any]]:
-    """Trains like `plain_training`, and calls `before_step` before each step with the model and the number of steps done."""
+    """Trains like `plain_training`, and calls `before_step` before each step with the model and the number of steps done.
+
+    If that returns an optimizer, this one trains from then on.
+    """
     model = build_model(case)
     # group parameters as the trainer does: no weight decay for norms and biases
     decay = [p for name, p in model.named_parameters() if p.dim() > 1 or "magnitude" in name]
@@ -185,7 +191,7 @@ def plain_training_with(
     while len(losses) < num_steps:
         sampler.set_epoch(epoch)
         for batch in sampler:
-            before_step(model, len(losses))
+            optimizer = before_step(model, len(losses)) or optimizer
             losses.append(_plain_step(model, [rows[i] for i in batch], optimizer))
             scheduler.step()
             if len(losses) == num_steps:
@@ -205,7 +211,8 @@ def _plain_step(model: torch.nn.Module, rows: list[dict[str, list[int]]], optimi
         total += float(loss.detach())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
-    optimizer.zero_grad()
+    # all gradients, as the trainer does, not those of the optimizer alone
+    model.zero_grad()
     return total
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.models.versions import resuming
-from helpers.trainers.killed_saves import refusal, run, stock_run
+from helpers.trainers.killed_saves import refusal, run
 
 from hf_longctx.hf.checkpoints.choice import Choice, choose
 from hf_longctx.hf.checkpoints.manifest import MANIFEST_FILE
@@ -67,22 +67,6 @@ DAMAGES: dict[str, tuple[Act, str, set[str] | None]] = {
 # damages that are noticed without a manifest
 SEEN_WITHOUT = ["no weights", "short weights", "no optimizer", "no schedule", "no random numbers", "no state", "another state"]
 SEEN_WITHOUT += ["half a state", "half a record", "a record of something else", "a record of another step"]
-
-
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Output folders with the checkpoints of steps 2 and 4, and the losses of all steps, by kind."""
-    known: dict[str, tuple[Path, list[float]]] = {}
-
-    def folder_and_losses(kind: str) -> tuple[Path, list[float]]:
-        if kind not in known:
-            folder = tmp_path_factory.mktemp(kind)
-            losses = ranks(2).run(run, kind, str(folder))[0][1]
-            shutil.rmtree(folder / "checkpoint-6")
-            known[kind] = folder, losses
-        return known[kind]
-
-    return folder_and_losses
 
 
 @pytest.fixture
@@ -206,15 +190,3 @@ def test_every_rank_refuses_what_one_of_them_finds(ranks, saved, copied, kind: s
         assert words in refused
     for first, losses in ranks(2).run(run, kind, str(out), True):
         assert first == 2 and losses == pytest.approx(saved(kind)[1][2:], rel=1e-10)
-
-
-@resuming
-def test_a_stock_trainer_under_the_callback_alone_is_checked(ranks, tmp_path: Path) -> None:
-    ranks(2).run(stock_run, str(tmp_path), None, False)
-    assert sorted(path.parent.name for path in tmp_path.glob(f"*/{MANIFEST_FILE}")) == [f"checkpoint-{n}" for n in (2, 4, 6)]
-    shutil.rmtree(tmp_path / "checkpoint-6")
-    assert ranks(2).run(stock_run, str(tmp_path), str(tmp_path / "checkpoint-4"), False) == ["", ""]
-    removed("optimizer.pt")(tmp_path / "checkpoint-4")
-    for refused in ranks(2).run(stock_run, str(tmp_path), str(tmp_path / "checkpoint-4"), False):
-        assert f"optimizer.pt is missing; pass {tmp_path / 'checkpoint-6'}" in refused
-    assert ranks(2).run(stock_run, str(tmp_path), str(tmp_path / "checkpoint-4"), True) == ["", ""]

@@ -15,7 +15,7 @@ import sys
 from helpers.trainers.killed_saves import plant, trainer_of
 
 kind, folder, place, step, limit = sys.argv[1:]
-trainer = trainer_of(kind, folder, save_total_limit=int(limit))
+trainer = trainer_of(kind, folder, {"async_save": place.endswith("behind")}, save_total_limit=int(limit))
 plant(trainer, place, int(step))
 trainer.train(resume_from_checkpoint=True)
 """
@@ -29,15 +29,18 @@ PLACES = {
     "state": BEFORE_MANIFEST,
     "sums of rank 1": BEFORE_MANIFEST,
     "manifest": BEFORE_MANIFEST,
+    "writing behind": BEFORE_MANIFEST,
+    "rename behind": AFTER_MANIFEST,
     "rename": AFTER_MANIFEST,
     "flush": AFTER_MANIFEST,
     "rotation": AFTER_MANIFEST,
     "deletion": AFTER_MANIFEST,
 }
 CASES = [("replicated", place) for place in PLACES]
-CASES += [("sharded", place) for place in ("optimizer", "sums of rank 1", "rename")]
+CASES += [("sharded", place) for place in ("optimizer", "sums of rank 1", "writing behind", "rename")]
 CASES += [("staged", place) for place in ("weights", "state", "deletion")]
 CASES += [("stream", place) for place in ("rng of rank 1", "manifest", "rotation")]
+CASES += [("callback", place) for place in ("weights", "deletion")]
 
 
 @pytest.fixture(scope="module")

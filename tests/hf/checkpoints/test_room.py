@@ -10,10 +10,12 @@ import pytest
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
-from helpers.trainers.killed_saves import KINDS, NUM_STEPS, run, trainer_of
+from helpers.trainers.killed_saves import NUM_STEPS, close, run, trainer_of
 from helpers.trainers.trainer_runs import make_trainer, start, training_arguments
 
 from hf_longctx.hf.checkpoints import room
+from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER
+from hf_longctx.hf.ranks.folder_lock import LOCK_NAME
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -44,6 +46,41 @@ def test_a_disk_without_room_for_a_checkpoint_is_named_at_the_start(monkeypatch,
             assert all("GiB free, but a checkpoint takes at least" in problem for problem in problems)
 
 
+# arguments, checkpoints that are there already -> checkpoints for which there must be room
+COUNTS: list[tuple[dict[str, Any], int, int]] = [
+    ({"save_total_limit": 3}, 0, 4),
+    ({"save_total_limit": 3}, 2, 2),
+    ({"save_total_limit": 3}, 7, 1),
+    ({"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}, 0, 3),
+    # fewer saves than the limit
+    ({"save_total_limit": 30}, 0, 10),
+    ({}, 0, 10),
+    ({"save_steps": 0.3}, 0, 4),
+    ({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2.5}, 0, 3),
+    ({"save_strategy": "epoch"}, 0, 1),
+    # a run that goes on
+    ({}, 8, 2),
+    # never
+    ({"save_steps": 0}, 0, 1),
+]
+
+
+@pytest.mark.parametrize("changes,num_there,count", COUNTS)
+def test_a_disk_without_room_for_all_that_will_stand_there_is_told(
+    monkeypatch, tmp_path: Path, caplog, changes: dict[str, Any], num_there: int, count: int
+) -> None:
+    model = build_model(ModelCase())
+    for step in range(num_there):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    args = training_arguments(str(tmp_path), **{**SAVING, **changes})
+    needed = count * room.checkpoint_bytes(args, model)
+    for free, is_told in ((needed, False), (needed - 1, count > 1)):
+        caplog.clear()
+        monkeypatch.setattr(room, "disk_usage", lambda _, free=free: Usage(0, 0, free))
+        assert len(room.folder_problems(args, model)) == (free < needed and count == 1)
+        assert (f"but {count} more checkpoints will stand there at once" in caplog.text) == is_told
+
+
 def test_the_bytes_of_a_checkpoint_are_those_that_it_takes(ranks, tmp_path: Path) -> None:
     ranks(1).run(run, "replicated", str(tmp_path), None, None, {"per_device_train_batch_size": 8})
     model = build_model(ModelCase(promoted=True))
@@ -53,18 +90,22 @@ def test_the_bytes_of_a_checkpoint_are_those_that_it_takes(ranks, tmp_path: Path
     assert 0.5 * written < estimated < written
 
 
+BEHIND = ", behind training"
 # kind -> (rank, file that cannot be written in the save of step 4)
 OBSTACLES = {
     "replicated": [(0, "optimizer.pt"), (1, "rng_state_1.pth"), (0, "trainer_state.json")],
     "sharded": [(0, "model.safetensors"), (1, "optimizer_shards/__1_0.distcp"), (0, "scheduler.pt")],
     "staged": [(1, "stage-1.partial"), (0, "longctx_data.json")],
     "stream": [(0, "longctx_checkpoint.json.tmp")],
+    "callback": [(0, "optimizer.pt")],
+    # in host memory
+    f"sharded{BEHIND}": [(1, "optimizer_shards/__1_0.distcp")],
 }
 
 
 def fail(kind: str, folder: str, victim: int, name: str) -> tuple[str, list[str]]:
     """The error of a run that cannot write one file of its second checkpoint, and what is in the output folder then."""
-    trainer = trainer_of(kind, folder)
+    trainer = trainer_of(kind.removesuffix(BEHIND), folder, {"async_save": kind.endswith(BEHIND)})
     original = trainer.save_model
 
     def save_model(output_dir: str, *args: Any, **kwargs: Any) -> None:
@@ -79,19 +120,22 @@ def fail(kind: str, folder: str, victim: int, name: str) -> tuple[str, list[str]
     try:
         trainer.train()
     except Exception as error:
-        trainer.longctx_run.close()
-        return f"{type(error).__name__}: {error}", sorted(path.name for path in Path(folder).iterdir() if "runs" not in path.name)
+        close(trainer)
+        # rank 0 may still hold the lock
+        names = {path.name for path in Path(folder).iterdir()} - {"runs", LOCK_NAME}
+        return f"{type(error).__name__}: {error}", sorted(names)
     return "", []
 
 
 @resuming
-@pytest.mark.parametrize("kind,victim,name", [(kind, *obstacle) for kind in KINDS for obstacle in OBSTACLES[kind]])
+@pytest.mark.parametrize("kind,victim,name", [(kind, *obstacle) for kind in OBSTACLES for obstacle in OBSTACLES[kind]])
 def test_a_save_that_fails_ends_all_ranks_and_leaves_no_trace(ranks, tmp_path: Path, kind: str, victim: int, name: str) -> None:
     for message, names in ranks(2).run(fail, kind, str(tmp_path), victim, name):
         assert "RuntimeError: checkpoint-4 could not be written" in message and f"rank {victim}: " in message
-        assert "resume_from_checkpoint=True" in message
+        assert "resume_from_checkpoint=True" in message and ("in host memory" in message) == kind.endswith(BEHIND)
         assert names == ["checkpoint-2"]
-    for first, losses in ranks(2).run(run, kind, str(tmp_path), True):
+    assert not list(MEMORY_FOLDER.glob("longctx-checkpoint-*"))
+    for first, losses in ranks(2).run(run, kind.removesuffix(BEHIND), str(tmp_path), True):
         assert first == 2 and len(losses) == NUM_STEPS - 2
 
 

@@ -259,16 +259,14 @@ def test_a_rank_that_fails_to_write_is_named_everywhere_and_leaves_the_old_check
     assert not list(tmp_path.glob("*.partial"))
 
 
-def written_stages(folder: Path, model: Any) -> list[Path]:
-    """Files of two stages of `model` in a folder, before they are joined."""
-    partials = []
+def write_stages(folder: Path, model: Any) -> None:
+    """Writes the files of two stages of `model` to a folder, where they are not joined yet."""
     for stage in range(2):
         own, parts = copy.deepcopy(model), even_parts(2)
         cut_model(own, parts, stage)
-        partials.append(folder / f"stage-{stage}.partial")
-        shutil.rmtree(partials[-1], ignore_errors=True)
-        staged_module._save_own(own, partials[-1], own.state_dict(), "5GB")
-    return partials
+        partial = folder / f"stage-{stage}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        staged_module._save_own(own, partial, own.state_dict(), "5GB")
 
 
 def number_of_model(folder: Path, models: list[Any]) -> int:
@@ -305,15 +303,16 @@ def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_pa
     if is_single:
         models[0].save_pretrained(tmp_path)
     else:
-        staged_module._join(written_stages(tmp_path, models[0]), tmp_path)
+        write_stages(tmp_path, models[0])
+        staged_module.join_stages(tmp_path, 2)
     current, following, num_stopped = 0, 1, 0
     # late ones first, so that others follow on what they leave behind
     for stop in range(10, -1, -1):
-        partials = written_stages(tmp_path, models[following])
+        write_stages(tmp_path, models[following])
         with monkeypatch.context() as patch:
             stop_at(stop, patch)
             try:
-                staged_module._join(partials, tmp_path)
+                staged_module.join_stages(tmp_path, 2)
                 allowed = [following]
             except OSError:
                 allowed = [current, following]

@@ -16,6 +16,7 @@ from helpers.models.versions import resuming
 from helpers.trainers.killed_saves import refusal, run
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from hf_longctx.hf.checkpoints import unpickling
 from hf_longctx.hf.checkpoints.manifest import MANIFEST_FILE
@@ -86,6 +87,21 @@ def test_a_table_of_shards_that_names_a_function_is_refused(tmp_path: Path, cont
     assert control.exists()
 
 
+def attribute(kind: str, name: str) -> bytes:
+    """A pickle that calls getattr on a class of torch's table, as Python 3.11.2 writes members of enums."""
+    owner = short("torch.distributed.checkpoint.metadata") + short(kind) + b"\x93"
+    return b"\x80\x04" + short("builtins") + short("getattr") + b"\x93" + owner + short(name) + b"\x86R."
+
+
+def test_getattr_in_a_table_finds_members_of_enums_alone(tmp_path: Path) -> None:
+    content = attribute("_MEM_FORMAT_ENCODING", "TORCH_CHANNELS_LAST")
+    assert unpickling._Unpickler(io.BytesIO(content)).load() is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    folder = saved_states(tmp_path / "shards")
+    (folder / ".metadata").write_bytes(attribute("Metadata", "__init__"))
+    with pytest.raises(ValueError, match="reads the attribute '__init__' of an object that is no enum"):
+        load_shards(states(), folder)
+
+
 def test_a_setting_of_the_optimizer_that_names_a_function_is_refused(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     folder = tmp_path / "shards"
@@ -97,6 +113,22 @@ def test_a_setting_of_the_optimizer_that_names_a_function_is_refused(tmp_path: P
     assert not marker.exists()
     state_dict_loader.load(states(), checkpoint_id=folder)
     assert marker.exists()
+
+
+def test_a_tensor_of_a_shard_that_names_a_function_is_refused(tmp_path: Path) -> None:
+    marker, content = tmp_path / "marker", io.BytesIO()
+    folder = saved_states(tmp_path / "shards")
+    metadata = unpickling.read_metadata(folder / ".metadata")
+    torch.save(Marker(marker), content)
+    for index, stored in metadata.storage_data.items():
+        if index.fqn == "w.exp_avg":
+            file = folder / stored.relative_path
+            stored.offset, stored.length = file.stat().st_size, len(content.getvalue())
+            file.write_bytes(file.read_bytes() + content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="cannot be read: rank 0: Weights only load failed"):
+        load_shards(states(), folder)
+    assert not marker.exists()
 
 
 def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
@@ -141,22 +173,6 @@ def test_tables_and_archives_have_a_largest_size(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(unpickling, "_MOST_BYTES", 100)
     assert "at most 100 are read" in metadata_fault(folder / ".metadata")
     assert "more than 100 bytes" in archive_fault(tmp_path / "scheduler.pt")
-
-
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Output folders of runs without their last checkpoint, and the losses of all steps, by kind."""
-    known: dict[str, tuple[Path, list[float]]] = {}
-
-    def folder_and_losses(kind: str) -> tuple[Path, list[float]]:
-        if kind not in known:
-            folder = tmp_path_factory.mktemp(kind)
-            losses = ranks(2).run(run, kind, str(folder))[0][1]
-            shutil.rmtree(folder / "checkpoint-6")
-            known[kind] = folder, losses
-        return known[kind]
-
-    return folder_and_losses
 
 
 def dumped(value: Any) -> bytes:

@@ -43,6 +43,12 @@ class AddsFile(TrainerCallback):
         Path(args.output_dir, f"checkpoint-{state.global_step}", "notes.txt").write_text("mine")
 
 
+class ReadsFolder(AddsFile):
+    """A callback that reads checkpoints alone, as those of transformers do, so it may be called later."""
+
+    __module__ = "transformers.integrations"
+
+
 def trained(folder: str, changes: dict[str, Any], resume: Any = None, config: dict[str, Any] | None = None) -> dict[str, Any]:
     arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, **changes}
     trainer = Planned(
@@ -50,7 +56,7 @@ def trained(folder: str, changes: dict[str, Any], resume: Any = None, config: di
         args=training_arguments(folder, per_device_train_batch_size=8, **arguments),
         train_dataset=datasets.Dataset.from_list(ROWS),
         eval_dataset=datasets.Dataset.from_list(ROWS[:8]),
-        callbacks=[AddsFile()],
+        callbacks=[ReadsFolder() if (config or {}).get("async_save") else AddsFile()],
         longctx_config=LongContextConfig(report_steps=False, timeline_steps=0, **(config or {})),
     )
     # losses fall and rise, so that the best one is in the middle
@@ -70,9 +76,17 @@ def trained(folder: str, changes: dict[str, Any], resume: Any = None, config: di
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
 
 
-@pytest.mark.parametrize("limit,left", [(2, [4, 6]), (3, [4, 5, 6]), (None, [1, 2, 3, 4, 5, 6])])
-def test_the_best_checkpoint_stays_under_its_own_name(tmp_path: Path, limit: int | None, left: list[int]) -> None:
-    found = trained(str(tmp_path), {**BEST, "save_total_limit": limit})
+@pytest.mark.parametrize(
+    "limit,left,is_behind",
+    [
+        *[(2, [4, 6], False), (3, [4, 5, 6], False), (None, [1, 2, 3, 4, 5, 6], False)],
+        *[(1, [4], True), (2, [4, 6], True), (None, [1, 2, 3, 4, 5, 6], True)],
+    ],
+)
+def test_the_best_checkpoint_stays_under_its_own_name(
+    tmp_path: Path, limit: int | None, left: list[int], is_behind: bool
+) -> None:
+    found = trained(str(tmp_path), {**BEST, "save_total_limit": limit}, config={"async_save": is_behind})
     assert found["best"] == str(tmp_path / "checkpoint-4")
     assert [Path(path).name for path in sort_checkpoints(str(tmp_path))] == [f"checkpoint-{step}" for step in left]
     for folder in tmp_path.glob("checkpoint-*"):

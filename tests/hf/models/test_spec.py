@@ -20,7 +20,6 @@ from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 
@@ -167,12 +166,12 @@ def hardware(device_bytes: int) -> ClusterSpec:
 
 
 @pytest.mark.parametrize("device_bytes", [1 << 20, 1 << 24, 1 << 30])
-def test_tokens_that_fit_are_the_most_whose_saved_bytes_the_usable_share_holds_beside_the_states(device_bytes: int) -> None:
+def test_tokens_that_fit_are_the_most_that_the_usable_share_holds_beside_the_states(device_bytes: int) -> None:
     spec = model_spec(build_model(ModelCase()))
     tokens = tokens_that_fit(spec, hardware(device_bytes))
-    # four fifths of the device; the rest is workspace
-    one, states = saved_token_bytes(spec), ByteModel(spec).states()
-    assert states + tokens * one <= 0.8 * device_bytes < states + (tokens + 1) * one
+    # four fifths of the device, workspace included
+    held, more = (ByteModel(spec).states() + ByteModel(spec).kept_bytes(count) for count in (tokens, tokens + 1))
+    assert held <= 0.8 * device_bytes < more
 
 
 def test_a_model_larger_than_the_device_fits_no_token() -> None:

@@ -27,7 +27,6 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
@@ -124,7 +123,7 @@ def test_samples_tell_several_chunks_of_a_group_apart() -> None:
 def test_samples_leave_out_what_policies_add(rate: float) -> None:
     """Also where the device is slower than the model says: what was added is taken off at the rate of the forward."""
     costs = tiny_costs(1)
-    budget = ActivationBudget(32, 60 * saved_token_bytes(costs.model), 2**20, 16)
+    budget = ActivationBudget(32, ByteModel(costs.model).kept_bytes(60), 2**20, 16)
     plan = plan_step(0, [120], costs, PlannerConfig(240, (1,), activations=budget))
     assert any(policy.layers for policy in plan.micro_batches[0].groups[0].stages[0].activations)
     intervals = tuple(replace(i, start_s=rate * i.start_s, stop_s=rate * i.stop_s) for i in intervals_of(plan, costs, 0))

@@ -115,7 +115,9 @@ def test_one_process_needs_no_control_group() -> None:
 BACKEND_MESSAGES = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation",
+    "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
     "NCCL error in: ProcessGroupNCCL.cpp:2075, unhandled system error",
+    "NCCL communicator was aborted on rank 1.",
 ]
 
 
@@ -133,7 +135,17 @@ def test_errors_of_torch_distributed_are_explained() -> None:
         raise dist.DistBackendError("watchdog caught a time-out")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("0 of 2 attention layers received the plan"), ValueError("gloo")])
+OTHER_ERRORS = [
+    RuntimeError("0 of 2 attention layers received the plan"),
+    RuntimeError("database connection failed"),
+    RuntimeError("my store lost its connection: NCCL error"),
+    RuntimeError("Caught RuntimeError in DataLoader worker process 0: [gloo.txt:3] Connection refused"),
+    ConnectionResetError("Connection reset by peer"),
+    ValueError("gloo"),
+]
+
+
+@pytest.mark.parametrize("error", OTHER_ERRORS)
 def test_other_errors_pass_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, explain_lost_ranks(1, 0, 5.0):
         raise error

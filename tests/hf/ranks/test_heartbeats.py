@@ -9,6 +9,7 @@ import time
 
 import psutil
 import torch.distributed as dist
+from helpers.ranks.forked import free_port
 
 from hf_longctx.hf.ranks.heartbeats import Heartbeats
 
@@ -38,6 +39,24 @@ def test_a_heart_that_stopped_in_an_error_stands_still_and_one_that_left_does_no
     time.sleep(1.2 * TIMEOUT_S)
     assert hearts[0].still() == [2]
     hearts[0].__exit__(None)
+
+
+def test_a_rank_that_stands_still_is_known_after_the_store_has_ended() -> None:
+    server = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(3)]
+    hearts = [Heartbeats(store, rank, 3, 2 * TIMEOUT_S, lambda: 1, in_rank_0=True) for rank, store in enumerate(stores)]
+    for heart in hearts:
+        heart.__enter__()
+    time.sleep(0.5)
+    hearts[2].__exit__(RuntimeError)
+    while hearts[1].still() != [2]:
+        time.sleep(0.05)
+    # less than the time after which the process ends
+    del server
+    time.sleep(1.0)
+    assert hearts[1].still() == [2]
+    for heart in hearts[:2]:
+        heart.__exit__(None)
 
 
 def test_ranks_end_when_their_launcher_has_died() -> None:

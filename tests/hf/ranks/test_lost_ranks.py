@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch.distributed as dist
 from helpers.ranks.forked import FORKED, free_port, rank_environment
 
-from hf_longctx.hf.ranks.lost_ranks import RollCall
+from hf_longctx.hf.ranks.lost_ranks import RollCall, report_key
 
 
 def answer_on_rank(rank: int, port: int, file: str, pipe: Connection) -> None:
@@ -38,3 +41,20 @@ def test_ranks_that_met_over_a_file_find_the_lost_one_though_nobody_listens_on_t
         for process in processes:
             process.kill()
             process.join()
+
+
+def test_rank_0_which_holds_the_store_stays_until_the_others_know_who_is_lost() -> None:
+    store = dist.HashStore()
+    roll_calls = [RollCall(store, rank, 3) for rank in range(3)]
+    for each in roll_calls[:2]:
+        each.still = lambda: [2]
+    # rank 1 has reported, and asks next who is lost
+    store.set(report_key(1), "5")
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.append(roll_calls[0].lost(step=5, timeout_s=20.0)))
+    thread.start()
+    time.sleep(1.0)
+    assert not found
+    assert roll_calls[1].lost(step=5, timeout_s=20.0) == [2]
+    thread.join(5.0)
+    assert found == [[2]]

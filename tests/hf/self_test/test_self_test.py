@@ -111,6 +111,36 @@ def test_planted_bug_stops_the_run_before_step_1(ranks, bug: str) -> None:
         assert text in messages[0], messages[0]
 
 
+# bug in layers with a state along the sequence -> what is said of it
+OF_STATES = {
+    "states leak in the scan": ["- ulysses of 2: documents: the loss of one document has a gradient at tokens of another, up to"],
+    "states of slices dropped": [
+        "- slices, ulysses of 2, recomputed: hidden states: layer 0 (linear_attention) is the first that differs, by",
+    ],
+    "states of slices damped": [
+        "- slices, ulysses of 2, recomputed: states: layer 0 (linear_attention) is the first whose state at the end of a slice "
+        "differs, by 1.0e-02 (limit 5e-05)",
+    ],
+    "gradients of states dropped": [
+        "- slices, ulysses of 2, recomputed: gradients: layer 0 (linear_attention) gets the right gradient of its output, but",
+    ],
+}
+
+
+def start_with_each(case: ModelCase, bugs: list[str]) -> list[str]:
+    """Messages of a trainer at start on this rank, for each of these bugs."""
+    return [start(case, {}, {}, bug) for bug in bugs]
+
+
+@newest
+def test_planted_bugs_in_states_stop_the_run_before_step_1(ranks) -> None:
+    case = ModelCase("qwen3_5", num_layers=4)
+    sound, *messages = ranks(2).run(start_with_each, case, ["", *OF_STATES])[0]
+    assert "self-test passed" in sound and "layers 0 (linear_attention), 3 (full_attention) of 4" in sound
+    for message, said in zip(messages, OF_STATES.values(), strict=True):
+        assert all(text in message for text in said), message
+
+
 LENDING = {"stages": 2, "lend_stages": True}
 
 

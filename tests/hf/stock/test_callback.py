@@ -315,7 +315,7 @@ def refuse(rows: list[dict[str, list[int]]], name: str, only_rank: int | None) -
     arguments = {"train_sampling_strategy": "sequential", **arguments}
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_stock_trainer(CASE, rows, folder, arguments, callbacks=[callback] if mode == "alone" else [], **extra)
-        before = (type(trainer), attention_name(trainer.model), set(vars(trainer)))
+        before = (extra.get("trainer_class", Trainer), attention_name(trainer.model), set(vars(trainer)))
         try:
             if mode == "attached":
                 callback.attach(trainer)

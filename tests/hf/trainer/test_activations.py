@@ -26,7 +26,6 @@ from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -40,7 +39,7 @@ def gib_of_tokens(tokens: int, num_ranks: int = 1, shards: int = 1) -> float:
     """GiB of a device that keeps everything of so many tokens of the tiny model."""
     spec = model_spec(build_model(CASE))
     parameters = "sharded" if shards > 1 else "replicated"
-    return (ByteModel(spec).states(parameters, shards) + tokens * saved_token_bytes(spec)) / 2**30
+    return (ByteModel(spec).states(parameters, shards) + ByteModel(spec).kept_bytes(tokens)) / 2**30
 
 
 class PlanRecorder(LossRecorder):
@@ -199,8 +198,9 @@ def test_step_lines_compare_predicted_and_measured_bytes(tmp_path, capsys) -> No
 
 
 def test_a_device_without_room_for_a_token_is_refused(tmp_path) -> None:
+    states_gib = ByteModel(model_spec(build_model(CASE))).states() / 2**30
     with pytest.raises(ValueError, match=r"leave no room for a token in 0\.00043"):
-        make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), {"device_gib": gib_of_tokens(0)})
+        make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), {"device_gib": states_gib})
 
 
 def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> None:
@@ -208,7 +208,7 @@ def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> N
     make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 1}).train()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention: ")]
     spec = model_spec(build_model(CASE))
-    most = most_tokens(spec, KEPT_TOKENS * saved_token_bytes(spec), 0, 16)
+    most = most_tokens(spec, ByteModel(spec).kept_bytes(KEPT_TOKENS), 0, 16)
     assert lines == [
         "attention: torch's own for whole documents, cpu_flash for tiles of rings, slices and replayed layers | everything is "
         f"kept up to {KEPT_TOKENS} tokens on a rank, recomputed as needed up to {most}, in 0.0 GiB beside the model"

@@ -22,7 +22,6 @@ from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stag
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 TOLERANCE = 1e-10
 NUM_STEPS = 10
@@ -39,7 +38,7 @@ TOKENS = (("r", 2), ("target_modules", ["q_proj", "down_proj"]), ("trainable_tok
 def tight(lora: Any) -> dict[str, Any]:
     """A device that keeps everything of 30 tokens beside frozen weights and adapters, fewer than most rows have."""
     spec = model_spec(build_model(ModelCase(promoted=True, lora=lora)))
-    return {"device_gib": (ByteModel(spec).states() + 30 * saved_token_bytes(spec)) / 2**30, "tile_tokens": 8}
+    return {"device_gib": (ByteModel(spec).states() + ByteModel(spec).kept_bytes(30)) / 2**30, "tile_tokens": 8}
 
 
 # the longest row needs a group of two

@@ -21,10 +21,10 @@ from transformers import Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, TokenLoss
 from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.hf.self_test import reduced_copy
 from hf_longctx.hf.start.losses import token_loss_problems
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 CASE = ModelCase(promoted=True)
 LENGTHS = [61, 13, 50, 5, 44, 8, 21, 34]
@@ -32,7 +32,7 @@ ARGUMENTS = {**PLAIN_DESCENT, "max_steps": 3, "logging_steps": 1, "train_samplin
 QUIET = {"report_steps": False, "timeline_steps": 0}
 _SPEC = model_spec(build_model(CASE))
 # a device that holds everything of 33 tokens, so that longer chunks are recomputed in tiles
-_SMALL_GIB = (ByteModel(_SPEC).states("replicated", 1) + 33 * saved_token_bytes(_SPEC)) / 2**30
+_SMALL_GIB = (ByteModel(_SPEC).states("replicated", 1) + ByteModel(_SPEC).kept_bytes(33)) / 2**30
 SETTINGS = {"packs": {"tokens_per_rank": 64}, "tiles": {"tokens_per_rank": 64, "tile_tokens": 8, "device_gib": _SMALL_GIB}}
 
 
@@ -171,6 +171,54 @@ def test_weights_of_tokens_train_as_a_plain_loop(ranks, name: str) -> None:
         check(found, {weight: p.detach() for weight, p in model.named_parameters()})
         assert metrics["eval_loss"] == pytest.approx(losses[0], rel=1e-12)
         assert "eval_perplexity" not in metrics
+
+
+def of_many(logits: Any, labels: Any) -> Any:
+    """A loss that depends on the number of tokens beside a token, which the probe's few tokens do not show."""
+    losses = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    return losses * max(1.0, len(losses) / 8)
+
+
+def test_the_self_test_trains_the_loss_of_the_run(rows, tmp_path) -> None:
+    assert token_loss_problems(of_many, 64, torch.device("cpu")) == []
+    with pytest.raises(ValueError, match="parity self-test failed before step 1"):
+        make_trainer(CASE, rows, str(tmp_path), {**QUIET, "self_test": True}, ARGUMENTS, token_loss=of_many)
+
+
+def test_a_loss_that_needs_all_token_ids_is_tested_as_cross_entropy(rows, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(reduced_copy, "NUM_TOKEN_IDS", 16)
+    weights = torch.linspace(1, 2, build_model(CASE).config.vocab_size, dtype=torch.float64)
+
+    def by_class(logits: Any, labels: Any) -> Any:
+        return F.cross_entropy(logits, labels, weights.to(logits.dtype), ignore_index=-100, reduction="none")
+
+    run = make_trainer(CASE, rows, str(tmp_path), {**QUIET, "self_test": True}, ARGUMENTS, token_loss=by_class).longctx_run
+    assert "loss of a token: cross-entropy, since token_loss needs all token ids" in run.report.opening
+    run.close()
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_forward_with_a_loss_of_its_own_is_refused(rows, tmp_path, caplog, monkeypatch, has_own: bool) -> None:
+    model = build_model(CASE)
+    original = model.forward
+
+    def with_penalty(*args: Any, **keywords: Any) -> Any:
+        output = original(*args, **keywords)
+        if output.loss is not None and has_own:
+            output.loss = output.loss + 1e-3 * output.logits.float().logsumexp(-1).square().mean()
+        return output
+
+    model.forward = with_penalty
+    monkeypatch.setattr(trainer_runs, "build_model", lambda case: model)
+    with caplog.at_level("WARNING"):
+        try:
+            make_trainer(CASE, rows, str(tmp_path), {**QUIET, "self_test": True}, ARGUMENTS).longctx_run.close()
+            message = ""
+        except ValueError as error:
+            message = str(error)
+    assert ("with_penalty and returns a loss of" in message and "token_loss=" in message) == has_own
+    # equal losses need no warning
+    assert bool(message) == has_own and "never read" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["forward", "hook", "neither", "token_loss"])

@@ -19,7 +19,6 @@ from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start import versions
 from hf_longctx.hf.start.trl import alone_problems
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 pytestmark = [
     pytest.mark.trl,
@@ -35,7 +34,7 @@ LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "do
 def _tight(num_tokens: int) -> float:
     """GiB of a device that keeps everything of so many tokens, fewer than its share of a step."""
     spec = model_spec(build_model(ModelCase()))
-    return (ByteModel(spec).states() + num_tokens * saved_token_bytes(spec)) / 2**30
+    return (ByteModel(spec).states() + ByteModel(spec).kept_bytes(num_tokens)) / 2**30
 
 
 # name -> (ranks, rows, how, adapters, settings of plans, arguments)

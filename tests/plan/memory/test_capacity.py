@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
     Chunk,
+    GroupShape,
     LayerPolicy,
     LayerRange,
     SequenceGroup,
@@ -164,9 +165,7 @@ def test_the_longest_document_is_the_last_that_fits() -> None:
         ]
         assert fits == [True, False]
     assert most_tokens(SMALL, 0, GIB, 256) == 0
-    assert ByteModel(SMALL).longest(GIB, 0, lambda _: [None], Load.document(1, SMALL.num_layers)) < most_tokens(
-        SMALL, GIB, 0, 256
-    )
+    assert ByteModel(SMALL).kept_tokens(GIB) < most_tokens(SMALL, GIB, 0, 256)
 
 
 def test_an_8b_model_on_one_h200_by_hand() -> None:
@@ -183,25 +182,36 @@ def test_an_8b_model_on_one_h200_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_the_reserved_share_covers_workspace_beside_groups_that_keep_everything(name: str) -> None:
-    """Tokens kept by formula in the usable share of a device, and their workspace, leave a tenth of the device free."""
-    byte_model, device_bytes = ByteModel(named_model(name)), 4096 * GIB
-    num_tokens = byte_model.kept_tokens(int(USABLE_SHARE * device_bytes))
-    found = byte_model.chunk(replace(Load.document(num_tokens, byte_model.model.num_layers), is_shared=True, groups_heads=True))
-    assert 0.7 * device_bytes < found.device + found.workspace < 0.9 * device_bytes
-
-
-@pytest.mark.parametrize("name", model_names())
-def test_what_is_kept_by_formula_needs_at_most_an_eighth_more_or_a_fifteenth_less_by_the_byte_model(name: str) -> None:
-    """`docs/architecture.md` quotes this difference; it must be told there again if it grows."""
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_most_tokens_that_are_kept_fill_the_room_with_their_workspace(name: str, is_shared: bool) -> None:
     byte_model = ByteModel(named_model(name))
-    num_tokens = byte_model.kept_tokens(40 * GIB)
-    found = byte_model.chunk(Load.document(num_tokens, byte_model.model.num_layers))
-    assert 0.93 < (found.device + found.workspace) / (40 * GIB) < 1.13
-    # tokens that fit by the byte model, which the document also quotes
-    fitting = byte_model.longest(40 * GIB, 0, lambda _: [None], Load.document(1, byte_model.model.num_layers))
-    quoted = {"llama-3.1-8b": (5223, 4962), "llama-3.1-70b": (1278, 1126)}
-    assert (num_tokens, fitting) == quoted.get(name, (num_tokens, fitting))
+    num_tokens = byte_model.kept_tokens(40 * GIB, is_shared)
+    found = byte_model.chunk(replace(Load.document(num_tokens, byte_model.model.num_layers), is_shared=is_shared))
+    assert found.workspace > 0 and found.device + found.workspace == byte_model.kept_bytes(num_tokens, is_shared)
+    assert byte_model.kept_bytes(num_tokens, is_shared) <= 40 * GIB < byte_model.kept_bytes(num_tokens + 1, is_shared)
+    counted = {"llama-3.1-8b": 4962, "llama-3.1-70b": 1126}
+    assert num_tokens == counted.get(name, num_tokens)
+
+
+def test_no_room_keeps_no_token() -> None:
+    assert ByteModel(SMALL).kept_tokens(0) == ByteModel(SMALL).kept_tokens(-GIB) == 0
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 400), max_size=4),
+    st.sampled_from([GroupShape(1), GroupShape(2, 2), GroupShape(4, 2), GroupShape(3, 1)]),
+    st.sampled_from([{}, {"caps_scores": True}, {"value_head_dim": 8}, {"bytes_per_element": 2, "qk_norms": True}]),
+)
+def test_a_kept_chunk_is_counted_like_any_other_and_its_first_rank_holds_the_most(
+    lengths: list[int], shape: GroupShape, changes: dict[str, Any]
+) -> None:
+    byte_model = ByteModel(replace(SMALL, **changes))
+    spans = tuple(Span(index, 0, length) for index, length in enumerate(lengths))
+    stage = StagePlan(0, (LayerRange(0, 4),), (Action("F", 0, 0), Action("B", 0, 0)))
+    group = SequenceGroup.of(shape, range(shape.degree), (Chunk(0, spans),), (stage,))
+    peaks = [byte_model.moments(group, stage, position).most.peak for position in range(shape.degree)]
+    assert byte_model.kept_peak(group) == peaks[0] == max(peaks)
 
 
 def test_layers_that_are_one_object_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

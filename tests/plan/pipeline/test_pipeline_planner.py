@@ -21,7 +21,6 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch, stage_parts
 from hf_longctx.plan.planner import plan_step
@@ -265,7 +264,7 @@ def test_a_step_of_512_sequences_on_32_gpus_is_planned_in_time(device_gib: int) 
     costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses", parameters="gathered_per_round")
     lengths = lognormal_lengths(1, 512, 65536, median=1500.0, sigma=1.3)
     device_bytes = device_gib << 30
-    budget = ActivationBudget(device_bytes // saved_token_bytes(model), device_bytes, 0, 1024) if device_gib else None
+    budget = ByteModel(model).budget(device_bytes, 0, 1024) if device_gib else None
     limits = replace(config(32768, (1, 2, 4, 8)), activations=budget)
     taken_s = []
     for _ in range(2):

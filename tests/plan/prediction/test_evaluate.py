@@ -23,7 +23,6 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 
@@ -123,7 +122,7 @@ def test_the_peak_is_the_fullest_micro_batch_of_each_rank() -> None:
     byte_model = ByteModel(model.model)
     states = byte_model.states(model.parameters, model.shard_ranks)
     walked = states + byte_model.moments(first, first.stages[0]).most.peak
-    short, long = (states + num_tokens * saved_token_bytes(model.model) for num_tokens in (20, 200))
+    short, long = (states + byte_model.kept_bytes(num_tokens) for num_tokens in (20, 200))
     assert short < walked < long
     assert run.peak_bytes == (walked, long)
 

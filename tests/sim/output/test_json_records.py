@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from helpers.plans.forecasts import LENGTHS, MEMORY, cost_model, forecast, scenario
+from helpers.plans.forecasts import LENGTHS, MEMORY, TOKEN_BYTES, cost_model, forecast, scenario
 
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
 from hf_longctx.sim.execution import execute_plan
@@ -28,7 +28,7 @@ def test_a_reader_finds_seconds_bound_plan_and_baselines() -> None:
     assert {choice["name"]: choice["step_s"] for choice in data["baselines"]} == {
         choice.name: choice.step_s if choice.is_possible else None for choice in found.steps[0].baselines
     }
-    assert data["planned_context_tokens"] == 196
+    assert data["planned_context_tokens"] == 168
     assert data["workload"]["num_tokens"] == sum(LENGTHS) and data["workload"]["global_batch"] == len(LENGTHS)
     assert [step["num_sequences"] for step in data["steps"]] == [len(LENGTHS)]
 
@@ -36,14 +36,14 @@ def test_a_reader_finds_seconds_bound_plan_and_baselines() -> None:
 def test_memory_adds_up_to_what_can_be_used() -> None:
     memory = record()["memory"]
     assert memory["state_bytes"] + memory["activation_peak_bytes"] + memory["free_bytes"] == memory["usable_bytes"] == 80_000
-    assert memory["activation_peak_bytes"] == memory["peak_tokens"] * 1296
+    assert memory["activation_peak_bytes"] == memory["peak_tokens"] * TOKEN_BYTES
     assert memory["free_bytes"] >= 0
 
 
 def test_without_lengths_every_key_is_there() -> None:
     empty = json.loads(json.dumps(forecast_record(make_forecast(scenario(), None, 3, 512, seed=0))))
     assert set(empty) == set(record())
-    assert empty["planned_context_tokens"] == 196
+    assert empty["planned_context_tokens"] == 168
     assert empty["plan"] is empty["estimate"] is empty["workload"] is empty["mean"] is None
     assert empty["baselines"] == empty["steps"] == []
 
@@ -70,7 +70,7 @@ def test_an_execution_has_every_rank_with_its_bytes() -> None:
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2, 3]
     for rank in data["ranks"]:
         assert rank["busy_s"] + rank["idle_s"] + data["once_s"] == pytest.approx(data["step_s"])
-        assert rank["peak_bytes"] == 15_744 + rank["peak_tokens"] * 1296
+        assert rank["peak_bytes"] == 15_744 + rank["peak_tokens"] * TOKEN_BYTES
 
 
 BROKEN: dict[str, tuple[tuple[str, ...], Any, str]] = {

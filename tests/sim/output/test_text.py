@@ -24,9 +24,9 @@ def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequenc
         assert not choice.is_possible or ("equal" if abs(factor - 1) < 0.004 else f"{factor:.2f}x faster") in row
     # only the largest of the degrees that are too small is shown
     assert "all groups of 2 or fewer" in text
-    assert "does not fit: the longest sequence has 120 tokens, but 2 rank(s) hold 98" in text
-    assert "1 rank(s) hold 49" not in text
-    assert "planned steps hold 196 tokens (4 ranks of 49): everything kept" in text
+    assert "does not fit: the longest sequence has 120 tokens, but 2 rank(s) hold 84" in text
+    assert "1 rank(s) hold 42" not in text
+    assert "planned steps hold 168 tokens (4 ranks of 42): everything kept" in text
     assert "2 times the ranks: --gpus 8" not in text
     assert "beyond them its RoPE or position embeddings must be extended" in text
 
@@ -40,11 +40,11 @@ def test_no_line_ends_in_blanks_and_no_table_is_empty() -> None:
 def test_without_lengths_nothing_is_said_of_steps() -> None:
     text = forecast_text(make_forecast(scenario(), None, 1, 1, 0))
     assert "STEP" not in text and "BASELINES" not in text
-    assert "MEMORY" in text and "planned steps hold 196 tokens" in text and "LONGEST SEQUENCE" in text
+    assert "MEMORY" in text and "planned steps hold 168 tokens" in text and "LONGEST SEQUENCE" in text
 
 
 def test_sequences_that_fit_a_rank_are_not_said_to_need_more() -> None:
-    assert "every planned sequence fits on one rank (49 tokens)" in forecast_text(forecast((30, 20, 10, 9, 8, 7)))
+    assert "every planned sequence fits on one rank (42 tokens)" in forecast_text(forecast((30, 20, 10, 9, 8, 7)))
 
 
 def test_ranks_that_do_the_same_are_one_row() -> None:
@@ -59,6 +59,6 @@ def test_ranks_that_do_the_same_are_one_row() -> None:
 
 def test_a_peak_above_the_memory_shows_in_the_simulation() -> None:
     plan = forecast((120,)).steps[0].plan
-    small = replace(MEMORY, usable_bytes=2**30)
+    small = replace(MEMORY, usable_bytes=2**30, state_bytes_per_parameter=16)
     text = execution_text(plan, execute_plan(plan, cost_model(4)), cost_model(4), replace(small, saved_bytes_per_token=2**28))
     assert "peak 7.5 GiB of 1.0 GiB usable" in text

@@ -95,7 +95,7 @@ class RoomMaker:
         self._limit_bytes = self._byte_model.states(costs.parameters, costs.shard_ranks) + budget.device_bytes
 
     def for_plan(self, plan: StepPlan) -> StepPlan:
-        """Makes room for every group whose chunk has more tokens than are kept without policies (`kept_tokens`).
+        """Makes room for every group that has more tokens on a rank than `kept_tokens`, or whose bytes exceed the budget.
 
         Raises ValueError naming the first group for which nothing fits.
         """
@@ -122,7 +122,9 @@ class RoomMaker:
     def for_group(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
         """Gives the group the policies and slices that it needs to fit; raises ValueError where nothing fits."""
         (chunk,) = group.chunks
-        if max(shard_tokens(chunk, group.shape)) <= self.budget.kept_tokens:
+        is_small = max(shard_tokens(chunk, group.shape)) <= self.budget.kept_tokens
+        # groups of equal tokens need different bytes: exchanges and attention of several documents have workspace of their own
+        if is_small and self._byte_model.kept_peak(group) <= self.budget.device_bytes:
             return group
         return self._known.fit(group, partial(self._fitting, allows_slices), self._nothing_fits, allows_slices)
 

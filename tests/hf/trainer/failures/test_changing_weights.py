@@ -55,6 +55,32 @@ class Freezing(TrainerCallback):
         self.weights.append({name: whole(p.detach()).clone() for name, p in model.named_parameters()})
 
 
+def swap(model: nn.Module, num_done: int) -> torch.optim.Optimizer | None:
+    """An optimizer that takes the place of the trainer's after two steps, and gets more weights after four."""
+    late = {name: parameter for name, parameter in model.named_parameters() if "layers.0.mlp" in name}
+    if num_done == 2:
+        early = [parameter for name, parameter in model.named_parameters() if name not in late]
+        model.swapped = torch.optim.SGD(early, lr=0.05, momentum=0.9)  # type: ignore[assignment]
+        return model.swapped  # type: ignore[return-value]
+    if num_done == 4:
+        model.swapped.add_param_group({"params": list(late.values()), "lr": 0.01})  # type: ignore[operator, union-attr]
+    return None
+
+
+class Swapping(TrainerCallback):
+    """Replaces the trainer's optimizer as `swap` does, and the head's weight before the last step if `is_weight_new`."""
+
+    trainer: Any
+
+    def __init__(self, is_weight_new: bool) -> None:
+        self.is_weight_new = is_weight_new
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.trainer.optimizer = swap(model, state.global_step) or self.trainer.optimizer
+        if self.is_weight_new and state.global_step == NUM_STEPS - 1 and args.process_index == 1:
+            model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+
+
 class Hooking(TrainerCallback):
     """Puts a hook on a weight before the third step, on one rank alone."""
 
@@ -94,6 +120,8 @@ def train(rows: Rows, config: dict[str, Any], attached: bool, callback: TrainerC
         recorder = LossRecorder()
         recorder.attach(trainer)
         trainer.add_callback(callback)
+        if isinstance(callback, Swapping):
+            callback.trainer = trainer
         try:
             trainer.train()
         except ValueError as error:
@@ -119,6 +147,22 @@ def test_frozen_and_unfrozen_weights_follow_one_plain_process(ranks, rows: Rows,
         assert losses == pytest.approx(expected[0], rel=1e-10)
         whole_names = {"lm_head.weight": "model.embed_tokens.weight"}
         assert max(float((w - expected[1][whole_names.get(n, n)]).abs().max()) for n, w in weights.items()) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["replicated", "sharded", "attached"])
+def test_an_optimizer_that_a_callback_puts_in_place_trains_as_in_one_plain_process(ranks, rows: Rows, name: str) -> None:
+    losses, expected_weights = plain_training_with(swap, CASE, rows, NUM_STEPS)
+    num_ranks, config, attached = RUNS[name]
+    for found, weights, message in ranks(num_ranks).run(train, rows, config, attached, Swapping(is_weight_new=False)):
+        assert not message and found == pytest.approx(losses, rel=1e-10)
+        whole_names = {"lm_head.weight": "model.embed_tokens.weight"}
+        assert max(float((w - expected_weights[whole_names.get(n, n)]).abs().max()) for n, w in weights.items()) <= 1e-10
+
+
+def test_a_weight_that_a_callback_puts_in_place_is_refused_on_every_rank(ranks, rows: Rows) -> None:
+    results = ranks(2).run(train, rows, {"tokens_per_rank": 64}, False, Swapping(is_weight_new=True))
+    for (losses, _, message), which in zip(results, ("a weight of another rank", "the weight model.norm.weight"), strict=True):
+        assert len(losses) == NUM_STEPS - 1 and message.startswith(f"{which} is new: ")
 
 
 @pytest.mark.parametrize("config,num_ranks", [({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 4)])

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
 from helpers.trainers.trainer_runs import make_trainer
-
-HOLDER = """
-import fcntl, sys, time
-file = open(sys.argv[1], "w")
-fcntl.lockf(file, fcntl.LOCK_EX)
-print("process 1 on elsewhere", file=file, flush=True)
-print("holds", flush=True)
-time.sleep(600)
-"""
+from helpers.trainers.used_folder import used_by_another_job
 
 
 def test_a_second_job_is_refused_and_runs_once_the_first_has_ended(tmp_path: Path) -> None:
     trainer = make_trainer(ModelCase(), random_rows([9, 12, 5, 7]), str(tmp_path), {}, {"max_steps": 1})
     lock = tmp_path / ".longctx.lock"
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "holds\n"
+    with used_by_another_job(tmp_path):
         with pytest.raises(ValueError, match=f"output_dir {tmp_path} is in use by process 1 on elsewhere"):
             trainer.train()
         assert trainer.state.global_step == 0
-    finally:
-        holder.kill()
-        holder.wait()
     trainer.train()
     assert trainer.state.global_step == 1 and trainer.stopped_by == "" and not lock.exists()

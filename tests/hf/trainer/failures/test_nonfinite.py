@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
+from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import SKEWED, Rows, make_trainer
@@ -40,8 +42,10 @@ def poison(model: nn.Module, what: str) -> None:
                 (parameter.to_local() if hasattr(parameter, "to_local") else parameter).data.view(-1)[:1] = math.inf
     else:
         layer = layers.get("model.layers.0.mlp.down_proj")
+        # finite in fp64, but the square is not
+        factor = math.inf if what == "backward" else 1e200
         if layer is not None:
-            model.poison = layer.register_full_backward_hook(lambda module, grads, _: (grads[0] * math.inf,))  # type: ignore[assignment]
+            model.poison = layer.register_full_backward_hook(lambda module, grads, _: (grads[0] * factor,))  # type: ignore[assignment]
 
 
 class Poison(TrainerCallback):
@@ -113,6 +117,8 @@ STOPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
         "weights that are not finite: model.layers.1.self_attn.o_proj.weight",
     ),
     "backward": (2, {}, "backward", "gradients that are not: model.layers.0."),
+    "norm": (2, {}, "norm", "the norm of the gradients overflows"),
+    "norm of shards": (2, {"parameters": "sharded"}, "norm", "the norm of the gradients overflows"),
 }
 
 
@@ -126,6 +132,15 @@ def test_all_ranks_stop_before_the_update_and_say_where(ranks, rows: Rows, tmp_p
         assert "row " in message and f"nonfinite-step-{BAD_STEP + 1}" in message
         kept = [key for key in last if what != "weight" or "o_proj" not in key]
         assert all(torch.equal(last[key], weights[BAD_STEP][key]) for key in kept)
+
+
+@pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}])
+def test_a_full_disk_does_not_hide_the_refusal(ranks, rows: Rows, tmp_path: Path, config: dict[str, Any]) -> None:
+    # a file in the folder's place fails like a disk without room
+    (tmp_path / f"nonfinite-step-{BAD_STEP + 1}").write_text("")
+    for message, _, _, num_steps, _ in ranks(2).run(train, rows, config, "output", str(tmp_path)):
+        assert num_steps == BAD_STEP and "first output that is not finite: model.layers.1.mlp.down_proj" in message
+        assert "could not be written to" in message and "rank 0: FileExistsError" in message
 
 
 class Blowing(TrainerCallback):
@@ -191,6 +206,26 @@ def test_a_second_training_counts_its_own_steps(ranks, rows: Rows, tmp_path: Pat
         assert not [entry for entry in log if "skipped_steps" in entry]
 
 
+def train_and_resume(rows: Rows, folder: str) -> list[Any]:
+    """Log of a training that goes on after the checkpoint of one that left a step out."""
+    config = {"tokens_per_rank": 96, "on_nonfinite": "skip"}
+    for resume in (False, True):
+        saving = {"save_strategy": "steps", "save_steps": BAD_STEP + 1}
+        trainer = make_trainer(ModelCase(promoted=True), rows, folder, config, {**ARGUMENTS, **saving})
+        if not resume:
+            trainer.add_callback(Poison("output"))
+        trainer.train(resume_from_checkpoint=str(Path(folder, f"checkpoint-{BAD_STEP + 1}")) if resume else None)
+    return trainer.state.log_history
+
+
+@resuming
+def test_a_resumed_training_goes_on_counting_skipped_steps(ranks, rows: Rows, tmp_path: Path) -> None:
+    for log in ranks(1).run(train_and_resume, rows, str(tmp_path)):
+        assert log[-1]["skipped_steps"] == log[-2]["skipped_steps"] == 1
+        # a mean over no step of this training would be NaN
+        assert math.isfinite(log[-1]["train_loss"]) and log[-2]["loss"] > 0
+
+
 @pytest.mark.parametrize("config,num_ranks", [({}, 1), ({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 2)])
 def test_a_skipped_step_changes_nothing_and_is_counted(
     ranks, rows: Rows, tmp_path: Path, config: dict[str, Any], num_ranks: int
@@ -208,9 +243,12 @@ def test_a_skipped_step_changes_nothing_and_is_counted(
         assert all(math.isfinite(loss) and loss > 0 for loss in others)
 
 
-def train_alone(rows: Rows, action: str) -> tuple[str, int, bool]:
-    """Message, finished steps and whether the bad step moved a weight, for the callback alone in a stock trainer."""
-    callback, message = Poison("output"), ""
+def train_alone(rows: Rows, action: str, what: str = "output") -> tuple[str, int, bool, list[str]]:
+    """Message, finished steps, whether the bad step moved a weight, and warnings, for the callback alone in a stock trainer."""
+    callback, message, warnings = Poison(what), "", []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_longctx.hf.stock.callback").addHandler(handler)
     config = LongContextConfig(tokens_per_rank=96, report_steps=False, on_nonfinite=action)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [LongContextCallback(config), callback]
@@ -220,18 +258,26 @@ def train_alone(rows: Rows, action: str) -> tuple[str, int, bool]:
         except FloatingPointError as error:
             message = str(error)
             callbacks[0].detach()
+        finally:
+            logging.getLogger("hf_longctx.hf.stock.callback").removeHandler(handler)
     last = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     after = callback.weights[BAD_STEP + 1] if len(callback.weights) > BAD_STEP + 1 else last
     has_moved = not all(torch.equal(weight, after[name]) for name, weight in callback.weights[BAD_STEP].items())
-    return message, callback.num_steps, has_moved
+    return message, callback.num_steps, has_moved, warnings
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])
 def test_the_callback_alone_checks_gradients_too(ranks, rows: Rows, action: str) -> None:
-    for message, num_steps, has_moved in ranks(2).run(train_alone, rows, action):
+    for message, num_steps, has_moved, _ in ranks(2).run(train_alone, rows, action):
         assert not has_moved
         assert num_steps == (BAD_STEP if action == "stop" else NUM_STEPS)
         assert ("step 3: gradients are not finite" in message) == (action == "stop")
+
+
+def test_the_callback_alone_tells_that_clipping_left_no_gradient(ranks, rows: Rows) -> None:
+    for message, num_steps, _, warnings in ranks(2).run(train_alone, rows, "stop", "norm"):
+        assert not message and num_steps == NUM_STEPS
+        assert [text.split(":")[0] for text in warnings if "all gradients are zero" in text] == [f"step {BAD_STEP + 1}"]
 
 
 def test_the_saved_step_is_replayed_alone(ranks, rows: Rows, tmp_path: Path, capsys) -> None:

@@ -16,10 +16,13 @@ import os, signal, sys, time
 from pathlib import Path
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
+from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import make_trainer
+from hf_longctx.hf.checkpoints.background import MemoryCopy
 from transformers import TrainerCallback
+from hf_longctx import LongContextCallback, LongContextConfig
 
-folder, place, lost = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+folder, place, lost = Path(sys.argv[1]), sys.argv[2].removeprefix("alone, "), int(sys.argv[3])
 rank = int(os.environ["RANK"])
 
 def stop(here, is_due=True):
@@ -60,8 +63,18 @@ rows = random_rows([30, 9, 12, 5, 7, 8, 11, 10])
 arguments = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
 arguments |= {"save_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 config = {"collective_timeout_s": float(sys.argv[4])}
+if place == "writing behind":
+    del Stopper.on_save
+    config["async_save"] = True
+    write = MemoryCopy.write
+    # the thread of the lost rank stops all of its process, while the other rank's main thread waits for its own thread
+    MemoryCopy.write = lambda *args: (time.sleep(1), stop("writing behind"), write(*args))
 reads_steps = False
-trainer = make_trainer(ModelCase(), Rows(), str(folder), config, arguments, eval_dataset=rows)
+if sys.argv[2] == place:
+    trainer = make_trainer(ModelCase(), Rows(), str(folder), config, arguments, eval_dataset=rows)
+else:
+    alone = [LongContextCallback(LongContextConfig(**config))]
+    trainer = make_stock_trainer(ModelCase(), rows, str(folder), {**arguments, "eval_strategy": "no"}, callbacks=alone)
 trainer.callback_handler.callbacks.insert(0, Stopper())
 reads_steps = True
 if place == "slow writing" and rank == lost:
@@ -103,8 +116,11 @@ def start(folder: Path, place: str, lost: int, num_ranks: int) -> list[Program]:
         ("evaluation", 1, 2, 2),
         ("saving", 0, 3, 2),
         ("saving", 1, 2, 2),
+        ("writing behind", 1, 2, 2),
         ("data", 1, 2, 1),
         ("logging", 0, 2, 1),
+        # a stock trainer with the callback alone
+        ("alone, logging", 1, 2, 1),
     ],
 )
 def test_all_survivors_end_in_time_and_name_step_and_rank(

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from helpers.models.versions import resuming
 from helpers.ranks.forked import Program, free_port, rank_environment, run_ranks
+from helpers.trainers.trainer_runs import training_arguments
+from transformers import TrainerControl, TrainerState
+
+from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 
 PROGRAM = """
 import json, os, signal, sys, threading, time
@@ -50,8 +54,16 @@ class Sender(TrainerCallback):
             # the other rank waits inside a collective
             time.sleep(600)
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        # the last step's exchange is over
+        if who == "rank 1, last step" and rank == 1 and state.global_step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
 arguments = {"max_steps": 8, "logging_steps": 1, "save_strategy": "epoch", "save_total_limit": 1, "enable_jit_checkpoint": True}
 arguments["per_device_train_batch_size"] = 4
+if who == "launcher":
+    # a launcher signals whole process groups; the last step still needs batches that workers have
+    arguments.update(dataloader_num_workers=1, dataloader_multiprocessing_context="fork")
 config = {"calibration_steps": 0}
 trainer = make_trainer(ModelCase(), random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 2), str(folder), config, arguments)
 recorder = LossRecorder()
@@ -117,16 +129,20 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return reports[0]["losses"]
 
 
-def check_stop_and_resume(folder: Path, stopped_by: str, uninterrupted: list[float]) -> None:
-    """Checks that both ranks stopped in one step with one checkpoint, and that a resumed run has the losses of one run."""
+def check_stop_and_resume(folder: Path, stopped_by: str, uninterrupted: list[float], who: str = "nobody") -> list[dict]:
+    """Checks that both ranks stopped in one step with one checkpoint, and that a resumed run has the losses of one run.
+
+    Returns what the ranks of the resumed run report; `who` is signalled in it.
+    """
     first = results(folder)
     assert first[0]["step"] == first[1]["step"] == 3 and {each["stopped_by"] for each in first} == {stopped_by}
     # after the first epoch, and once more
     assert [each["saves"] for each in first] == [[2, 3]] * 2
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
-    second = ranks_of(folder, "nobody", resume=True)
-    assert second[0]["stopped_by"] == "" and second[0]["step"] == 8
+    second = ranks_of(folder, who, resume=True)
+    assert second[0]["step"] == 8 and [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-8"]
     assert first[0]["losses"] + second[0]["losses"] == uninterrupted
+    return second
 
 
 @resuming
@@ -135,7 +151,9 @@ def test_sigterm_to_one_rank_stops_the_launch_with_exit_code_0(tmp_path: Path, u
     assert done.returncode == 0, done.stderr
     assert "rank 1 got SIGTERM: the training finishes its step, saves and stops" in done.stderr
     assert "the training stopped after step 3 of 8, since it got SIGTERM" in done.stderr
-    check_stop_and_resume(tmp_path, "SIGTERM", uninterrupted)
+    for report in check_stop_and_resume(tmp_path, "SIGTERM", uninterrupted, "rank 1, last step"):
+        # a signal after the last exchange still stops both ranks together, with one checkpoint
+        assert report["stopped_by"] == "SIGTERM" and report["saves"] == [4, 6, 8]
 
 
 @resuming
@@ -149,7 +167,18 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks(tmp_path: Path, uninterrupte
 @resuming
 def test_different_signals_on_all_ranks_are_one_request(tmp_path: Path, uninterrupted: list[float]) -> None:
     ranks_of(tmp_path, "both, SIGUSR1 and SIGINT")
-    check_stop_and_resume(tmp_path, "SIGUSR1", uninterrupted)
+    assert {report["stopped_by"] for report in check_stop_and_resume(tmp_path, "SIGUSR1", uninterrupted)} == {""}
+
+
+def test_the_way_to_resume_is_named_truly_for_weights_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop, state = OrderlyStop(5.0, None), TrainerState(global_step=3, max_steps=8, is_world_process_zero=True)
+    for saves_weights_only in (False, True):
+        caplog.clear()
+        stop.stopped_by = "SIGTERM"
+        stop.on_train_end(training_arguments(str(tmp_path), save_only_model=saves_weights_only), state, TrainerControl())
+        assert "the training stopped after step 3 of 8" in caplog.text
+        assert ("Go on with train(resume_from_checkpoint=True)" in caplog.text) == (not saves_weights_only)
+        assert ("refuses it unless LongContextConfig(resume_partial=True)" in caplog.text) == saves_weights_only
 
 
 def test_a_second_signal_ends_a_rank_at_once_inside_a_collective(tmp_path: Path) -> None:

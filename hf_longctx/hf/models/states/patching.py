@@ -1,0 +1,131 @@
+"""Lets the mixers of one model run the functions of `functions` under plans; no module of transformers is changed.
+
+`models.attention.patch_model` patches the mixers of a model: every mixer gets a forward of its own. With a plan's context it runs
+the code of its class's forward with other globals, in which the names of the convolution and the scan lead to ours. Without a
+context it runs the class's own forward. So a mixer runs without a cache, and slices of one token take the same path as others.
+
+Ours run transformers' own torch functions, also where a package with kernels (fla, causal_conv1d) is installed: its numbers in
+slices have not been compared yet. Kernels take no fp32 or fp64 either, so copies in these run without them (`leave_kernels_out`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall
+
+# words in the names and classes of modules that carry a state along the sequence
+STATE_WORDS = (
+    r"Mamba|DeltaNet|DeltaAttention|LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent|RgLru|xLSTM|[ms]LSTM|Rwkv|"
+    r"TimeMix|CCA|Mixer$"
+)
+
+# mark of a mixer that runs without kernels
+_NO_KERNELS = "_longctx_without_kernels"
+
+
+def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The mixers of a model that run under plans, by name."""
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in MIXERS}
+
+
+def patch_mixers(model: nn.Module) -> None:
+    """Gives every mixer of `model` a forward that knows plans. Idempotent."""
+    for mixer in mixers_of(model).values():
+        # a plain method, so that it works on a copy of the model too
+        vars(mixer)["forward"] = MethodType(_forward, mixer)
+
+
+def restore_mixers(model: nn.Module) -> None:
+    """Undoes `patch_mixers`. Idempotent."""
+    for mixer in mixers_of(model).values():
+        if is_patched(vars(mixer).get("forward")):
+            del vars(mixer)["forward"]
+
+
+def leave_kernels_out(model: nn.Module) -> None:
+    """Lets the mixers of `model`, which are patched, run transformers' own torch functions without a plan too."""
+    for mixer in mixers_of(model).values():
+        vars(mixer)[_NO_KERNELS] = True
+
+
+def is_patched(function: Any) -> bool:
+    """Whether a mixer's own forward is ours."""
+    return getattr(function, "__func__", None) is _forward
+
+
+def state_problems(model: nn.Module) -> list[str]:
+    """Why states would not pass through the layers of a model with such mixers, by layer and class; empty if they do."""
+    mixers = mixers_of(model)
+    if not mixers:
+        return []
+    known = tuple(f"{name}." for name in mixers)
+    others = [
+        f"{name} ({type(module).__name__}) carries a state along the sequence, and only {', '.join(sorted(MIXERS))} are "
+        f"supported; use one of these"
+        for name, module in model.named_modules()
+        if name not in mixers
+        and not name.startswith(known)
+        # the layer around a mixer may be named after it
+        and not any(mixer.startswith(f"{name}.") for mixer in mixers)
+        and re.search(STATE_WORDS, type(module).__name__)
+    ]
+    return others[:1] + [problem for name, mixer in mixers.items() if (problem := _problem(name, mixer))][:1]
+
+
+def _problem(name: str, mixer: nn.Module) -> str:
+    own, function = vars(mixer).get("forward"), inspect.unwrap(type(mixer).forward)
+    where = f"{name} ({type(mixer).__name__})"
+    if own is not None and not is_patched(own):
+        return f"{where} has a forward that is not its class's, so its states cannot be passed on; remove it from the module"
+    missing = [each for each in MIXERS[type(mixer).__name__].functions if each not in function.__code__.co_names]
+    if missing:
+        return (
+            f"the forward of {where} does not call {' and '.join(missing)} in this version of transformers, so its states cannot "
+            f"be passed on; use the newest version that docs/models.md names"
+        )
+    return ""
+
+
+def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any) -> Any:
+    """The forward of a mixer: that of its class, with our functions under a plan."""
+    if longctx is None and _NO_KERNELS not in vars(mixer):
+        return type(mixer).forward(mixer, *args, **keywords)
+    own, name = inspect.unwrap(type(mixer).forward), type(mixer).__name__
+    functions = {each: inspect.unwrap(own.__globals__[each]) for each in MIXERS[name].functions}
+    if longctx is None:
+        return _with_functions(own, functions)(mixer, *args, **keywords)
+    for unwanted in ("attention_mask", "cache_params", "past_key_values"):
+        if keywords.get(unwanted) is not None:
+            raise ValueError(
+                f"{name} got {unwanted} under a plan, which has none; run the model through the plan's executor only"
+            )
+    call = MixerCall(mixer, longctx)
+    ours = {each: partial(_stand_in, each, function, call) for each, function in functions.items()}
+    output = _with_functions(own, ours)(mixer, *args, **keywords)
+    if sorted(call.called) != sorted(functions):
+        raise RuntimeError(
+            f"{name} called {', '.join(call.called) or 'nothing'} in place of {', '.join(functions)}, so its states may be "
+            f"wrong; plans cannot run this version of transformers"
+        )
+    longctx.calls.count += 1
+    return output
+
+
+def _with_functions(forward: Any, functions: dict[str, Any]) -> FunctionType:
+    """The code of `forward` with other functions under these names of its module, which stays as it is."""
+    names = {**forward.__globals__, **functions}
+    renamed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    renamed.__kwdefaults__ = forward.__kwdefaults__
+    return renamed
+
+
+def _stand_in(name: str, function: Any, call: MixerCall, *args: Any, **keywords: Any) -> Any:
+    call.called.append(name)
+    return STAND_INS[name](call, function, *args, **keywords)

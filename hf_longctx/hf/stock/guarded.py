@@ -1,0 +1,101 @@
+"""Lends a stock trainer what keeps `LongContextTrainer` safe, while `LongContextCallback` alone in `callbacks=[...]` runs plans.
+
+That is: checkpoints that are whole or hidden, the choice of one to resume from, a lock on the output folder, signals and
+heartbeats. A callback's events tell it too late about most of this, and never of their trainer, which is looked up on the stack.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import FrameType
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.ranks.fork_server import start_fork_server
+from hf_longctx.hf.ranks.stop_signals import listening_flag, outlive_signals
+from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
+
+# attributes that the mixin sets on a trainer
+_OWN = ("longctx_config", "longctx_run", "_replicas", "_staged", "_saving", "_chosen")
+
+
+class Guard(Protocol):
+    """A callback that guards a training until `undo` is closed, and returns the control group of all ranks."""
+
+    config: LongContextConfig
+
+    def guard(self, trainer: Trainer, undo: ExitStack) -> dist.ProcessGroup | None: ...
+
+
+class GuardedMixin(CheckpointMixin):
+    """The part of `CheckpointMixin` that needs no plans, and a `train` that chooses a checkpoint before the trainer reads it."""
+
+    _longctx_callback: Guard
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trains as the trainer's own class does, from a checkpoint that is whole; afterwards the trainer is stock again."""
+        callback = self._longctx_callback
+        if callback not in self.callback_handler.callbacks:
+            take_back(self)
+            return self.train(resume_from_checkpoint, *args, **kwargs)
+        with ExitStack() as undo:
+            control = callback.guard(self, undo)
+            folder = self._choose_checkpoint(resume_from_checkpoint, callback.config, control)
+            return super().train(folder, *args, **kwargs)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        loader: DataLoader[Any] = super().get_eval_dataloader(*args, **kwargs)
+        keep_workers(loader)
+        return loader
+
+
+def lend(trainer: Trainer, callback: Guard) -> None:
+    """Puts `GuardedMixin` in front of the class of this one trainer, unless checkpoints are whole there already."""
+    if not isinstance(trainer, CheckpointMixin):
+        stock = type(trainer)
+        trainer.__class__ = type(f"Guarded{stock.__name__}", (GuardedMixin, stock), {"_longctx_callback": callback})
+
+
+def take_back(trainer: Trainer) -> None:
+    """Gives a trainer its own class back. Idempotent."""
+    if GuardedMixin in type(trainer).__bases__:
+        trainer.__class__ = type(trainer).__bases__[1]
+        for name in set(_OWN) & set(vars(trainer)):
+            delattr(trainer, name)
+
+
+def keep_workers(loader: Any) -> None:
+    """Lets workers that a loader of torch starts from now on outlive a signal to all processes, as the rank does. Idempotent."""
+    # accelerate wraps the loader that starts the workers
+    inner = getattr(loader, "base_dataloader", loader)
+    if not isinstance(inner, DataLoader) or not inner.num_workers:
+        return
+    start_fork_server(inner.multiprocessing_context)
+    first = inner.worker_init_fn
+    if not (isinstance(first, partial) and first.func is _begin_worker):
+        inner.worker_init_fn = partial(_begin_worker, first=first, is_listening=listening_flag())
+
+
+def _begin_worker(worker: int, first: Callable[[int], Any] | None, is_listening: Any) -> None:
+    outlive_signals(is_listening)
+    if first is not None:
+        first(worker)
+
+
+def sender() -> tuple[Trainer, dict[str, Any]]:
+    """The trainer whose event is handled now, and the local variables of its method that sent it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        names = frame.f_locals
+        if isinstance(trainer := names.get("self"), Trainer):
+            return trainer, names
+        frame = frame.f_back
+    raise RuntimeError("an event of LongContextCallback was called from outside a Trainer; pass it in callbacks=[...]")

@@ -1,0 +1,222 @@
+"""Layers with a state along the sequence give plain Hugging Face's loss and gradients under any plan that is accepted.
+
+What transformers computes in fp32 is fp64 on both sides. Decays are drawn small, because the gradient of `A_log` loses digits
+where a document's decays add up to hundreds: `test_cuts_between_tiles_err_no_more_than_transformers_itself` measures that floor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import pytest
+import torch
+from helpers.measures.planted import plant
+from helpers.models.any_model import wide_floats
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
+from helpers.models.tiny_models import ModelCase, build_model, with_lora
+from helpers.models.versions import newest
+from helpers.plans.layouts import plan_of
+from helpers.plans.pipeline_plans import LENGTHS, SLICED, pipeline_plan
+from helpers.plans.policies import policies_for, replayed, same_policy
+from helpers.plans.sliced_plans import CUTS, PACKINGS, cut, few, random_slicings, sliced_plan
+from helpers.ranks.lone_steps import policy_step
+from helpers.ranks.pipeline_steps import stage_step_on_rank
+from helpers.ranks.rank_steps import rank_inputs, step_on_rank
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
+from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
+from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+pytestmark = newest
+
+Step = tuple[float, dict[str, Tensor]]
+QWEN, OLMO = ModelCase("qwen3_5", num_layers=4), ModelCase("olmo_hybrid", num_kv_heads=4, num_layers=4)
+FAMILIES = pytest.mark.parametrize("case", [QWEN, OLMO], ids=lambda case: case.family)
+# tokens that transformers' torch code of the gated delta rule computes at once
+TILE = 64
+RULE = "torch_chunk_gated_delta_rule"
+
+
+def small_decays(model: Any, largest: float = 0.5) -> Any:
+    """The model with decays per token below `largest`, or about it if it is large."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data = torch.linspace(largest / 2, largest, len(parameter), dtype=parameter.dtype).log()
+    return model
+
+
+def built(case: ModelCase, largest: float = 0.5) -> Any:
+    return small_decays(build_model(case), largest)
+
+
+def lone_error(case: ModelCase, plan: StepPlan, make: Any = built, bug: str = "") -> float:
+    """The largest relative error of loss and gradients of a plan on one rank."""
+    rows = random_rows(list(plan.lengths))
+    with wide_floats():
+        expected = reference_step(make(case), rows)
+        model = make(case)
+        patch_model(base_of(model))
+        with plant(bug, 0, 1):
+            result, gradients, _ = policy_step(model, plan, rows)
+    return worst_error((float(result.loss), gradients), expected)
+
+
+@FAMILIES
+@pytest.mark.parametrize("name", ["with a slice of one token", "one token first", "ones at both ends", "12 equal slices"])
+def test_slices_of_one_document_match(case: ModelCase, name: str) -> None:
+    plan = sliced_plan([96], [[span] for span in cut(0, CUTS[name])])
+    assert lone_error(case, plan) <= TOLERANCE
+    assert lone_error(case, same_policy(plan, *[replayed(0.5, 0.25)] * 3, replayed(0.0), tile_tokens=8)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_slices_among_other_documents_match(name: str) -> None:
+    lengths, chunks, words, validated = PACKINGS[name]
+    assert lone_error(QWEN, sliced_plan(lengths, chunks, words, validated=validated)) <= TOLERANCE
+
+
+@few(6)
+@given(random_slicings(), st.data())
+def test_random_cuts_chunks_orders_and_policies_match(slicing: Any, data: st.DataObject) -> None:
+    lengths, chunks, words = slicing
+    assert lone_error(QWEN, data.draw(policies_for(sliced_plan(lengths, chunks, words)))) <= TOLERANCE
+
+
+SLICES = [[(0, 0, 12)], [(0, 12, 13)], [(0, 13, 30), (1, 0, 7), (2, 0, 1)]]
+
+
+def test_adapters_and_frozen_layers_below_match() -> None:
+    def later_only(case: ModelCase) -> Any:
+        # layers below the first adapter hand no gradient to earlier slices
+        return small_decays(with_lora(build_model(case)))
+
+    def decays_only(case: ModelCase) -> Any:
+        model = built(case)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("A_log"))
+        return model
+
+    plan = sliced_plan([30, 7, 1], SLICES)
+    assert lone_error(QWEN, plan, later_only) <= TOLERANCE
+    assert lone_error(QWEN, plan, decays_only) <= TOLERANCE
+
+
+def wide_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -> list[Step]:
+    """Runs `step_on_rank` for some plans."""
+    with wide_floats():
+        return [step_on_rank(case, plan_json, rows) for plan_json in plans_json]
+
+
+def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plans: list[StepPlan]) -> None:
+    rows = random_rows(list(plans[0].lengths))
+    with wide_floats():
+        expected = reference_step(build_model(case), rows)
+    for steps in ranks(num_ranks).run(wide_step_on_rank, case, [plan_to_json(plan) for plan in plans], rows):
+        assert max(worst_error(step, expected) for step in steps) <= TOLERANCE
+
+
+def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(ranks) -> None:
+    # three ranks share four heads; a slice of one token leaves ranks with dummy tokens, one of five leaves them two tokens
+    chunks = [[(0, 0, 5)], [(0, 5, 6)], [(0, 6, 30), (1, 0, 7), (2, 0, 1)], [(3, 0, 3)], [(3, 3, 40), (4, 0, 9)]]
+    lengths = [30, 7, 1, 40, 9]
+    plan = sliced_plan(lengths, chunks, num_ranks=3)
+    whole = sliced_plan(lengths, [[(number, 0, length) for number, length in enumerate(lengths)]], num_ranks=3)
+    policy = (replayed(0.5), replayed(1.0), replayed(0.0), replayed(0.5))
+    alone = plan_of([[(1, (0, 4)), (1, (3,)), (1, (1, 2))]], lengths, 3)
+    sharded = sliced_plan(lengths, chunks, num_ranks=3, parameters="sharded")
+    check_groups(ranks, 3, QWEN, [whole, same_policy(plan, *policy, tile_tokens=4), alone, sharded])
+
+
+def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -> list[Step]:
+    """Runs `stage_step_on_rank` for some plans."""
+    with wide_floats():
+        return [stage_step_on_rank(case, plan_json, rows)[:2] for plan_json in plans_json]
+
+
+def test_stages_match(ranks) -> None:
+    plans = [
+        pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=4),
+        pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, "interleaved", num_layers=4, num_parts=2),
+    ]
+    rows = random_rows(LENGTHS)
+    with wide_floats():
+        loss, expected = reference_step(build_model(QWEN), rows)
+    results = ranks(2).run(wide_stage_step_on_rank, QWEN, [plan_to_json(plan) for plan in plans], rows)
+    for steps in zip(*results, strict=True):
+        assert {name for _, gradients in steps for name in gradients} == expected.keys()
+        for step in steps:
+            own = {name: expected[name] for name in step[1]}
+            assert worst_error(step, (loss, own)) <= TOLERANCE
+
+
+def test_evaluation_passes_states_on_too() -> None:
+    model, rows = built(QWEN), random_rows([30, 7, 1])
+    with wide_floats():
+        expected, _ = reference_step(built(QWEN), rows)
+        patch_model(model)
+        executor = StepExecutor(whole_model(model, 4), GroupPool((1,), 1.0), torch.device("cpu"))
+        plan = sliced_plan([30, 7, 1], SLICES)
+        total = executor.evaluate(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"])
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    assert float(total) / num_labels == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    ["states leak in the scan", "states leak in the convolution", "states of slices dropped", "gradients of states dropped"],
+)
+def test_planted_bugs_are_noticed(bug: str) -> None:
+    chunks = [[(0, 0, 13), (1, 0, 7)]] if "leak" in bug else [[(0, 0, 6)], [(0, 6, 13), (1, 0, 7)]]
+    assert lone_error(QWEN, sliced_plan([13, 7], chunks), bug=bug) > 1e-4
+
+
+def test_a_document_does_not_move_another_by_a_bit() -> None:
+    model = built(QWEN)
+    patch_model(model)
+    chunk = Chunk(0, (Span(0, 0, 9), Span(1, 0, 1), Span(2, 0, 8)))
+    group = SequenceGroup((0,), "local", (chunk,), ())
+    positions = torch.cat([torch.arange(span.stop) for span in chunk.spans]).unsqueeze(0)
+    outputs = []
+    for first in (3, 4):
+        ids = torch.arange(18) + 10
+        ids[:9] = first
+        context = GroupPool((1,), 1.0).context(group, chunk)
+        output = model(ids[None], position_ids=positions, attention_mask=no_mask(ids.device), use_cache=False, longctx=context)
+        outputs.append(output.logits[0])
+    assert torch.equal(outputs[0][9:], outputs[1][9:]) and not torch.equal(outputs[0][:9], outputs[1][:9])
+
+
+def with_tiles(case: ModelCase, size: int) -> Any:
+    """The model whose rule computes `size` tokens at once, in transformers' own code, with decays of up to 16 per token."""
+    model = built(case, 16.0)
+    for mixer in mixers_of(model).values():
+        own = inspect.unwrap(type(mixer).forward)
+        names = {**own.__globals__, RULE: partial(inspect.unwrap(own.__globals__[RULE]), chunk_size=size)}
+        # transformers passes its own keywords on, which the unwrapped rule ignores
+        function = FunctionType(own.__code__, names, "forward", own.__defaults__, own.__closure__)
+        mixer.forward = MethodType(function, mixer)
+    return model
+
+
+def test_cuts_between_tiles_err_no_more_than_transformers_itself() -> None:
+    lengths = [2 * TILE + 20]
+    rows = random_rows(lengths)
+    with wide_floats():
+        floor = worst_error(reference_step(with_tiles(QWEN, 16), rows), reference_step(built(QWEN, 16.0), rows))
+
+    def error(*sizes: int) -> float:
+        return lone_error(QWEN, sliced_plan(lengths, [[span] for span in cut(0, sizes)]), lambda case: built(case, 16.0))
+
+    on_tiles, between = error(TILE, TILE, 20), error(33, 70, 45)
+    assert on_tiles <= TOLERANCE < between <= 10 * floor

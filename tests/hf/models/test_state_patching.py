@@ -1,0 +1,169 @@
+"""Mixers with a state along the sequence: patched for one model alone, and refused by name where states would be lost."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.measures.class_sweep import self_tested
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import newest
+from torch import nn
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
+from hf_longctx.hf.models.states.functions import FAMILIES, MIXERS, STAND_INS
+from hf_longctx.hf.models.states.patching import mixers_of, state_problems
+from hf_longctx.hf.start.arguments import group_method, least_heads, setup_problems
+from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
+from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.execution.executor import no_mask
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+pytestmark = newest
+CASE = ModelCase("qwen3_5", num_layers=4)
+MIXER = "model.layers.0.linear_attn"
+IDS = torch.arange(11).unsqueeze(0) + 3
+
+
+def lone_context() -> GroupContext:
+    return GroupPool((1,), 1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, 11),)))
+
+
+def test_without_a_plan_a_patched_model_computes_and_generates_as_before() -> None:
+    plain, patched = build_model(CASE).eval(), build_model(CASE).eval()
+    name, module = attention_name(patched), sys.modules[type(patched).__module__]
+    before = dict(vars(module))
+    patch_model(patched)
+    assert torch.equal(patched(IDS).logits, plain(IDS).logits)
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(patched.generate(IDS, **settings), plain.generate(IDS, **settings))
+    assert vars(module) == before and all("forward" in vars(mixer) for mixer in mixers_of(patched).values())
+    restore_attention(patched, name)
+    assert not any("forward" in vars(mixer) for mixer in mixers_of(patched).values())
+
+
+def test_a_copy_has_doors_of_its_own() -> None:
+    model = build_model(CASE)
+    patch_model(model)
+    twin = copy.deepcopy(model)
+    assert all(mixer.forward.__self__ is mixer for mixer in mixers_of(twin).values())
+
+
+def test_every_row_names_classes_and_functions_of_transformers() -> None:
+    for family in FAMILIES:
+        for name, mixer in zip(family.models, family.mixers, strict=True):
+            model_class = getattr(transformers, name)
+            forward = inspect.unwrap(getattr(sys.modules[model_class.__module__], mixer).forward)
+            assert set(family.functions) <= set(forward.__code__.co_names) & STAND_INS.keys()
+            assert hasattr(model_class.config_class(), family.heads)
+    assert set(MIXERS) == {mixer for family in FAMILIES for mixer in family.mixers}
+
+
+def test_plans_and_the_self_test_run_without_installed_kernels(monkeypatch) -> None:
+    module = sys.modules[transformers.Qwen3_5ForCausalLM.__module__]
+    plain = build_model(CASE)(IDS, use_cache=False).logits
+    for name in MIXERS["Qwen3_5GatedDeltaNet"].functions:
+
+        @functools.wraps(inspect.unwrap(vars(module)[name]))
+        def kernel(*args: Any, **keywords: Any) -> Any:
+            raise AssertionError("a kernel takes neither fp32 nor fp64")
+
+        monkeypatch.setattr(module, name, kernel)
+    model = build_model(CASE)
+    patch_model(model)
+    planned = model(IDS, attention_mask=no_mask(IDS.device), use_cache=False, longctx=lone_context()).logits
+    assert torch.allclose(planned, plain, rtol=0, atol=1e-6)
+    assert self_tested(model).startswith("self-test passed")
+
+
+class ForeignMamba(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+def foreign(model: Any) -> None:
+    model.model.layers[1].linear_attn = ForeignMamba()
+
+
+def foreign_layer(model: Any) -> None:
+    model.model.layers[1] = ForeignMamba()
+
+
+def replaced_forward(model: Any) -> None:
+    mixer = model.get_submodule(MIXER)
+    mixer.forward = lambda *args, **keywords: type(mixer).forward(mixer, *args, **keywords)
+
+
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        (foreign, "model.layers.1.linear_attn (ForeignMamba) carries a state along the sequence, and only"),
+        (foreign_layer, "model.layers.1 (ForeignMamba) carries a state along the sequence, and only"),
+        (replaced_forward, f"{MIXER} (Qwen3_5GatedDeltaNet) has a forward that is not its class's"),
+    ],
+)
+def test_a_mixer_that_cannot_pass_states_on_is_refused_by_layer_and_class(change: Any, said: str) -> None:
+    model = build_model(CASE)
+    assert setup_problems(model, None, LongContextConfig(), 2, (1, 2)) == []
+    change(model)
+    (problem,) = setup_problems(model, None, LongContextConfig(), 2, (1, 2))
+    assert problem.startswith(said)
+
+
+def test_a_mixer_whose_forward_calls_other_functions_is_refused(monkeypatch) -> None:
+    model = build_model(CASE)
+    monkeypatch.setattr(type(model.get_submodule(MIXER)), "forward", lambda mixer, hidden_states: hidden_states)
+    (problem,) = state_problems(model)
+    assert problem.startswith(
+        f"the forward of {MIXER} (Qwen3_5GatedDeltaNet) does not call causal_conv1d_fn and torch_chunk_gated_delta_rule in this"
+    )
+
+
+def test_a_forward_that_leaves_a_function_out_is_noticed(monkeypatch) -> None:
+    model = build_model(CASE)
+    patch_model(model)
+    family = replace(MIXERS["Qwen3_5GatedDeltaNet"], functions=("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "l2norm"))
+    monkeypatch.setitem(MIXERS, "Qwen3_5GatedDeltaNet", family)
+    with pytest.raises(RuntimeError, match="called causal_conv1d_fn, torch_chunk_gated_delta_rule in place of "):
+        model(IDS, use_cache=False, longctx=lone_context())
+
+
+def test_rings_and_lent_stages_are_refused_and_auto_plans_none() -> None:
+    model = build_model(CASE)
+    assert group_method(LongContextConfig(), model) == "ulysses" and least_heads(model) == 4
+    assert group_method(LongContextConfig(), build_model(ModelCase())) == "auto"
+    for settings, said in (
+        ({"method": "ring"}, "method='ring' spreads"),
+        ({"lend_stages": True, "stages": 2}, "lend_stages=True"),
+    ):
+        problems = setup_problems(model, None, LongContextConfig(**settings), 2, (1,))
+        assert any(
+            problem.startswith(said) and "linear_attention layers of Qwen3_5ForCausalLM" in problem for problem in problems
+        )
+    (problem,) = setup_problems(model, None, LongContextConfig(), 8, (8,))
+    assert problem.startswith("degree 8 exceeds the model's 4 ")
+
+
+def test_calls_that_a_plan_does_not_make_are_refused() -> None:
+    model = build_model(CASE)
+    patch_model(model)
+    context, mixer, hidden = lone_context(), model.get_submodule(MIXER), torch.randn(1, 11, 32, dtype=torch.float64)
+    ring = GroupPool((1,), 1.0).context(SequenceGroup.of(GroupShape(2, 1), (0, 1), ()), Chunk(0, (Span(0, 0, 11),)))
+    for keywords, said in (
+        ({"longctx": ring}, "the chunk is spread over a ring of 2 blocks"),
+        ({"longctx": replace(context, lent_slice=object())}, "the slice is lent ranks of other stages"),
+        ({"longctx": context, "seq_idx": IDS}, "got document boundaries"),
+        ({"longctx": context, "chunk_size": 16}, "gives its scan chunk_size"),
+        ({"longctx": context, "attention_mask": IDS}, "got attention_mask under a plan"),
+        ({"longctx": context, "cache_params": transformers.DynamicCache(config=model.config)}, "got cache_params under a plan"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            mixer(hidden, **keywords)
