@@ -33,14 +33,25 @@ RANGES = "longctx_ranges"
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
 _NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
 _PROBE_TOKENS = 3
+# decoder layers that return a tuple, hidden states first -> its length
+_TUPLES = {"BambaDecoderLayer": 2}
 
 
 class Identity(nn.Module):
-    """Returns its first argument; replaces a module that is on another stage or in another layer range."""
+    """Returns its first argument; replaces a module that is on another stage or in another layer range.
+
+    replaced: that module. For a decoder layer that returns a tuple, the argument comes in a tuple of this length.
+    """
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        known: int = getattr(replaced, "tuple_length", 0)
+        self.tuple_length = known or _TUPLES.get(type(replaced).__name__, 0)
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Returns the first argument, positional or passed by any keyword."""
-        return args[0] if args else next(iter(keywords.values()))
+        returned = args[0] if args else next(iter(keywords.values()))
+        return (returned, *[None] * (self.tuple_length - 1)) if self.tuple_length else returned
 
 
 class StageLayers(nn.ModuleList):
@@ -54,7 +65,7 @@ class StageLayers(nn.ModuleList):
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
         # in a tuple, so that it is not registered under a name
-        self._unseen = (Identity(),)
+        self._unseen = (Identity(layers[0]),)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._shown())
@@ -283,13 +294,13 @@ def _keep_layers(pieces: Pieces, ranges: Sequence[LayerRange]) -> None:
     kept = {number for part in ranges for number in range(part.first_layer, part.first_layer + part.num_layers)}
     for number in range(len(layers)):
         if number not in kept:
-            layers[number] = Identity()
+            layers[number] = Identity(layers[number])
     setattr(pieces.decoder, pieces.layers, StageLayers(layers))
 
 
 def _drop(owner: nn.Module, names: Sequence[str]) -> None:
     for name in names:
-        setattr(owner, name, Identity())
+        setattr(owner, name, Identity(getattr(owner, name)))
 
 
 def drop_embedding(pieces: Pieces) -> None:

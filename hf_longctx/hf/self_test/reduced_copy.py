@@ -47,7 +47,7 @@ class SkippedLayer(Identity):
     """Replaces a layer that the copy leaves out; keeps the layer's plain settings, since decoders read them."""
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
+        super().__init__(layer)
         vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, _PLAIN)})
 
 

@@ -23,34 +23,43 @@ from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import gather_heads, spread_heads
 from hf_longctx.runtime.attention.state_book import StatePlace
 
-# takes the tokens of one document or slice, and the state before them (None: zeros); returns outputs and the state after them
+# takes the tokens of one document or slice and the weights of its heads, and the state before the tokens (None: zeros); returns
+# outputs and the state after them
 Scan = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 RECURRENCE = "recurrence"
 
 
 def scan_documents(
-    read_1TGX: Sequence[Tensor], own_1THX: Sequence[Tensor], scan: Scan, layer: Hashable, context: GroupContext
+    read_1TGX: Sequence[Tensor],
+    own_1THX: Sequence[Tensor],
+    weights_H: Sequence[Tensor],
+    scan: Scan,
+    layer: Hashable,
+    context: GroupContext,
 ) -> Tensor:
     """Outputs [1, T, H, E] of `scan` over each document of a chunk, for this rank's tokens.
 
     own_1THX: inputs with H heads; X may be missing. read_1TGX: inputs with G heads, each read by H / G neighbouring heads.
-    `scan` gets the tensors of both, in this order. Every rank of the context's group must call it for the layers in the same
-    order; backward repeats the exchanges in reverse. Raises ValueError for groups that cannot pass states on.
+    weights_H: weights of each head. `scan` gets the tensors of `read_1TGX`, `own_1THX` and `weights_H`, in this order. Every rank
+    of the context's group must call it for the layers in the same order; backward repeats the exchanges in reverse. Raises
+    ValueError for groups that cannot pass states on.
     """
     check_group(context)
     if context.block.num_ranks == 1:
-        return _scanned((*read_1TGX, *own_1THX), scan, layer, context)
+        return _scanned((*read_1TGX, *own_1THX), weights_H, scan, layer, context)
     num_heads, num_read = own_1THX[0].shape[2], read_1TGX[0].shape[2] if read_1TGX else own_1THX[0].shape[2]
     shares = head_shares(num_heads, num_read, context.block.num_ranks)
+    share = shares[context.block.index]
     heads = [
-        [slice(share.kv_start, share.kv_stop)] * len(read_1TGX) + [slice(share.q_start, share.q_stop)] * len(own_1THX)
-        for share in shares
+        [slice(each.kv_start, each.kv_stop)] * len(read_1TGX) + [slice(each.q_start, each.q_stop)] * len(own_1THX)
+        for each in shares
     ]
     spread = spread_heads([x_1TH.squeeze(0).transpose(0, 1) for x_1TH in (*read_1TGX, *own_1THX)], heads, context)
-    readers = context.readers(shares[context.block.index], num_heads // num_read, own_1THX[0].device)
+    readers = context.readers(share, num_heads // num_read, own_1THX[0].device)
     inputs = [x_hS.transpose(0, 1).unsqueeze(0) for x_hS in spread]
     read = [readers.expand(x_1Sg, 2) for x_1Sg in inputs[: len(read_1TGX)]]
-    return gather_heads(_scanned((*read, *inputs[len(read) :]), scan, layer, context), shares, context)
+    weights_h = [weight_H[share.q_start : share.q_stop] for weight_H in weights_H]
+    return gather_heads(_scanned((*read, *inputs[len(read) :]), weights_h, scan, layer, context), shares, context)
 
 
 def check_group(context: GroupContext) -> None:
@@ -67,12 +76,12 @@ def check_group(context: GroupContext) -> None:
         )
 
 
-def _scanned(inputs: Sequence[Tensor], scan: Scan, layer: Hashable, context: GroupContext) -> Tensor:
+def _scanned(inputs: Sequence[Tensor], weights_h: Sequence[Tensor], scan: Scan, layer: Hashable, context: GroupContext) -> Tensor:
     """Outputs [1, S, h, E] of all documents of the block for the heads in `inputs`."""
     outputs = []
     for document in documents_of(context.cu_seqlens, context.slices):
         before = state_before(document, RECURRENCE, layer, context)
-        output, after = scan([x[:, document.tokens] for x in inputs], before)
+        output, after = scan([*(x[:, document.tokens] for x in inputs), *weights_h], before)
         outputs.append(leave_state(document, RECURRENCE, layer, context, after, output))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

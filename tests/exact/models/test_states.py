@@ -42,7 +42,9 @@ pytestmark = newest
 
 Step = tuple[float, dict[str, Tensor]]
 QWEN, OLMO = ModelCase("qwen3_5", num_layers=4), ModelCase("olmo_hybrid", num_kv_heads=4, num_layers=4)
-FAMILIES = pytest.mark.parametrize("case", [QWEN, OLMO], ids=lambda case: case.family)
+BAMBA = ModelCase("bamba", num_layers=4)
+FAMILIES = pytest.mark.parametrize("case", [QWEN, OLMO, BAMBA], ids=lambda case: case.family)
+GROUPED = pytest.mark.parametrize("case", [QWEN, BAMBA], ids=lambda case: case.family)
 # tokens that transformers' torch code of the gated delta rule computes at once
 TILE = 64
 RULE = "torch_chunk_gated_delta_rule"
@@ -126,8 +128,10 @@ def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plans: list[StepPl
         assert max(worst_error(step, expected) for step in steps) <= TOLERANCE
 
 
-def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(ranks) -> None:
-    # three ranks share four heads; a slice of one token leaves ranks with dummy tokens, one of five leaves them two tokens
+@GROUPED
+def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(ranks, case: ModelCase) -> None:
+    # three ranks share four heads, of which two and two read the same tensors; a slice of one token leaves ranks with dummy
+    # tokens, one of five leaves them two tokens
     chunks = [[(0, 0, 5)], [(0, 5, 6)], [(0, 6, 30), (1, 0, 7), (2, 0, 1)], [(3, 0, 3)], [(3, 3, 40), (4, 0, 9)]]
     lengths = [30, 7, 1, 40, 9]
     plan = sliced_plan(lengths, chunks, num_ranks=3)
@@ -135,7 +139,7 @@ def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(
     policy = (replayed(0.5), replayed(1.0), replayed(0.0), replayed(0.5))
     alone = plan_of([[(1, (0, 4)), (1, (3,)), (1, (1, 2))]], lengths, 3)
     sharded = sliced_plan(lengths, chunks, num_ranks=3, parameters="sharded")
-    check_groups(ranks, 3, QWEN, [whole, same_policy(plan, *policy, tile_tokens=4), alone, sharded])
+    check_groups(ranks, 3, case, [whole, same_policy(plan, *policy, tile_tokens=4), alone, sharded])
 
 
 def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -> list[Step]:

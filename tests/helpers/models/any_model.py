@@ -58,7 +58,7 @@ _SIZES: dict[str, Any] = {
     "use_cache": False,
 }
 # settings that a class needs in addition to or instead of `_SIZES`; None leaves the class's default
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _OF_CLASS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
     "CohereCompassForCausalLM": {

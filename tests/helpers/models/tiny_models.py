@@ -154,6 +154,7 @@ CHUNKED_FAMILIES: dict[str, Any] = {
 }
 # three layers with a state along the sequence and one with attention; two key heads serve four value heads in the first family
 _LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_value_heads": 4, "head_dim": 8}
+_SCAN = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 STATE_FAMILIES: dict[str, Any] = {
     "qwen3_5": (
         transformers.Qwen3_5TextConfig,
@@ -165,6 +166,8 @@ STATE_FAMILIES: dict[str, Any] = {
         transformers.OlmoHybridForCausalLM,
         {**_LINEAR, "pad_token_id": 0, "linear_num_key_heads": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
     ),
+    # two groups serve four heads in the families of Mamba 2
+    "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM, {**_SCAN, "attn_layer_indices": [3]}),
 }
 # defaults of a ModelCase: layers, KV heads, head size
 NUM_LAYERS, NUM_KV, HEAD_DIM = 2, 2, 8

@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
-from hf_longctx.hf.models.states.functions import FAMILIES, MIXERS, STAND_INS
+from hf_longctx.hf.models.states.functions import FAMILIES, MIXERS, STAND_INS, family_of
 from hf_longctx.hf.models.states.patching import mixers_of, state_problems
 from hf_longctx.hf.start.arguments import group_method, least_heads, setup_problems
 from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
@@ -67,17 +67,18 @@ def test_every_row_names_classes_and_functions_of_transformers() -> None:
     assert set(MIXERS) == {mixer for family in FAMILIES for mixer in family.mixers}
 
 
-def test_plans_and_the_self_test_run_without_installed_kernels(monkeypatch) -> None:
-    module = sys.modules[transformers.Qwen3_5ForCausalLM.__module__]
-    plain = build_model(CASE)(IDS, use_cache=False).logits
-    for name in MIXERS["Qwen3_5GatedDeltaNet"].functions:
+@pytest.mark.parametrize("case", [CASE, ModelCase("bamba", num_layers=4)], ids=lambda case: case.family)
+def test_plans_and_the_self_test_run_without_installed_kernels(monkeypatch, case: ModelCase) -> None:
+    model = build_model(case)
+    family, module = family_of(model), sys.modules[type(model).__module__]
+    plain = model(IDS, use_cache=False).logits
+    for name in filter(None, (*family.functions, family.fused)):
 
         @functools.wraps(inspect.unwrap(vars(module)[name]))
         def kernel(*args: Any, **keywords: Any) -> Any:
             raise AssertionError("a kernel takes neither fp32 nor fp64")
 
         monkeypatch.setattr(module, name, kernel)
-    model = build_model(CASE)
     patch_model(model)
     planned = model(IDS, attention_mask=no_mask(IDS.device), use_cache=False, longctx=lone_context()).logits
     assert torch.allclose(planned, plain, rtol=0, atol=1e-6)

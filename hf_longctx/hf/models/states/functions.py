@@ -19,8 +19,11 @@ from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.recurrence import scan_documents
 
-# keywords of the rule that are passed on or checked
-_OF_RULE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+# keywords of scans that are passed on
+_OF_RULE = ("use_qk_l2norm_in_kernel",)
+_OF_SCAN = ("D", "dt_bias", "dt_softplus", "dt_limit")
+# keywords by which a scan reads and returns states of a cache
+_OF_CACHE = ("initial_state", "output_final_state", "initial_states", "return_final_states")
 # keywords of packed rows, which would divide documents a second time
 _BOUNDARIES = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
@@ -64,14 +67,7 @@ def gated_delta_rule(
 
     qkv: queries, keys and values; values may have more heads. g, beta: for each value head, logarithm of the decay, and strength.
     """
-    _refuse_boundaries(call, keywords)
-    if keywords.get("initial_state") is not None or keywords.get("output_final_state"):
-        raise ValueError(f"{type(call.mixer).__name__} runs with a cache; plans keep states themselves, so set use_cache=False")
-    if unknown := [name for name in keywords if name not in _OF_RULE and name in inspect.signature(rule).parameters]:
-        raise ValueError(
-            f"{type(call.mixer).__name__} gives its scan {', '.join(unknown)}, which plans do not pass on; use the newest "
-            f"version of transformers that docs/models.md names"
-        )
+    _refuse_keywords(call, rule, keywords, _OF_RULE)
 
     def scan(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, decay, strength = inputs
@@ -85,7 +81,50 @@ def gated_delta_rule(
         )
 
     query, key, value = qkv
-    return scan_documents((query, key), (value, g, beta), scan, call.mixer, call.context), None
+    return scan_documents((query, key), (value, g, beta), (), scan, call.mixer, call.context), None
+
+
+def mamba2_scan(
+    call: MixerCall,
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    *inputs: Tensor,
+    chunk_size: int,
+    **keywords: Any,
+) -> Tensor:
+    """Outputs [1, T, H, E] of `scan` over each document.
+
+    inputs: tokens and their steps for each head; decay of each head; for each group of heads, what takes tokens into the state and
+    out of it. keywords: dt_bias, added to the steps, and D, how much of a token passes by the state, both for each head.
+    """
+    _refuse_keywords(call, scan, keywords, _OF_SCAN)
+    x, dt, A, B, C = inputs
+    settings = {name: keywords[name] for name in ("dt_softplus", "dt_limit") if name in keywords}
+
+    def scanned(mine: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        into, out, tokens, step, decay, bias, past = mine
+        return scan(
+            *(tokens, step, decay, into, out, chunk_size),
+            D=past,
+            dt_bias=bias,
+            initial_states=state,
+            return_final_states=True,
+            **settings,
+        )
+
+    return scan_documents((B, C), (x, dt), (A, keywords["dt_bias"], keywords["D"]), scanned, call.mixer, call.context)
+
+
+def _refuse_keywords(call: MixerCall, scan: Callable[..., Any], keywords: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Raises ValueError for keywords of document boundaries or of a cache, and for those of `scan` that are not `known`."""
+    _refuse_boundaries(call, keywords)
+    name = type(call.mixer).__name__
+    if any(keywords.get(each) is not None and keywords[each] is not False for each in _OF_CACHE):
+        raise ValueError(f"{name} runs with a cache; plans keep states themselves, so set use_cache=False")
+    if unknown := [each for each in keywords if each not in (*known, *_OF_CACHE) and each in inspect.signature(scan).parameters]:
+        raise ValueError(
+            f"{name} gives its scan {', '.join(unknown)}, which plans do not pass on; use the newest version of transformers "
+            f"that docs/models.md names"
+        )
 
 
 def _refuse_boundaries(call: MixerCall, keywords: dict[str, Any]) -> None:
@@ -103,7 +142,8 @@ class StateFamily:
 
     names: beginnings of the names of the classes. mixer: what follows them in the name of the mixer class. functions: names of
     the functions that the mixer's forward calls, once each. layer_type: its name in the config's `layer_types`. heads: field of
-    the config with the number of heads that have a state of their own.
+    the config with the number of heads that have a state of their own. fused: function that may do everything at once, which
+    plans leave out; empty if there is none.
     """
 
     names: tuple[str, ...]
@@ -111,6 +151,7 @@ class StateFamily:
     functions: tuple[str, ...]
     layer_type: str
     heads: str
+    fused: str = ""
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -123,10 +164,22 @@ class StateFamily:
         return tuple(f"{name}ForCausalLM" for name in self.names)
 
 
+def _mamba2(name: str, mixer: str, heads: str) -> StateFamily:
+    return StateFamily(
+        names=(name,),
+        mixer=mixer,
+        functions=("causal_conv1d_fn", "mamba2_chunk_scan"),
+        layer_type="linear_attention",
+        heads=heads,
+        fused="mamba2_split_conv1d_scan_combined",
+    )
+
+
 # name of the function in the mixer's module -> the function that stands in for it
 STAND_INS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_convolution,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "mamba2_chunk_scan": mamba2_scan,
 }
 FAMILIES = (
     StateFamily(
@@ -136,6 +189,8 @@ FAMILIES = (
         layer_type="linear_attention",
         heads="linear_num_value_heads",
     ),
+    _mamba2("Bamba", "Mixer", "mamba_n_heads"),
+    _mamba2("GraniteMoeHybrid", "MambaLayer", "mamba_n_heads"),
 )
 # class of a mixer -> its family
 MIXERS: dict[str, StateFamily] = {mixer: family for family in FAMILIES for mixer in family.mixers}

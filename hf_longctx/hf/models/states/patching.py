@@ -98,9 +98,11 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     if longctx is None and _NO_KERNELS not in vars(mixer):
         return type(mixer).forward(mixer, *args, **keywords)
     own, name = inspect.unwrap(type(mixer).forward), type(mixer).__name__
-    functions = {each: inspect.unwrap(own.__globals__[each]) for each in MIXERS[name].functions}
+    family = MIXERS[name]
+    functions = {each: inspect.unwrap(own.__globals__[each]) for each in family.functions}
+    left_out = {family.fused: _nothing} if family.fused else {}
     if longctx is None:
-        return _with_functions(own, functions)(mixer, *args, **keywords)
+        return _with_functions(own, functions | left_out)(mixer, *args, **keywords)
     for unwanted in ("attention_mask", "cache_params", "past_key_values"):
         if keywords.get(unwanted) is not None:
             raise ValueError(
@@ -108,7 +110,7 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
             )
     call = MixerCall(mixer, longctx)
     ours = {each: partial(_stand_in, each, function, call) for each, function in functions.items()}
-    output = _with_functions(own, ours)(mixer, *args, **keywords)
+    output = _with_functions(own, ours | left_out)(mixer, *args, **keywords)
     if sorted(call.called) != sorted(functions):
         raise RuntimeError(
             f"{name} called {', '.join(call.called) or 'nothing'} in place of {', '.join(functions)}, so its states may be "
@@ -116,6 +118,10 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
         )
     longctx.calls.count += 1
     return output
+
+
+def _nothing(*args: Any, **keywords: Any) -> None:
+    """Stands in for a function of a kernel for all of a mixer, which transformers leaves out if it returns None."""
 
 
 def _with_functions(forward: Any, functions: dict[str, Any]) -> FunctionType:
