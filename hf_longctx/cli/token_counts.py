@@ -32,10 +32,12 @@ class TokenCounter:
     def _load(self) -> Any:
         from transformers import AutoTokenizer, ByT5Tokenizer
 
+        from hf_longctx.hf.data.chat import with_training_template
+
         if self.name == "bytes":
             return ByT5Tokenizer(extra_ids=0)
         try:
-            return AutoTokenizer.from_pretrained(self.name)
+            return with_training_template(AutoTokenizer.from_pretrained(self.name))
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).split("\n")[0]
             raise ValueError(
@@ -54,7 +56,7 @@ def _counted(tokenizer: Any, rows: Sequence[UncountedRow]) -> Iterator[int]:
 
 
 def _chat_tokens(tokenizer: Any, row: UncountedRow) -> int:
-    from hf_longctx.hf.data.chat import read_messages, read_tools, render_chat
+    from hf_longctx.hf.data.chat import read_messages, read_tools, render_text
 
     if not tokenizer.chat_template:
         raise ValueError(
@@ -62,5 +64,5 @@ def _chat_tokens(tokenizer: Any, row: UncountedRow) -> int:
             f"folder whose tokenizer has one"
         )
     messages, tools = read_messages(row.value, row.place), read_tools(row.tools, row.place)
-    rendered = render_chat(tokenizer, messages, tools, row.place)
-    return len(tokenizer(rendered.text, add_special_tokens=False, verbose=False)["input_ids"])
+    text = render_text(tokenizer, messages, tools, row.place)
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

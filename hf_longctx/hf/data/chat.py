@@ -1,7 +1,8 @@
 """Turns conversations into text: checks the messages, renders them with the chat template, and finds what the assistant said.
 
 Called by `tokenise_chat`. The assistant's text is whatever the template puts between `{% generation %}` and
-`{% endgeneration %}`; it is kept as character spans. transformers can derive a token mask from the same spans
+`{% endgeneration %}`; it is kept as character spans. A stock template without these markers is replaced by TRL's training
+template where TRL is installed and has one; the turns of others are proven by `assistant_turns.py`. transformers can derive a token mask from the same spans
 (`return_assistant_tokens_mask`), but that mask drops the last bytes of a character that takes several tokens, and drops
 everything after a span that starts or ends in white space to which no token belongs. So only the spans come from
 transformers' renderer, and `tokenise.py` maps them to tokens with the tokenizer's offsets.
@@ -9,7 +10,10 @@ transformers' renderer, and `tokenise.py` maps them to tokens with the tokenizer
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import json
+import logging
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +21,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from hf_longctx.hf.data.assistant_turns import UnprovenError, assistant_spans, marked_template
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -30,6 +38,11 @@ _ROLES = {
     "tool": "tool",
 }
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_REMEDY = (
+    "install TRL 1.16, which brings training templates for the stock templates of many models, or copy the template to a file, "
+    "put {% generation %} before the assistant's text and {% endgeneration %} after it (after the end token, too), and set "
+    "chat_template to that file; recipes/configs/chatml.jinja is one for ChatML"
+)
 _QUESTIONS, _ANSWERS = ("Zebra", "Quagga"), ("Marmot", "Lemur")
 
 
@@ -79,10 +92,11 @@ def read_tools(value: Any, row: str) -> list[dict[str, Any]] | None:
     return tools
 
 
-def check_chat_tokenizer(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> None:
-    """Raises DataError unless the tokenizer has a chat template that marks the assistant's text.
+def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer, or a copy with TRL's training template, once its template can say what the assistant says.
 
-    Renders a short conversation to check that the markers enclose the assistant's words and not the user's.
+    Renders a short conversation to check that it finds the assistant's words and not the user's. Raises DataError for a
+    template that cannot be used with any conversation.
     """
     check_offsets(tokenizer, "which tokens are the assistant's")
     name = _name(tokenizer)
@@ -91,15 +105,40 @@ def check_chat_tokenizer(tokenizer: PreTrainedTokenizerBase, with_tools: bool = 
             f"tokenizer {name} has no chat template, so conversations cannot be turned into text; set chat_template to a Jinja "
             f"file for this model that marks the assistant's text with {{% generation %}} ... {{% endgeneration %}}"
         )
+    tokenizer = with_training_template(tokenizer)
     for tools in [None, [{"type": "function", "function": {"name": "probe"}}]][: 1 + with_tools]:
         template = tokenizer.get_chat_template(None, tools)
-        if not _MARKER.search(template):
+        if not _MARKER.search(template) and marked_template(template) is None:
             raise DataError(
-                f"the chat template of tokenizer {name} has no {{% generation %}} marker, so it cannot say which tokens are "
-                f"the assistant's; copy it to a file, put {{% generation %}} before the assistant's text and "
-                f"{{% endgeneration %}} after it (after the end token, too), and set chat_template to that file"
+                f"the chat template of tokenizer {name} has no {{% generation %}} marker, and no loop in it reads the roles of "
+                f"messages, so it cannot say which tokens are the assistant's; {_REMEDY}"
             )
         _probe(tokenizer, name)
+    return tokenizer
+
+
+def with_training_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Returns a copy of the tokenizer with TRL's training template if TRL is installed and has one, else the tokenizer.
+
+    These templates have markers, and render some conversations otherwise than the stock template (a line in the log says
+    that one is used): thinking, for example, stays in all turns, so that a conversation's beginning reads the same when it goes on.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or _MARKER.search(template) or importlib.util.find_spec("trl") is None:
+        return tokenizer
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        training_template = get_training_chat_template(tokenizer)
+    # TRL knows no training template for it, or its test conversation is not for this template
+    except (ValueError, TypeError, TemplateError):
+        return tokenizer
+    if training_template is None:
+        return tokenizer
+    logger.warning("tokenizer %s: the stock chat template is replaced by TRL's training template for it", _name(tokenizer))
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = training_template
+    return tokenizer
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase, purpose: str) -> None:
@@ -114,19 +153,50 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase, purpose: str) -> None:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None, row: str
 ) -> RenderedText:
-    """Renders a conversation as `tokenizer.apply_chat_template` does, and finds the assistant's spans in the text."""
+    """Renders a conversation as `tokenizer.apply_chat_template` does, and finds the assistant's spans in the text.
+
+    Raises DataError for a conversation that the template cannot render, or whose turns are not marked and not proven.
+    """
     template = tokenizer.get_chat_template(None, tools)
-    arguments: dict[str, Any] = {**tokenizer.special_tokens_map, "conversations": [messages], "tools": tools}
+    if _MARKER.search(template):
+        text, spans = _rendered(tokenizer, messages, tools, row, chat_template=template, return_assistant_tokens_mask=True)
+        return RenderedText(text, tuple((start, stop) for start, stop in spans if start < stop))
+
+    def render(some: list[Message], is_prompted: bool, other: str) -> str:
+        return _rendered(tokenizer, some, tools, row, chat_template=other, add_generation_prompt=is_prompted)[0]
+
+    text = render(messages, False, template)
+    end_tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     try:
-        # annotated as returning text only, but with this mask it returns spans too
-        rendered: Any = render_jinja_template(**arguments, chat_template=template, return_assistant_tokens_mask=True)
+        spans = assistant_spans(text, messages, template, render, end_tokens)
+    except UnprovenError as error:
+        raise DataError(
+            f"{row}: the chat template of tokenizer {_name(tokenizer)} has no {{% generation %}} marker, and what the assistant "
+            f"says cannot be proven without one: {error}; {_REMEDY}"
+        ) from None
+    return RenderedText(text, tuple(spans))
+
+
+def render_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None, row: str) -> str:
+    """Renders a conversation as `tokenizer.apply_chat_template` does."""
+    return _rendered(tokenizer, messages, tools, row, chat_template=tokenizer.get_chat_template(None, tools))[0]
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None, row: str, **settings: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """Renders messages with these settings: the text, and the assistant's spans if a mask was asked for."""
+    arguments: dict[str, Any] = {**tokenizer.special_tokens_map, "conversations": [messages], "tools": tools, **settings}
+    try:
+        # annotated as returning text only, but with a mask it returns spans too
+        rendered: Any = render_jinja_template(**arguments)
     # TypeError: the template concatenates text with a list of content parts
     except (TemplateError, TypeError) as error:
         raise DataError(
             f"{row}: the chat template cannot render it: {error}; correct the conversation or chat_template"
         ) from error
-    (text,), (spans,) = rendered
-    return RenderedText(text, tuple((start, stop) for start, stop in spans if start < stop))
+    (text,), spans = rendered
+    return text, spans[0] if spans else []
 
 
 def _read_message(message: Message, where: str) -> Message:

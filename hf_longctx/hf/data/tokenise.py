@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_longctx.hf.data.chat import (
     DataError,
     RenderedText,
-    check_chat_tokenizer,
+    chat_tokenizer,
     check_offsets,
     read_messages,
     read_tools,
@@ -86,14 +86,16 @@ def tokenise_chat(
     """Tokenises every conversation with the tokenizer's chat template, with labels on the assistant's tokens only.
 
     The template gets the column `tools` if there is one. The assistant's tokens are those with a character between the
-    template's `{% generation %}` and `{% endgeneration %}`. Conversations without any are left out, and a warning says how
-    many. `row_numbers` are the row numbers for error messages, if `dataset` is a selection of another one.
+    template's `{% generation %}` and `{% endgeneration %}`. A stock template without these markers is replaced by TRL's training
+    template for it, if TRL is installed and has one; else the assistant's turns are found in the rendered text, and proven row
+    by row. Conversations without any are left out, and a warning says how many. `row_numbers` are the row numbers for error
+    messages, if `dataset` is a selection of another one.
 
-    Raises DataError for a template without these markers, for a tokenizer that cannot say which characters a token covers,
-    and for malformed messages.
+    Raises DataError for a template or a row whose turns cannot be proven, for a tokenizer that cannot say which characters a
+    token covers, and for malformed messages.
     """
     has_tools = "tools" in dataset.column_names
-    check_chat_tokenizer(tokenizer, has_tools)
+    tokenizer = chat_tokenizer(tokenizer, has_tools)
     encoder = _ChatEncoder(tokenizer, messages_column, has_tools, None if row_numbers is None else tuple(row_numbers))
     return _mapped(dataset, encoder, _TOKENS_AND_LABELS, "message of the assistant")
 

@@ -8,9 +8,10 @@ import pytest
 from helpers.models.chats import BARE_TEMPLATE, TEMPLATE, byte_tokenizer, conversation, rendered_by_hand
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
-from hf_longctx.hf.data.chat import DataError, check_chat_tokenizer, read_messages, read_tools, render_chat
+from hf_longctx.hf.data.chat import DataError, chat_tokenizer, read_messages, read_tools, render_chat
 
-UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+UNMARKED = "{% for number in range(messages | length) %}{{ messages[number].content }}{% endfor %}"
+BARE = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def slow_tokenizer(template: str | None) -> PreTrainedTokenizerBase:
@@ -35,8 +36,8 @@ def test_rendered_text_and_spans_are_those_found_by_hand(template: str) -> None:
     [
         (slow_tokenizer(TEMPLATE), "ByT5Tokenizer.* is written in Python .* use a fast tokenizer"),
         (byte_tokenizer(None), "has no chat template, .* set chat_template to a Jinja file"),
-        (byte_tokenizer(UNMARKED), "has no {% generation %} marker, .* set chat_template to that file"),
-        (byte_tokenizer("{# {%" + " generation %} #}" + UNMARKED), "markers .* enclose ''"),
+        (byte_tokenizer(UNMARKED), "has no {% generation %} marker, and no loop .* set chat_template to that file"),
+        (byte_tokenizer("{# {%" + " generation %} #}" + BARE), "markers .* enclose ''"),
         (byte_tokenizer(TEMPLATE.replace("== 'assistant'", "== 'user'")), "markers .* enclose 'Zebra.*Marmot and Lemur"),
         (
             byte_tokenizer(
@@ -52,21 +53,21 @@ def test_rendered_text_and_spans_are_those_found_by_hand(template: str) -> None:
 def test_a_tokenizer_that_cannot_say_who_speaks_is_refused_by_name(tokenizer: PreTrainedTokenizerBase, message: str) -> None:
     tokenizer.name_or_path = "org/model"
     with pytest.raises(DataError, match=message) as error:
-        check_chat_tokenizer(tokenizer)
+        chat_tokenizer(tokenizer)
     assert "'org/model'" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_template_of_its_own_for_tools_needs_markers_too() -> None:
     tokenizer = byte_tokenizer({"default": TEMPLATE, "tool_use": UNMARKED})
-    check_chat_tokenizer(tokenizer)
+    chat_tokenizer(tokenizer)
     with pytest.raises(DataError, match="marker"):
-        check_chat_tokenizer(tokenizer, with_tools=True)
+        chat_tokenizer(tokenizer, with_tools=True)
 
 
 def test_a_template_that_refuses_the_test_conversation_is_judged_by_the_real_ones() -> None:
     strict = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + TEMPLATE
     tokenizer = byte_tokenizer(strict)
-    check_chat_tokenizer(tokenizer)
+    chat_tokenizer(tokenizer)
     with pytest.raises(DataError, match="row 7: the chat template cannot render it: system first"):
         render_chat(tokenizer, conversation("a", "b"), None, "row 7")
 
