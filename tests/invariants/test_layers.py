@@ -66,7 +66,7 @@ OUTSIDE = {
     "runtime": "torch numpy psutil (flash_attn)",
     "hf": (
         "torch numpy transformers accelerate datasets peft tqdm psutil xxhash safetensors huggingface_hub pyarrow jinja2 "
-        "packaging (matplotlib) (bitsandbytes)"
+        "packaging (matplotlib) (bitsandbytes) (trl)"
     ),
     "cli": "(torch) (transformers) (accelerate) (numpy) (yaml)",
 }

@@ -2,10 +2,11 @@
 
 Called by `tokenise_chat`. The assistant's text is whatever the template puts between `{% generation %}` and
 `{% endgeneration %}`; it is kept as character spans. A stock template without these markers is replaced by TRL's training
-template where TRL is installed and has one; the turns of others are proven by `assistant_turns.py`. transformers can derive a token mask from the same spans
-(`return_assistant_tokens_mask`), but that mask drops the last bytes of a character that takes several tokens, and drops
-everything after a span that starts or ends in white space to which no token belongs. So only the spans come from
-transformers' renderer, and `tokenise.py` maps them to tokens with the tokenizer's offsets.
+template where TRL is installed and has one; the turns of others are proven by `assistant_turns.py`.
+
+transformers can derive a token mask from the spans of markers (`return_assistant_tokens_mask`), but that mask drops the last bytes
+of a character that takes several tokens, and drops everything after a span that starts or ends in white space to which no token
+belongs. So only the spans come from transformers' renderer, and `tokenise.py` maps them to tokens with the tokenizer's offsets.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def with_training_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedToke
     """Returns a copy of the tokenizer with TRL's training template if TRL is installed and has one, else the tokenizer.
 
     These templates have markers, and render some conversations otherwise than the stock template (a line in the log says
-    that one is used): thinking, for example, stays in all turns, so that a conversation's beginning reads the same when it goes on.
+    that one is used): thinking, for example, stays in all turns, so that a conversation reads the same when it goes on.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str) or _MARKER.search(template) or importlib.util.find_spec("trl") is None:
