@@ -36,7 +36,7 @@ def marked_template(template: str) -> str | None:
     Marks stand in tags of their own, which end as the tag before them does, so that Jinja strips the same white space.
     """
     inserts: list[tuple[int, str]] = []
-    # of every open loop: its target, where its body begins, how its tag ends, and how many marks were there before it
+    # open loops: the target, where the body begins, how the tag ends, and how many marks were there before it
     loops: list[tuple[str, int, str, int]] = []
     for tag in _TAG.finditer(template):
         name, inner, end = tag.groups()

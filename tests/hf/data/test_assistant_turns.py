@@ -27,7 +27,8 @@ MARKED = {
     # white space around tags is part of the text, and a comment and a quoted text look like tags
     "white space": (
         "{# {% for m in messages %} #}{{ '{% endfor %}' }}\n{% for m in messages -%}\n  {% if m['role'] != 'assistant' %}\n"
-        "<|user|>{{ m['content'] | trim }}<|end|>{% else %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
+        "<|user|>{{ m['content'] | trim }}<|end|>{% else %}"
+        "<|assistant|>{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
         "{% endif %}\n{% endfor -%}\n\n" + PROMPT
     ),
     "no prompt": (
