@@ -31,7 +31,7 @@ RANGES = "longctx_ranges"
 
 # words in names of config fields by which layers read more than hidden states from other layers
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
-_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 _PROBE_TOKENS = 3
 # decoder layers that return a tuple, hidden states first -> its length
 _TUPLES = {"BambaDecoderLayer": 2}

@@ -9,12 +9,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import Pieces, find_pieces
+from hf_longctx.hf.models.states.functions import FAMILIES
 from hf_longctx.plan.core.windows import Windows, plain_windows
 
 # settings of layers and of configs that hide some earlier tokens from attention
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 # layers that have a window setting, but use it neither in their masks nor in an attention function
 _UNUSED_WINDOWS = ("MoshiDecoderLayer",)
+_STATE_LAYERS = tuple(family.layer_type for family in FAMILIES)
 
 
 def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
@@ -37,7 +39,7 @@ def layer_types(model: Any, num_layers: int) -> list[str]:
 
 def layer_window(layer: nn.Module, config: Any, layer_type: str) -> int:
     """The most tokens that the layer's attention sees; 0: all of them."""
-    if layer_type.startswith("full") or type(layer).__name__ in _UNUSED_WINDOWS:
+    if layer_type.startswith("full") or layer_type in _STATE_LAYERS or type(layer).__name__ in _UNUSED_WINDOWS:
         return 0
     own = [vars(module)[name] for module in layer.modules() for name in WINDOW_FIELDS if name in vars(module)]
     if own:

@@ -166,8 +166,9 @@ class Specimen:
                     (CONVOLUTION, cache.get_conv_state(index)),
                     (RECURRENCE, cache.get_recurrent_state(index)),
                 ):
-                    assert state is not None
-                    states[site, function, number, position] = LeftState(state.double())
+                    # a mixer may have a convolution alone
+                    if state is not None:
+                        states[site, function, number, position] = LeftState(state.double())
         return states
 
     @torch.no_grad()

@@ -314,7 +314,7 @@ def least_heads(model: Any) -> int:
     # heads may differ by layer
     heads: list[int] = list(getattr(text, "num_attention_heads_per_layer", None) or [text.num_attention_heads])
     family = family_of(base_of(model))
-    return min([*heads, *([getattr(text, family.heads)] if family else [])])
+    return min([*heads, *([getattr(text, family.heads)] if family and family.heads else [])])
 
 
 def _state_setting_problems(model: Any, config: LongContextConfig) -> list[str]:

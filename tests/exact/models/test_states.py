@@ -42,9 +42,9 @@ pytestmark = newest
 
 Step = tuple[float, dict[str, Tensor]]
 QWEN, OLMO = ModelCase("qwen3_5", num_layers=4), ModelCase("olmo_hybrid", num_kv_heads=4, num_layers=4)
-BAMBA = ModelCase("bamba", num_layers=4)
-FAMILIES = pytest.mark.parametrize("case", [QWEN, OLMO, BAMBA], ids=lambda case: case.family)
-GROUPED = pytest.mark.parametrize("case", [QWEN, BAMBA], ids=lambda case: case.family)
+BAMBA, KIMI, LFM = ModelCase("bamba", num_layers=4), ModelCase("kimi_linear"), ModelCase("lfm3", num_layers=4)
+FAMILIES = pytest.mark.parametrize("case", [QWEN, OLMO, BAMBA, KIMI, LFM], ids=lambda case: case.family)
+GROUPED = pytest.mark.parametrize("case", [QWEN, BAMBA, KIMI, LFM], ids=lambda case: case.family)
 # tokens that transformers' torch code of the gated delta rule computes at once
 TILE = 64
 RULE = "torch_chunk_gated_delta_rule"
@@ -54,7 +54,8 @@ def small_decays(model: Any, largest: float = 0.5) -> Any:
     """The model with decays per token below `largest`, or about it if it is large."""
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
-            parameter.data = torch.linspace(largest / 2, largest, len(parameter), dtype=parameter.dtype).log()
+            decays = torch.linspace(largest / 2, largest, parameter.numel(), dtype=parameter.dtype)
+            parameter.data = decays.log().view_as(parameter)
     return model
 
 
@@ -83,9 +84,10 @@ def test_slices_of_one_document_match(case: ModelCase, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-def test_slices_among_other_documents_match(name: str) -> None:
+@pytest.mark.parametrize("case", [QWEN, LFM], ids=lambda case: case.family)
+def test_slices_among_other_documents_match(case: ModelCase, name: str) -> None:
     lengths, chunks, words, validated = PACKINGS[name]
-    assert lone_error(QWEN, sliced_plan(lengths, chunks, words, validated=validated)) <= TOLERANCE
+    assert lone_error(case, sliced_plan(lengths, chunks, words, validated=validated)) <= TOLERANCE
 
 
 @few(6)
@@ -111,6 +113,7 @@ def test_adapters_and_frozen_layers_below_match() -> None:
 
     plan = sliced_plan([30, 7, 1], SLICES)
     assert lone_error(QWEN, plan, later_only) <= TOLERANCE
+    assert lone_error(LFM, plan, later_only) <= TOLERANCE
     assert lone_error(QWEN, plan, decays_only) <= TOLERANCE
 
 
@@ -148,15 +151,16 @@ def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -
         return [stage_step_on_rank(case, plan_json, rows)[:2] for plan_json in plans_json]
 
 
-def test_stages_match(ranks) -> None:
+@pytest.mark.parametrize("case", [QWEN, LFM], ids=lambda case: case.family)
+def test_stages_match(ranks, case: ModelCase) -> None:
     plans = [
         pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=4),
         pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, "interleaved", num_layers=4, num_parts=2),
     ]
     rows = random_rows(LENGTHS)
     with wide_floats():
-        loss, expected = reference_step(build_model(QWEN), rows)
-    results = ranks(2).run(wide_stage_step_on_rank, QWEN, [plan_to_json(plan) for plan in plans], rows)
+        loss, expected = reference_step(build_model(case), rows)
+    results = ranks(2).run(wide_stage_step_on_rank, case, [plan_to_json(plan) for plan in plans], rows)
     for steps in zip(*results, strict=True):
         assert {name for _, gradients in steps for name in gradients} == expected.keys()
         for step in steps:
@@ -180,13 +184,17 @@ def test_evaluation_passes_states_on_too() -> None:
     "bug",
     ["states leak in the scan", "states leak in the convolution", "states of slices dropped", "gradients of states dropped"],
 )
-def test_planted_bugs_are_noticed(bug: str) -> None:
+@pytest.mark.parametrize("case", [QWEN, KIMI, LFM], ids=lambda case: case.family)
+def test_planted_bugs_are_noticed(case: ModelCase, bug: str) -> None:
+    if case is LFM and "scan" in bug:
+        pytest.skip("its layers have no scan")
     chunks = [[(0, 0, 13), (1, 0, 7)]] if "leak" in bug else [[(0, 0, 6)], [(0, 6, 13), (1, 0, 7)]]
-    assert lone_error(QWEN, sliced_plan([13, 7], chunks), bug=bug) > 1e-4
+    assert lone_error(case, sliced_plan([13, 7], chunks), bug=bug) > 1e-4
 
 
-def test_a_document_does_not_move_another_by_a_bit() -> None:
-    model = built(QWEN)
+@FAMILIES
+def test_a_document_does_not_move_another_by_a_bit(case: ModelCase) -> None:
+    model = built(case)
     patch_model(model)
     chunk = Chunk(0, (Span(0, 0, 9), Span(1, 0, 1), Span(2, 0, 8)))
     group = SequenceGroup((0,), "local", (chunk,), ())

@@ -152,7 +152,7 @@ CHUNKED_FAMILIES: dict[str, Any] = {
         },
     ),
 }
-# three layers with a state along the sequence and one with attention; two key heads serve four value heads in the first family
+# layers with a state along the sequence and with attention; two key heads serve four value heads in the first family
 _LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_value_heads": 4, "head_dim": 8}
 _SCAN = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 STATE_FAMILIES: dict[str, Any] = {
@@ -168,6 +168,24 @@ STATE_FAMILIES: dict[str, Any] = {
     ),
     # two groups serve four heads in the families of Mamba 2
     "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM, {**_SCAN, "attn_layer_indices": [3]}),
+    "kimi_linear": (
+        transformers.KimiLinearConfig,
+        transformers.KimiLinearForCausalLM,
+        {
+            **{**_LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "pad_token_id": 0},
+            **{"layer_types": ["linear_attention", "full_attention"], "experts_implementation": "eager"},
+        },
+    ),
+    # convolutions read six earlier tokens
+    "lfm3": (
+        transformers.Lfm3Config,
+        transformers.Lfm3ForCausalLM,
+        {
+            **{**_WINDOW, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": None},
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+        },
+    ),
 }
 # defaults of a ModelCase: layers, KV heads, head size
 NUM_LAYERS, NUM_KV, HEAD_DIM = 2, 2, 8

@@ -32,6 +32,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("exaone4", {}, (0, 1, 2, 4, 5, 6)),
     ("smollm3", {"use_sliding_window": True, "pad_token_id": 0}, (3, 7)),
     ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, (0, 2, 4, 6)),
+    # short convolutions have no window
+    ("lfm3", {"head_dim": 8, "pad_token_id": 0, "layer_types": ["conv"] * 6 + ["sliding_attention", "full_attention"]}, (6,)),
     ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "layer_types": ["full_attention"] * 7 + ["sliding_attention"]}, (7,)),
 ]
 

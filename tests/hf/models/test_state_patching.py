@@ -28,7 +28,7 @@ from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 pytestmark = newest
-CASE = ModelCase("qwen3_5", num_layers=4)
+CASE, CONVOLUTIONS = ModelCase("qwen3_5", num_layers=4), ModelCase("lfm3", num_layers=4)
 MIXER = "model.layers.0.linear_attn"
 IDS = torch.arange(11).unsqueeze(0) + 3
 
@@ -37,8 +37,9 @@ def lone_context() -> GroupContext:
     return GroupPool((1,), 1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, 11),)))
 
 
-def test_without_a_plan_a_patched_model_computes_and_generates_as_before() -> None:
-    plain, patched = build_model(CASE).eval(), build_model(CASE).eval()
+@pytest.mark.parametrize("case", [CASE, CONVOLUTIONS, ModelCase("kimi_linear")], ids=lambda case: case.family)
+def test_without_a_plan_a_patched_model_computes_and_generates_as_before(case: ModelCase) -> None:
+    plain, patched = build_model(case).eval(), build_model(case).eval()
     name, module = attention_name(patched), sys.modules[type(patched).__module__]
     before = dict(vars(module))
     patch_model(patched)
@@ -63,7 +64,7 @@ def test_every_row_names_classes_and_functions_of_transformers() -> None:
             model_class = getattr(transformers, name)
             forward = inspect.unwrap(getattr(sys.modules[model_class.__module__], mixer).forward)
             assert set(family.functions) <= set(forward.__code__.co_names) & STAND_INS.keys()
-            assert hasattr(model_class.config_class(), family.heads)
+            assert not family.heads or hasattr(model_class.config_class(), family.heads)
     assert set(MIXERS) == {mixer for family in FAMILIES for mixer in family.mixers}
 
 
@@ -149,6 +150,11 @@ def test_rings_and_lent_stages_are_refused_and_auto_plans_none() -> None:
         assert any(
             problem.startswith(said) and "linear_attention layers of Qwen3_5ForCausalLM" in problem for problem in problems
         )
+    # a mixer with a convolution alone has no heads that could be too few
+    convolutions = build_model(CONVOLUTIONS)
+    assert least_heads(convolutions) == 4
+    (problem,) = setup_problems(convolutions, None, LongContextConfig(method="ring"), 2, (1,))
+    assert "the conv layers of Lfm3ForCausalLM" in problem
     (problem,) = setup_problems(model, None, LongContextConfig(), 8, (8,))
     assert problem.startswith("degree 8 exceeds the model's 4 ")
 

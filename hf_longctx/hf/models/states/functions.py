@@ -65,7 +65,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Outputs [1, T, value heads, E] of `rule` over each document.
 
-    qkv: queries, keys and values; values may have more heads. g, beta: for each value head, logarithm of the decay, and strength.
+    qkv: queries, keys and values; values may have more heads. g, beta: for each value head, logarithm of the decay (one number,
+    or one per channel of the keys), and strength.
     """
     _refuse_keywords(call, rule, keywords, _OF_RULE)
 
@@ -93,8 +94,8 @@ def mamba2_scan(
 ) -> Tensor:
     """Outputs [1, T, H, E] of `scan` over each document.
 
-    inputs: tokens and their steps for each head; decay of each head; for each group of heads, what takes tokens into the state and
-    out of it. keywords: dt_bias, added to the steps, and D, how much of a token passes by the state, both for each head.
+    inputs: tokens and their steps for each head; decay of each head; for each group of heads, what takes tokens into the state
+    and out of it. keywords: dt_bias, added to the steps, and D, how much of a token passes by the state, both for each head.
     """
     _refuse_keywords(call, scan, keywords, _OF_SCAN)
     x, dt, A, B, C = inputs
@@ -142,8 +143,8 @@ class StateFamily:
 
     names: beginnings of the names of the classes. mixer: what follows them in the name of the mixer class. functions: names of
     the functions that the mixer's forward calls, once each. layer_type: its name in the config's `layer_types`. heads: field of
-    the config with the number of heads that have a state of their own. fused: function that may do everything at once, which
-    plans leave out; empty if there is none.
+    the config with the number of heads that have a state of their own; empty if the mixer has a convolution alone. fused:
+    function that may do everything at once, which plans leave out; empty if there is none.
     """
 
     names: tuple[str, ...]
@@ -179,6 +180,7 @@ def _mamba2(name: str, mixer: str, heads: str) -> StateFamily:
 STAND_INS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_convolution,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
 }
 FAMILIES = (
@@ -188,6 +190,16 @@ FAMILIES = (
         functions=("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
         layer_type="linear_attention",
         heads="linear_num_value_heads",
+    ),
+    StateFamily(
+        names=("BailingHybrid", "KimiLinear"),
+        mixer="DeltaAttention",
+        functions=("causal_conv1d_fn", "chunk_kimi_delta_attention"),
+        layer_type="linear_attention",
+        heads="linear_num_heads",
+    ),
+    StateFamily(
+        names=("Lfm2", "Lfm2Moe", "Lfm3"), mixer="ShortConv", functions=("causal_conv1d_fn",), layer_type="conv", heads=""
     ),
     _mamba2("Bamba", "Mixer", "mamba_n_heads"),
     _mamba2("GraniteMoeHybrid", "MambaLayer", "mamba_n_heads"),

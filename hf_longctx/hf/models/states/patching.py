@@ -20,10 +20,10 @@ from torch import nn
 
 from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall
 
-# words in the names and classes of modules that carry a state along the sequence
+# words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
 STATE_WORDS = (
-    r"Mamba|DeltaNet|DeltaAttention|LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent|RgLru|xLSTM|[ms]LSTM|Rwkv|"
-    r"TimeMix|CCA|Mixer$"
+    r"Mamba|DeltaNet|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent|RgLru|xLSTM|"
+    r"[ms]LSTM|Rwkv|TimeMix|CCA|Mixer$"
 )
 
 # mark of a mixer that runs without kernels
