@@ -5,8 +5,9 @@ Called by `tokenise_chat`. The assistant's text is whatever the template puts be
 template where TRL is installed and has one; the turns of others are proven by `assistant_turns.py`.
 
 transformers can derive a token mask from the spans of markers (`return_assistant_tokens_mask`), but that mask drops the last
-bytes of a character that takes several tokens, and drops everything after a span that starts or ends in white space to which no token
-belongs. So only the spans come from transformers' renderer, and `tokenise.py` maps them to tokens with the tokenizer's offsets.
+bytes of a character that takes several tokens, and drops everything after a span that starts or ends in white space to which no
+token belongs. So only the spans come from transformers' renderer, and `tokenise.py` maps them to tokens with the tokenizer's
+offsets.
 """
 
 from __future__ import annotations

@@ -38,21 +38,33 @@ class SequenceIndex:
         return len(self.rows)
 
     @classmethod
-    def build(cls, row_lengths: IntArray, limit: int, long_sequences: str) -> SequenceIndex:
+    def build(cls, row_lengths: IntArray, limit: int, long_sequences: str, documents: IntArray | None = None) -> SequenceIndex:
         """Makes one sequence per row; longer rows are truncated to `limit` tokens or split into sequences of at most `limit`.
 
-        With long_sequences="error" no row may have more than `limit` tokens: check with `too_long` first.
+        `documents`: lengths of the documents in rows that are packed, row by row; each document is then treated as a row is.
+        With long_sequences="error" nothing may have more than `limit` tokens: check with `too_long` first.
         """
-        rows = np.arange(len(row_lengths), dtype=np.int64)
-        is_cut = len(row_lengths) > 0 and int(row_lengths.max()) > limit
+        lengths = row_lengths if documents is None else documents
+        rows, begins = document_places(row_lengths, documents)
+        is_cut = len(lengths) > 0 and int(lengths.max()) > limit
         if long_sequences != "split" or not is_cut:
-            no_start = np.broadcast_to(np.int64(0), len(rows))
-            return cls(rows, no_start, np.minimum(row_lengths, limit) if is_cut else row_lengths)
-        num_pieces = -(-row_lengths // limit)
-        piece_rows = np.repeat(rows, num_pieces)
+            kept = np.minimum(lengths, limit) if is_cut else lengths
+            return cls(rows, begins, kept if documents is None else begins + kept)
+        num_pieces = -(-lengths // limit)
+        pieces = np.repeat(np.arange(len(lengths)), num_pieces)
         first_piece = np.cumsum(num_pieces) - num_pieces
-        starts = (np.arange(len(piece_rows)) - first_piece[piece_rows]) * limit
-        return cls(piece_rows, starts, np.minimum(starts + limit, row_lengths[piece_rows]))
+        starts = begins[pieces] + (np.arange(len(pieces)) - first_piece[pieces]) * limit
+        return cls(rows[pieces], starts, np.minimum(starts + limit, (begins + lengths)[pieces]))
+
+
+def document_places(row_lengths: IntArray, documents: IntArray | None) -> tuple[IntArray, IntArray]:
+    """Row of every document, and the token of the row at which it begins; rows are documents if `documents` is None."""
+    if documents is None:
+        rows = np.arange(len(row_lengths), dtype=np.int64)
+        return rows, np.broadcast_to(np.int64(0), len(rows))
+    row_ends, begins = np.cumsum(row_lengths), np.cumsum(documents) - documents
+    rows = np.searchsorted(row_ends, begins, side="right").astype(np.int64)
+    return rows, begins - (row_ends - row_lengths)[rows]
 
 
 class LengthAwareSampler:

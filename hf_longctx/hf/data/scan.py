@@ -18,15 +18,19 @@ import xxhash
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from hf_longctx.hf.data.sampler import IntArray
+from hf_longctx.hf.data.sampler import IntArray, document_places
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 # column with one weight per label, by which the loss of its token is multiplied
 LOSS_WEIGHTS = "loss_weights"
+# columns by which packers say where the documents of a row begin
+PACKED = ("position_ids", "seq_lengths")
+# columns that a dataset may lack, and then lacks in every row
+_OPTIONAL = ("labels", LOSS_WEIGHTS, *PACKED)
 # columns that the scan reads, if a dataset has them
-_READ = ("attention_mask", "input_ids", "labels", LOSS_WEIGHTS)
+_READ = ("attention_mask", "input_ids", *_OPTIONAL)
 # columns of which hashes are kept, since they decide what is trained
-_HASHED = ("input_ids", "labels", LOSS_WEIGHTS)
+_HASHED = ("input_ids", *_OPTIONAL)
 # columns by whose name their author means weights; refused like the ones below
 WEIGHTS = (
     *("weights", "weight", "loss_weight", "token_weights", "token_weight", "label_weights", "sample_weight", "sample_weights"),
@@ -34,7 +38,7 @@ WEIGHTS = (
 )
 # columns that say how a row is packed or masked; they are refused, since ignoring them would change what is trained
 _MEANINGFUL = (
-    *("position_ids", "seq_idx", "seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "shift_labels"),
+    *("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "shift_labels"),
     *("completion_mask", "assistant_masks", "loss_mask", "label", "label_ids", "labels_ids", "inputs_embeds"),
 )
 # most tokens per column in a batch, estimated from the batch before it
@@ -50,6 +54,7 @@ _SHOWN = 3
 class DatasetScan:
     """Result of one pass over a dataset: tokens per row, a hash of all tokens and labels, and the problems found.
 
+    documents: tokens per document, row by row, if rows are packed; None if every row is one document.
     row_digests: a hash of every row, in 8 bytes, if the dataset runs code to make its rows; None for Arrow datasets, whose rows
     cannot change.
     """
@@ -58,12 +63,23 @@ class DatasetScan:
     digest: str
     problems: list[str]
     row_digests: NDArray[np.uint64] | None = None
+    documents: IntArray | None = None
+
+    @property
+    def sequence_lengths(self) -> IntArray:
+        """Number of tokens of every row, or of every document if rows are packed."""
+        return self.lengths if self.documents is None else self.documents
+
+    def rows(self) -> IntArray | None:
+        """Row numbers of `sequence_lengths`; None if they count from 0."""
+        return None if self.documents is None else document_places(self.lengths, self.documents)[0]
 
 
 def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
     """Reads a dataset once and checks every row; keeps one batch of rows and all lengths in memory.
 
-    The column `input_ids` is required, `labels` and `loss_weights` are used if present. A row needs at least one token, as many
+    The column `input_ids` is required, `labels` and `loss_weights` are used if present, and so are `position_ids` and
+    `seq_lengths`, by which a row is divided into documents. A row needs at least one token, as many
     labels and weights as tokens, ids below `vocab_size`, finite weights of 0 or more, and no padding. If the columns are
     unusable, the result has a problem and no lengths.
 
@@ -75,9 +91,10 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
     lengths: IntArray = np.zeros(len(dataset), dtype=np.int64)
     problems: list[str] = []
     num_more, has_label, num_rows = 0, False, 0
-    hashes = {column: xxhash.xxh3_128() for column in _HASHED}
-    if LOSS_WEIGHTS not in _columns(dataset):
-        del hashes[LOSS_WEIGHTS]
+    # the hash of a dataset without labels has always had a part for them
+    present = {"input_ids", "labels", *_columns(dataset)}
+    hashes = {column: xxhash.xxh3_128() for column in _HASHED if column in present}
+    documents: list[IntArray] = []
     row_digests = None if isinstance(dataset, datasets.Dataset) else np.zeros(len(dataset), dtype=np.uint64)
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
@@ -95,8 +112,9 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
             if row_digests is not None and not problems:
                 row_digests[num_rows : num_rows + len(rows)] = _digests_of(table)
             num_rows += len(rows)
-            has_label = has_label or _count_labels(table) > 0
             if not problems:
+                documents += [] if (found_documents := _documents(table)) is None else [found_documents]
+                has_label = has_label or _count_labels(table) > 0
                 _hash_columns(hashes, table)
             bar.update(len(rows))
     if not problems and not has_label:
@@ -104,7 +122,7 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
     if num_more:
         problems.append(f"... and {num_more} more problems")
     digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths.data))))
-    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests)
+    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, np.concatenate(documents) if documents else None)
 
 
 def _digests_of(table: pa.Table) -> list[int]:
@@ -118,7 +136,7 @@ def _digests_of(table: pa.Table) -> list[int]:
 
 
 def _row_digest(row: Mapping[str, Any]) -> int:
-    """A 64-bit hash of the token ids of a row, and of its labels and their weights if it has some."""
+    """A 64-bit hash of the token ids of a row, and of its labels, their weights and its documents if it has some."""
     state = xxhash.xxh3_64()
     for name in _HASHED:
         if name not in row:
@@ -225,11 +243,15 @@ def token_rows(dataset: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """Token ids and labels of one row, each of shape [n], and the weights of the labels [n], or None if it has none."""
+    """Token ids and labels of one row, each of shape [n], and the weights of the labels [n], or None if it has none.
+
+    documents: the lengths of the row's documents, if it is packed.
+    """
 
     input_ids: IntArray
     labels: IntArray
     loss_weights: NDArray[np.float64] | None
+    documents: IntArray | None = None
 
 
 def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> RowTokens:
@@ -248,28 +270,30 @@ def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_s
         raise ValueError(problems[0])
     assert isinstance(table, pa.Table)
     ids, labels = (_values(table[column]).to_numpy() for column in ("input_ids", "labels" if "labels" in read else "input_ids"))
-    return RowTokens(ids, labels, _values(table[LOSS_WEIGHTS]).to_numpy() if LOSS_WEIGHTS in read else None)
+    weights = _values(table[LOSS_WEIGHTS]).to_numpy() if LOSS_WEIGHTS in read else None
+    return RowTokens(ids, labels, weights, _documents(table))
 
 
 def too_long(
-    lengths: IntArray, max_length: int, memory_limit: int, tokens_per_rank: int, name: str, first_row: int = 0
+    lengths: IntArray, max_length: int, memory_limit: int, tokens_per_rank: int, name: str, rows: IntArray | None = None
 ) -> list[str]:
-    """Reports the longest row above either limit, with the remedies, as a list of one problem; empty if all rows fit.
+    """Reports the longest row or document above either limit, with the remedies, as a list of one problem; empty if all fit.
 
-    `first_row` is the row number of `lengths[0]`.
+    `rows` are the row numbers of `lengths`, unless they count from 0.
     """
     limit = min(max_length, memory_limit)
     above = np.flatnonzero(lengths > limit)
     if not len(above):
         return []
-    row = int(above[np.argmax(lengths[above])])
-    if lengths[row] > max_length:
+    longest = int(above[np.argmax(lengths[above])])
+    row = longest if rows is None else int(rows[longest])
+    if lengths[longest] > max_length:
         broken = f"max_length {max_length}"
     else:
         broken = f"the memory limit: tokens_per_rank {tokens_per_rank} on the largest group gives {memory_limit}"
     others = f" ({len(above) - 1} more rows are above it)" if len(above) > 1 else ""
     return [
-        f"{name} row {first_row + row} has {lengths[row]} tokens, above {broken}{others}; set long_sequences='truncate' to drop "
+        f"{name} row {row} has {lengths[longest]} tokens, above {broken}{others}; set long_sequences='truncate' to drop "
         f"the tail, long_sequences='split' to cut it into independent documents, or raise the limit"
     ]
 
@@ -303,7 +327,7 @@ def _tables(dataset: Any) -> Iterator[pa.Table | str]:
 def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int) -> pa.Table | str:
     values: dict[str, list[Any]] = {column: [] for column in columns}
     for number, row in enumerate(rows):
-        for column in ("labels", LOSS_WEIGHTS):
+        for column in _OPTIONAL:
             if column in row and column not in columns:
                 return f"row {first_row + number} has {column!r}, but the first row has none; give every row the same columns"
         for column in columns:
@@ -333,8 +357,9 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
         if not is_number and not is_other:
             expected = f"expected a list of {'numbers' if column == LOSS_WEIGHTS else 'integers'} per row"
             return np.zeros(0, dtype=np.int64), [f"{name} column {column!r} holds {kind}, {expected}"]
-    if "labels" in table.column_names and table["labels"].type.value_type == pa.bool_():
-        return np.zeros(0, dtype=np.int64), [f"{name} column 'labels' holds true and false, expected token ids"]
+    for column, expected in (("labels", "token ids"), ("position_ids", "positions"), ("seq_lengths", "lengths")):
+        if column in table.column_names and table[column].type.value_type == pa.bool_():
+            return np.zeros(0, dtype=np.int64), [f"{name} column {column!r} holds true and false, expected {expected}"]
     lengths = _list_lengths(table["input_ids"])
     problems = [
         f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter"
@@ -358,13 +383,74 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
             f"value per token, or remove the column"
             for row in np.flatnonzero(mask_lengths != lengths)
         ]
-        lowest = pc.min_max(_values(table["attention_mask"])).as_py()["min"]
+        bounds = pc.min_max(_values(table["attention_mask"])).as_py()
         # 0 or False
-        if lowest is not None and not lowest:
+        if bounds["min"] is not None and not bounds["min"]:
             problems.append(
                 f"{name} is padded (attention_mask holds zeros); tokenise without padding: rows of any length can be packed"
             )
-    return lengths, problems
+        if bounds["max"] is not None and bounds["max"] > 1:
+            problems.append(
+                f"{name} numbers the documents of its rows in attention_mask, up to {bounds['max']}; give the lengths of every "
+                f"row's documents in a column 'seq_lengths' instead, and remove the column"
+            )
+    return lengths, problems + _packing_problems(name, first_row, table, lengths)
+
+
+def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntArray) -> list[str]:
+    """Reports rows that positions or lengths of documents do not divide into whole documents, or divide differently."""
+    problems = []
+    row_ends = np.cumsum(lengths)
+    if "position_ids" in table.column_names:
+        counts, values = _list_lengths(table["position_ids"]), _values(table["position_ids"])
+        problems = [
+            f"{name} row {first_row + row} has {lengths[row]} tokens but {counts[row]} position_ids; give one per token, or "
+            f"remove the column"
+            for row in np.flatnonzero(counts != lengths)
+        ]
+        if not problems and len(values):
+            positions = pc.fill_null(values, -1).to_numpy().astype(np.int64)
+            before = np.concatenate([[-1], positions[:-1]])
+            before[(row_ends - lengths)[lengths > 0]] = -1
+            wrong = np.flatnonzero((positions != 0) & ((before < 0) | (positions != before + 1)))
+            for row in np.unique(np.searchsorted(row_ends, wrong, side="right")):
+                place = int(wrong[wrong >= row_ends[row] - lengths[row]][0])
+                place_in_row = place - int(row_ends[row] - lengths[row])
+                problems.append(
+                    f"{name} row {first_row + row} has position {positions[place]} at token {place_in_row}; position_ids must "
+                    f"begin with 0 in every row, and count up by one until they begin again"
+                )
+    if "seq_lengths" in table.column_names:
+        counts, values = _list_lengths(table["seq_lengths"]), _values(table["seq_lengths"])
+        sizes = pc.fill_null(values, 0).to_numpy().astype(np.int64)
+        sums = np.concatenate([[0], np.cumsum(sizes)])
+        ends = np.cumsum(counts)
+        totals = sums[ends] - sums[ends - counts]
+        none = set(np.searchsorted(ends, np.flatnonzero(sizes < 1), side="right").tolist())
+        problems += [
+            f"{name} row {first_row + row} has {lengths[row]} tokens but seq_lengths that add up to {totals[row]}"
+            f"{', with documents of no tokens' if row in none else ''}; give the number of tokens of every document of the row"
+            for row in np.flatnonzero((totals != lengths) | np.isin(np.arange(len(lengths)), list(none)))
+        ]
+    if not problems and all(column in table.column_names for column in PACKED):
+        by_position, by_length = (_documents(table.select([column])) for column in PACKED)
+        assert by_position is not None and by_length is not None
+        ends_of_both = np.setxor1d(np.cumsum(by_position), np.cumsum(by_length))
+        problems += [
+            f"{name} row {first_row + row} has position_ids and seq_lengths that divide it differently; remove one of them"
+            for row in np.unique(np.searchsorted(row_ends, ends_of_both, side="left"))
+        ]
+    return problems
+
+
+def _documents(table: pa.Table) -> IntArray | None:
+    """Lengths of the documents of all rows without problems; None if rows are not packed."""
+    if "seq_lengths" in table.column_names:
+        return _values(table["seq_lengths"]).to_numpy().astype(np.int64)
+    if "position_ids" not in table.column_names:
+        return None
+    positions = _values(table["position_ids"]).to_numpy()
+    return np.diff(np.append(np.flatnonzero(positions == 0), len(positions)))
 
 
 def _values(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -373,13 +459,16 @@ def _values(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _count_labels(table: pa.Table) -> int:
-    """Number of tokens that are learnt: those with a label, except the first token of every row."""
+    """Number of tokens that are learnt: those with a label, except the first token of every document."""
+    documents = _documents(table)
     if "labels" not in table.column_names:
-        return len(_values(table["input_ids"])) - len(table)
-    labels = table["labels"]
-    counted = pc.sum(pc.not_equal(_values(labels), IGNORE_INDEX)).as_py() or 0
-    first = pc.sum(pc.not_equal(pc.list_element(labels.filter(pc.greater(pc.list_value_length(labels), 0)), 0), IGNORE_INDEX))
-    return int(counted - (first.as_py() or 0))
+        return len(_values(table["input_ids"])) - len(table if documents is None else documents)
+    labels = _values(table["labels"])
+    lengths = _list_lengths(table["labels"]) if documents is None else documents
+    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+    counted = pc.sum(pc.not_equal(labels, IGNORE_INDEX)).as_py() or 0
+    first = pc.sum(pc.not_equal(labels.take(pa.array(starts)), IGNORE_INDEX)).as_py() or 0
+    return int(counted - first)
 
 
 def _list_lengths(column: pa.ChunkedArray) -> IntArray:

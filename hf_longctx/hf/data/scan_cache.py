@@ -26,7 +26,7 @@ from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
 logger = logging.getLogger(__name__)
 
 # version of the file; raise it when a scan finds other problems or lengths than before, or writes them differently
-_FORMAT = 2
+_FORMAT = 3
 
 
 def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: bool) -> dict[str, DatasetScan]:
@@ -114,21 +114,28 @@ def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | Non
     if values["made_from"] != made_from:
         logger.warning("%s: the index in %s was made from other files, so it is built again", name, path)
         return None
-    return DatasetScan(np.frombuffer(content, dtype=np.int64, offset=lengths_start).copy(), values["digest"], values["problems"])
+    numbers = np.frombuffer(content, dtype=np.int64, offset=lengths_start).copy()
+    lengths, documents = np.split(numbers, [values["num_lengths"]])
+    return DatasetScan(lengths, values["digest"], values["problems"], documents=documents if values["is_packed"] else None)
 
 
 def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
-    """Writes checksum, header and lengths into one file, which appears complete or not at all."""
-    header = json.dumps({"made_from": made_from, "digest": scan.digest, "problems": scan.problems}).encode() + b"\n"
+    """Writes checksum, header, and lengths of rows and documents into one file, which appears complete or not at all."""
+    values: dict[str, Any] = {"made_from": made_from, "digest": scan.digest, "problems": scan.problems}
+    values |= {"num_lengths": len(scan.lengths), "is_packed": scan.documents is not None}
+    header = json.dumps(values).encode() + b"\n"
+    numbers = [scan.lengths.data] if scan.documents is None else [scan.lengths.data, scan.documents.data]
     checksum = xxhash.xxh3_128(header)
-    checksum.update(scan.lengths.data)
+    for lengths in numbers:
+        checksum.update(lengths)
     # a plain file, which others may read as the umask says
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(checksum.hexdigest().encode() + b"\n" + header)
-            file.write(scan.lengths.data.cast("B"))
+            for lengths in numbers:
+                file.write(lengths.cast("B"))
         temporary.replace(path)
     except OSError as error:
         logger.warning("%s: the index could not be written to %s (%s), so the next run reads all rows again", name, path, error)

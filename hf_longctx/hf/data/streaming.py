@@ -30,7 +30,7 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedStep, TokenSequence, shift, step_batch
-from hf_longctx.hf.data.sampler import SequenceIndex
+from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import RowTokens, row_tokens, too_long
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces
@@ -175,14 +175,17 @@ class StreamBatches:
             input_ids, labels, weights = tokens.input_ids, tokens.labels, tokens.loss_weights
             if row == start.row and not start.piece:
                 self._compare(digest.hexdigest(), start)
+            documents = tokens.documents
             # hash the length too, so that the same tokens divided into other rows hash differently
             digest.update(np.int64(len(input_ids)).tobytes() + input_ids.tobytes() + labels.tobytes())
             if weights is not None:
                 digest.update(weights.tobytes())
+            if documents is not None:
+                digest.update(documents.tobytes())
             if row == start.row and start.piece:
                 self._compare(digest.hexdigest(), start)
             num_rows = row + 1
-            cuts = self._cuts(row, epoch, len(input_ids))
+            cuts = self._cuts(row, epoch, np.array([len(input_ids)]), documents)
             for piece, cut in enumerate(cuts):
                 if (row, piece) >= (start.row, start.piece):
                     place = (num_rows, 0) if piece + 1 == len(cuts) else (row, piece + 1)
@@ -219,12 +222,14 @@ class StreamBatches:
             again = "" if not epoch else f" in epoch {epoch}: every iteration must start anew, which a generator cannot do"
             raise ValueError(f"{rules.name} gave no rows{again}; check its source, split and filters")
 
-    def _cuts(self, row: int, epoch: int, num_tokens: int) -> list[slice]:
-        """Cuts a row of `num_tokens` tokens into sequences, by the same rule as for map-style datasets."""
-        rules, lengths = self.rules, np.array([num_tokens])
-        room = rules.room_tokens
+    def _cuts(self, row: int, epoch: int, row_length: IntArray, documents: IntArray | None) -> list[slice]:
+        """Cuts a row of `row_length` [1] tokens into sequences, by the same rule as for map-style datasets."""
+        rules, lengths = self.rules, row_length if documents is None else documents
+        room, num_tokens = rules.room_tokens, int(lengths.max())
         if rules.long_sequences == "error":
-            for problem in too_long(lengths, rules.max_length, room, rules.tokens_per_rank, rules.name, row):
+            for problem in too_long(
+                lengths, rules.max_length, room, rules.tokens_per_rank, rules.name, np.full(len(lengths), row)
+            ):
                 raise ValueError(f"{problem} (epoch {epoch} of the stream)")
         limit = min(rules.max_length, room)
         if num_tokens > limit and not self._has_told_cuts:
@@ -233,7 +238,7 @@ class StreamBatches:
             logger.warning(
                 "%s: row %d has %d tokens and is %s at %d, as all later long rows are", rules.name, row, num_tokens, what, limit
             )
-        index = SequenceIndex.build(lengths, limit, rules.long_sequences)
+        index = SequenceIndex.build(row_length, limit, rules.long_sequences, documents)
         return [slice(int(start), int(stop)) for start, stop in zip(index.starts, index.stops, strict=True)]
 
     def _compare(self, digest: str, start: Cursor) -> None:

@@ -26,7 +26,7 @@ from hf_longctx.hf.data.chat import (
     read_tools,
     render_chat,
 )
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS, WEIGHTS
+from hf_longctx.hf.data.scan import LOSS_WEIGHTS, PACKED, WEIGHTS
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
@@ -107,9 +107,10 @@ def joined(texts: Sequence[str | None], separator: str) -> str:
 
 def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
     """Converts a tokenised dataset to int32 columns `input_ids` and, if `has_labels`, `labels` (the tokens, if it had none)."""
-    if dropped := [column for column in (LOSS_WEIGHTS, *WEIGHTS) if column in dataset.column_names]:
+    if dropped := [column for column in (LOSS_WEIGHTS, *WEIGHTS, *PACKED) if column in dataset.column_names]:
         raise DataError(
-            f"a dataset has a column {dropped[0]!r}, which mixing would drop; mix datasets without weights, or remove the column"
+            f"a dataset has a column {dropped[0]!r}, which mixing would drop; mix datasets without weights and with one document "
+            f"per row, or remove the column"
         )
     features = _TOKENS_AND_LABELS if has_labels else _TOKENS
     if has_labels and "labels" not in dataset.column_names:

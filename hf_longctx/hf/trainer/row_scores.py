@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_longctx.hf.data.collator import PlannedStep, shift
 from hf_longctx.hf.data.sampler import IntArray
+from hf_longctx.hf.data.scan import PACKED
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.layers import head_problem, output_head
 from hf_longctx.hf.models.quantised import settle_quantised
@@ -79,6 +80,11 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
     with _scorer(model) as score:
         for number in range(rank, len(dataset), num_ranks):
             row = dataset[number]
+            if packed := [name for name in PACKED if name in row]:
+                raise ValueError(
+                    f"row {number} has a column {packed[0]!r}, but the model of a stock trainer reads every row as one document; "
+                    f"remove the column, give one document per row, or use LongContextTrainer"
+                )
             # score every document as if alone: without the rotary frequencies of a longer document before it
             forget_documents(model)
             ids_T = torch.as_tensor(row["input_ids"], dtype=torch.int64)

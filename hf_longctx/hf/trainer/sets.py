@@ -83,10 +83,10 @@ class SequenceSets:
             raise_together(problems, self.control)
             self._scans[name] = (dataset, scan)
         limit = self.longest_sequence
-        index = SequenceIndex.build(scan.lengths, limit, self.config.long_sequences)
+        index = SequenceIndex.build(scan.lengths, limit, self.config.long_sequences, scan.documents)
         if self.args.process_index == 0 and known is not None and name not in self._told:
             self._told.add(name)
-            _tell_cuts(name, scan.lengths, index, limit)
+            _tell_cuts(name, scan.sequence_lengths, index, limit)
         return index
 
     def scanned(self, name: str) -> ScannedRows:
@@ -99,7 +99,7 @@ class SequenceSets:
 
     def is_cut(self, name: str) -> bool:
         """Whether some row of a set is longer than a sequence may be."""
-        return bool((self._scans[name][1].lengths > self.longest_sequence).any())
+        return bool((self._scans[name][1].sequence_lengths > self.longest_sequence).any())
 
     def stream_rules(self) -> StreamRules:
         """The rules by which an iterable training set is read and cut."""
@@ -124,7 +124,7 @@ class SequenceSets:
             return scans
         limits = setup.max_length, setup.room_tokens, setup.planner.tokens_per_rank
         return {
-            name: scan if scan.problems else replace(scan, problems=too_long(scan.lengths, *limits, name))
+            name: scan if scan.problems else replace(scan, problems=too_long(scan.sequence_lengths, *limits, name, scan.rows()))
             for name, scan in scans.items()
         }
 

@@ -185,7 +185,11 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "fractions": ({"input_ids": [1.5], "labels": [1]}, "train_dataset row 5 column 'input_ids' holds"),
     "padding": ({"input_ids": [1], "labels": [1], "attention_mask": [0]}, "row 5"),
     "other columns": ({"input_ids": [1]}, "row 5 has no 'labels', but the first row has"),
-    "packed": ({**good(0), "position_ids": [0, 1, 2]}, r"has a column 'position_ids'.*\(row 5 of epoch 0"),
+    "packed": (
+        {**good(0), "position_ids": [0, 1, 2]},
+        r"row 5 has 'position_ids', but the first row has none.*\(row 5 of epoch 0",
+    ),
+    "masked": ({**good(0), "assistant_masks": [0, 1, 1]}, r"has a column 'assistant_masks'.*\(row 5 of epoch 0"),
     "too long": ({"input_ids": [1] * 101, "labels": [1] * 101}, "train_dataset row 5 has 101 tokens, above max_length 100"),
 }
 

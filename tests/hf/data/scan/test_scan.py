@@ -300,7 +300,7 @@ def test_a_row_above_both_limits_names_max_length() -> None:
     assert "above max_length 30" in problem
 
 
-@pytest.mark.parametrize("column", ["position_ids", "completion_mask", "shift_labels"])
+@pytest.mark.parametrize("column", ["seq_idx", "completion_mask", "shift_labels"])
 def test_a_column_that_would_change_what_is_trained_is_refused(make, column: str) -> None:
     rows = [{"input_ids": [1, 2], column: [0, 1]}]
     (problem,) = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)[1]
