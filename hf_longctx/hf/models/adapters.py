@@ -32,7 +32,7 @@ _FREE_SETTINGS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
-    "trainable_token_indices",
+    *("trainable_token_indices", "lora_dropout"),
 }
 # settings with several tested values; every other setting must have its default
 _SETTINGS: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gaussian")}
@@ -238,8 +238,8 @@ def _trained(module: nn.Module) -> tuple[int, int]:
 def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
     """Bytes per token that an adapter on `module` saves for backward, besides what the module itself saves.
 
-    An adapter saves a copy of its input in its own dtype, if that differs from `hidden`, and the output of its first matrix.
-    DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
+    An adapter saves a copy of its input in its own dtype, if that differs from `hidden` or some of it is dropped, and the output
+    of its first matrix. DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
     """
     if not isinstance(module, LoraLayer):
         return 0
@@ -249,7 +249,8 @@ def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
         return 0
     first = layer.lora_A[_ADAPTER].weight
     element = max(first.element_size(), hidden.itemsize)
-    copied = layer.in_features * first.element_size() if first.dtype != hidden else 0
+    is_copied = first.dtype != hidden or isinstance(layer.lora_dropout[_ADAPTER], nn.Dropout)
+    copied = layer.in_features * first.element_size() if is_copied else 0
     products = 3 * layer.out_features * element if layer.use_dora[_ADAPTER] else 0
     kept: int = copied + first.shape[0] * first.element_size() + products
     return kept

@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
+from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
 from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.hf.models.states.patching import patch_mixers, restore_mixers
 from hf_longctx.runtime.attention.context import GroupContext
@@ -47,12 +48,13 @@ def patch_model(model: PreTrainedModel) -> None:
     """Switches `model` to the registered attention function that falls back to its present implementation. Idempotent.
 
     Also lets rotary embeddings that depend on a document's length read that length from the plan's context, lets mixers with a
-    state along the sequence start it anew at each document, lets layers that would drop the context hand it to their attention,
-    and keeps bitsandbytes' forward from changing quantised weights.
+    state along the sequence start it anew at each document, lets dropout draw its masks by token, lets layers that would drop the
+    context hand it to their attention, and keeps bitsandbytes' forward from changing quantised weights.
     Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
     """
     follow_documents(model)
     patch_mixers(model)
+    key_dropouts(model)
     for layer in model.modules():
         if type(layer).__name__ in _DROP_CONTEXT:
             # a plain method, so that it works on a copy of the model too
@@ -87,6 +89,7 @@ def restore_attention(model: Any, name: str | None) -> None:
         model.set_attn_implementation(name)
         ignore_documents(model)
         restore_mixers(model)
+        release_dropouts(model)
         for layer in model.modules():
             if getattr(vars(layer).get("forward"), "__func__", None) is _forward_with_context:
                 del vars(layer)["forward"]

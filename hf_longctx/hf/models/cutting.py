@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
+from hf_longctx.hf.models.dropout.keyed_modules import outer_dropout
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
 
 # for every stage the layer ranges of its parts (several with interleaving)
@@ -122,7 +124,10 @@ def stage_problems(model: nn.Module) -> list[str]:
     if problem := tied_token_problem(model):
         problems.append(problem)
     try:
-        num_layers = find_pieces(model).num_layers
+        pieces = find_pieces(model)
+        num_layers = pieces.num_layers
+        if outer := outer_dropout(model, pieces.layers):
+            problems.append(f"dropout {outer} stands before or after the layers, so every stage would run it; use stages=1")
         if num_layers != (num_calls := config.get_text_config().num_hidden_layers):
             problems.append(
                 f"{name} cannot be cut into pipeline stages: it has {num_layers} layers, but calls attention {num_calls} times; "
@@ -215,6 +220,7 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
         hidden_size=int(pieces.decoder.config.hidden_size),
         hidden_dtype=hidden_dtype(model),
         tied=next(name for name, value in model.named_parameters() if value is ends[stage].weight) if is_tied else "",
+        dropout=keys_of(model),
     )
 
 
@@ -233,7 +239,7 @@ def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
     _bind_parts(pieces, [ranges], 0)
     size, dtype = int(pieces.decoder.config.hidden_size), hidden_dtype(model)
     return tuple(
-        StageModel(model, stage, len(ranges), (own.num_layers,), size, dtype, first_part=stage)
+        StageModel(model, stage, len(ranges), (own.num_layers,), size, dtype, first_part=stage, dropout=keys_of(model))
         for stage, own in enumerate(ranges)
     )
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StepPl
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses
+from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.lent_round import block_of
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
@@ -92,6 +94,7 @@ class Specimen:
         self.reduced, self.setup, self.place = reduced, setup, place
         self.pool, self.device, mesh, device = place.pool, place.device, place.mesh, place.device
         self.model, self.layers = reduced.model, reduced.layers
+        self._dropout = keys_of(reduced.model)
         self._sites: dict[int, Any] = {EMBEDDING: reduced.embedding, **reduced.layers}
         self._own_sites, self.stage = self._sites, whole_model(self.model, reduced.attention_calls)
         # number of equal gradients that a reduce-scatter sums in the plain run: one from each rank of a shard group
@@ -141,7 +144,7 @@ class Specimen:
                 labels = torch.tensor(rows[number]["labels"][1:], device=self.device)
                 # reset, so that a document does not get the rotary frequencies of a longer one before it
                 forget_documents(self.model)
-                with trace.recording([(number, 0, ids.shape[1], 0)]):
+                with self._alone(number, ids), trace.recording([(number, 0, ids.shape[1], 0)]):
                     logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
                 loss = self._summed_loss(logits_TV, labels, self.place.token_loss) / num_labels
                 loss.backward()
@@ -150,6 +153,13 @@ class Specimen:
             trace.states |= self._plain_states(rows, number, position)
         return CopyRun(total, self._take_gradients(self.model, self._copies_summed), trace, self._places(self.model, self.layers))
 
+    def _alone(self, number: int, ids_1T: Tensor) -> AbstractContextManager[None]:
+        """Context of a plain forward of row `number`: the copy's dropout gets the row's tokens."""
+        if self._dropout is None:
+            return nullcontext()
+        positions = torch.arange(ids_1T.shape[1], device=self.device)
+        return self._dropout.of_pieces([(ids_1T.shape[1], number)], positions).running()
+
     @torch.no_grad()
     def _plain_states(self, rows: Rows, number: int, position: int) -> dict[Left, LeftState]:
         """States after the first tokens of a row, as the model leaves them in a cache of transformers."""
@@ -157,7 +167,8 @@ class Specimen:
         cache = DynamicCache(config=config)
         ids = torch.tensor([rows[number]["input_ids"][:position]], device=self.device)
         forget_documents(self.model)
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        with self._alone(number, ids):
+            self.model(input_ids=ids, past_key_values=cache, use_cache=True)
         states: dict[Left, LeftState] = {}
         for site, layer in self.layers.items():
             for mixer in mixers_of(layer).values():
@@ -182,9 +193,11 @@ class Specimen:
         num_labels = sum(label != IGNORE_INDEX for label in row["labels"][1:])
         try:
             forget_documents(self.model)
-            loss = self.model(input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=num_labels).loss
+            with self._alone(0, ids):
+                loss = self.model(input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=num_labels).loss
             forget_documents(self.model)
-            logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+            with self._alone(0, ids):
+                logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
         except Exception:
             # nothing that plans would call
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
 from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
+from hf_longctx.hf.models.dropout.keyed_modules import KEYED_FIELDS, dropout_problems
 from hf_longctx.hf.models.quantised import quantised_problems
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.routers import router_problems
@@ -54,7 +56,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         # all other problems would only be consequences of these
         return quantised
     problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(base), *router_problems(base)]
-    problems += _setting_problems(config)
+    problems += _setting_problems(config, KEYED_FIELDS.get(name, ())) + dropout_problems(base)
     problems += [
         f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
@@ -128,13 +130,13 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
     return problems
 
 
-def _setting_problems(config: PretrainedConfig) -> list[str]:
-    """Problems with fields of a tested class's config that have untested values."""
+def _setting_problems(config: PretrainedConfig, keyed: Sequence[str]) -> list[str]:
+    """Problems with fields of a tested class's config that have untested values; `keyed` fields may have any rate."""
     values = config.get_text_config().to_dict()
     problems = [
         f"{field} is {value}; set it to 0.0, {'dropout' if 'drop' in field else 'noise'} is not supported yet"
         for field, value in sorted(_all_fields(values))
-        if _is_chance(field.rsplit(".", 1)[-1]) and isinstance(value, float) and value
+        if _is_chance(field.rsplit(".", 1)[-1]) and isinstance(value, float) and value and field not in keyed
     ]
     return problems + [
         f"{field} is {values[field]!r}, which is not supported; {remedy}"

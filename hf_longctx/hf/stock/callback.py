@@ -41,7 +41,9 @@ from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.plan.core.messages import listed
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.core.loss import TokenLoss
+from hf_longctx.runtime.dropout.keys import DropoutKeys
 from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient, nonfinite_names
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
@@ -233,7 +235,14 @@ class LongContextCallback(TrainerCallback):
         undo.callback(setattr, self, "_replicas", None)
         trainer.longctx_config, trainer.longctx_run, trainer._replicas = config, run, self._replicas
         num_layers, timeout_s = num_attention_layers(model), config.collective_timeout_s
-        self.exchange = SequenceExchange(run.source, run.activations, run.setup.max_length, num_layers, timeout_s, self._stop)
+
+        def enter_dropout(plan: StepPlan) -> DropoutKeys | None:
+            if run.dropout is not None:
+                run.dropout.begin_forward(trainer.state.global_step, plan.step, len(plan.lengths))
+            return run.dropout
+
+        length = run.setup.max_length
+        self.exchange = SequenceExchange(run.source, run.activations, length, num_layers, timeout_s, self._stop, enter_dropout)
         undo.callback(setattr, self, "exchange", None)
         for handle in (
             model.register_forward_pre_hook(self.exchange.before_forward, with_kwargs=True),

@@ -12,7 +12,7 @@ Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 for t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -33,6 +33,7 @@ from hf_longctx.runtime.activations.output_head import check_untouched
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import all_to_all
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
+from hf_longctx.runtime.dropout.keys import DropoutKeys
 from hf_longctx.runtime.execution.executor import no_mask
 
 # keywords of a batch that are kept, and keywords that the plan replaces by its own
@@ -248,8 +249,8 @@ class SequenceExchange:
     """The two hooks of a model in training: one exchanges the batch before a forward, the other checks attention calls after it.
 
     A forward is collective over all ranks while the model trains; in eval mode the hooks do nothing. `source` must plan one
-    micro-batch; `activations` executes its policies; `stop` learns which signals asked ranks to stop. Raises ValueError on every
-    rank if some rank has a batch that cannot run.
+    micro-batch; `activations` executes its policies; `stop` learns which signals asked ranks to stop; `enter_dropout`
+    tells the model's dropout which plan runs next. Raises ValueError on every rank if some rank has a batch that cannot run.
     """
 
     def __init__(
@@ -260,9 +261,11 @@ class SequenceExchange:
         num_attention_layers: int,
         timeout_s: float,
         stop: OrderlyStop,
+        enter_dropout: Callable[[StepPlan], DropoutKeys | None],
     ) -> None:
         self.source, self.pool, self.activations, self.stop = source, source.pool, activations, stop
         self.max_length, self.num_attention_layers, self.timeout_s = max_length, num_attention_layers, timeout_s
+        self.enter_dropout = enter_dropout
         self.num_forwards = 0
         self.last_plan: StepPlan | None = None
         self._context: GroupContext | None = None
@@ -288,7 +291,10 @@ class SequenceExchange:
         labels_1T, positions_1T = rows_T2[:, 1].unsqueeze(0), positions_T.unsqueeze(0)
         is_fused = bool(kwargs.get(_FUSED))
         self._returning = (exchange, documents) if is_fused else None
-        self._context, is_summed = self._begin(model, plan, labels_1T, is_fused)
+        dropout = self.enter_dropout(plan)
+        context, is_summed = self._begin(model, plan, labels_1T, is_fused)
+        self._context = context.placed(positions_1T, dropout)
+        self._during.enter_context(self._context.running())
         # models compute a loss only from labels, and do not shift labels if they get shifted ones too
         names = ("return_dict",) if is_summed else ("num_items_in_batch", "return_dict", _FUSED)
         kept: dict[str, Any] = {name: kwargs[name] for name in names if name in kwargs}
@@ -300,7 +306,7 @@ class SequenceExchange:
             "attention_mask": no_mask(rows_T2.device),
             **({} if is_summed else {"labels": labels_1T, "shift_labels": labels_1T}),
             "use_cache": False,
-            "longctx": replace(self._context, position_ids=positions_1T),
+            "longctx": self._context,
         }
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> Any:

@@ -41,6 +41,7 @@ from hf_longctx.hf.trainer.placement import (
 )
 from hf_longctx.hf.trainer.sets import SequenceSets
 from hf_longctx.runtime.core.loss import TokenLoss
+from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.sharded import shard_mesh
@@ -82,7 +83,7 @@ class Run:
     control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
     reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
     lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
-    cross-entropy.
+    cross-entropy. dropout: keys of the model's dropout modules; None if it has none.
     """
 
     config: LongContextConfig
@@ -100,6 +101,7 @@ class Run:
     undo: ExitStack
     all_stages: tuple[StageModel, ...] = ()
     token_loss: TokenLoss | None = None
+    dropout: DropoutKeys | None = None
 
     @property
     def pool(self) -> GroupPool:
@@ -117,6 +119,8 @@ class Run:
         """Gives the model its own layers and routers back, until the next plan binds them again. Idempotent."""
         self.activations.close()
         self.routers.close()
+        if self.dropout is not None:
+            self.dropout.rest()
 
     def close(self) -> None:
         """Closes the process groups, and gives the model its own layers, routers and attention back. Idempotent."""
@@ -160,6 +164,8 @@ def start_run(request: RunRequest) -> Run:
     with ExitStack() as undo:
         undo.callback(restore_attention, model, attention_name(model))
         patch_model(model)
+        if (dropout := keys_of(model)) is not None:
+            dropout.seed = args.seed
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
         if test is None or request.datasets is None:
@@ -203,6 +209,7 @@ def start_run(request: RunRequest) -> Run:
             undo=undo.pop_all(),
             all_stages=all_stages,
             token_loss=token_loss,
+            dropout=dropout,
         )
 
 

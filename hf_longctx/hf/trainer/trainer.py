@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
-from hf_longctx.plan.core.types import RankPlan
+from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
 from hf_longctx.runtime.execution.checks import forward_only
@@ -151,6 +152,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         with self._explained():
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
             self._plans_of_step = batches
+            self._key_dropout([batch["step"].plan for batch in batches if "step" in batch])
             return batches, self._label_sums(batches, self._stop)[0]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -235,6 +237,13 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         if "train_loss" in logs:
             logs = {**logs, **self._guard.total_metrics()}
         super().log(logs, start_time)
+
+    def _key_dropout(self, plans: Sequence[StepPlan]) -> None:
+        """Numbers the sequences of an optimizer step through all of its plans, for the masks of dropout."""
+        if self.longctx_run.dropout is not None:
+            counts = accumulate((len(plan.lengths) for plan in plans), initial=0)
+            numbers = dict(zip((plan.step for plan in plans), counts, strict=False))
+            self.longctx_run.dropout.begin_step(self.state.global_step, numbers)
 
     def _check_loss(self) -> None:
         """Raises ValueError on every rank if a loss was set that plans would never call."""

@@ -39,6 +39,7 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.activations.projection_record import ProjectionRecord, project
 from hf_longctx.runtime.activations.token_tiles import TileRecord, tokenwise
 from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.dropout.keys import DropoutTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +325,8 @@ class _LayerBinding:
             return function(*inputs)
         keywords = {**function.keywords, "longctx": replace(context, attention_record=slot.attention)}
         layer_forward = partial(function.func, *function.args, **keywords)
-        contexts = partial(_both_contexts, self, slot)
-        # preserve_rng_state=False: nothing in a layer is random, dropout is refused
+        contexts = partial(_both_contexts, self, slot, context.tokens)
+        # preserve_rng_state=False: nothing in a layer is random, since dropout draws by token
         # these hooks see only the layer inputs, because inside the layer checkpointing puts its own hooks on top
         hooks = saved_tensors_hooks(slot.pack_input, slot.unpack_input) if slot.splits_input else nullcontext()
         if not slot.splits_input:
@@ -334,8 +335,8 @@ class _LayerBinding:
             return checkpoint(layer_forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def _both_contexts(binding: _LayerBinding, slot: LayerSlot) -> tuple[_Inside, _Inside]:
-    return _Inside(binding, slot, is_replay=False), _Inside(binding, slot, is_replay=True)
+def _both_contexts(binding: _LayerBinding, slot: LayerSlot, tokens: DropoutTokens | None) -> tuple[_Inside, _Inside]:
+    return _Inside(binding, slot, tokens, is_replay=False), _Inside(binding, slot, tokens, is_replay=True)
 
 
 class _Inside:
@@ -345,9 +346,10 @@ class _Inside:
     torch leaves it by an exception when it stops a replay early.
     """
 
-    def __init__(self, binding: _LayerBinding, slot: LayerSlot, is_replay: bool) -> None:
-        self.binding, self.slot, self.is_replay = binding, slot, is_replay
+    def __init__(self, binding: _LayerBinding, slot: LayerSlot, tokens: DropoutTokens | None, is_replay: bool) -> None:
+        self.binding, self.slot, self.tokens, self.is_replay = binding, slot, tokens, is_replay
         self.outer: LayerSlot | None = None
+        self.running = ExitStack()
 
     def __enter__(self) -> None:
         self.outer = self.binding.current
@@ -355,6 +357,9 @@ class _Inside:
         if self.is_replay:
             self.slot.prefetch_previous()
         self.binding.current = self.slot
+        if self.tokens is not None:
+            self.running.enter_context(self.tokens.running())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.running.close()
         self.binding.current = self.outer

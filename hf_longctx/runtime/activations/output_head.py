@@ -41,6 +41,7 @@ from hf_longctx.runtime.core.loss import (
     weighted,
     wide_logits,
 )
+from hf_longctx.runtime.dropout.keys import on_tiles
 
 # torch's autograd nodes that only pass a value on
 _PASSING = ("ToCopyBackward0", "AliasBackward0", "ViewBackward0")
@@ -80,7 +81,7 @@ class OutputHead:
             if order is None:
                 return run(hidden_1TC, *args, **keywords)
             order.num_calls += 1
-            return _summed(head, lambda x: run(x, *args, **keywords), hidden_1TC, order)
+            return _summed(head, on_tiles(head, lambda x: run(x, *args, **keywords)), hidden_1TC, order)
 
         own["forward"] = bound(head, forward)
 
@@ -224,7 +225,7 @@ def _scaled(total: Tensor | None, slope: Tensor, dtype: torch.dtype) -> Tensor |
 
 
 def _loss_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, tiled: _Tiled) -> Tensor:
-    losses = [_loss_of_tile(tiled.run(x_1TC[:, tile]), tiled.targets(labels_1T, weights_1T, tile)) for tile in tiled.tiles]
+    losses = [_loss_of_tile(tiled.run(x_1TC[:, tile], tile), tiled.targets(labels_1T, weights_1T, tile)) for tile in tiled.tiles]
     return torch.stack(losses).sum()
 
 
@@ -239,7 +240,7 @@ def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[sl
     losses_T = torch.zeros(labels_1T.shape[1], dtype=torch.float64, device=labels_1T.device)
     is_right_T = torch.zeros_like(losses_T, dtype=torch.bool)
     for tile in tiles:
-        scores = token_scores(run(x_1TC[:, tile]), labels_1T[:, tile])
+        scores = token_scores(run(x_1TC[:, tile], tile), labels_1T[:, tile])
         losses_T[tile], is_right_T[tile] = scores.losses_T, scores.is_right_T
     return TokenScores(losses_T, is_right_T)
 
@@ -252,7 +253,7 @@ def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | N
     for tile in tiled.tiles:
         x = x_1TC[:, tile].detach().requires_grad_(True)
         with torch.enable_grad():
-            logits_1tV = tiled.run(x)
+            logits_1tV = tiled.run(x, tile)
         # unlike the tensor, the edge does not keep the logits alive
         edge, like, shape = get_gradient_edge(logits_1tV), logits_1tV.dtype, logits_1tV.shape
         targets, logits_1tV = tiled.targets(labels_1T, weights_1T, tile), logits_1tV.detach()

@@ -25,8 +25,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.host_tier import HostTensor, HostTier
+from hf_longctx.runtime.dropout.keys import on_tiles
 
-Run = Callable[[Tensor], Tensor]
+# runs a tile, given its tensor and its token range
+Run = Callable[[Tensor, slice], Tensor]
 # (first token, one past the last, input edge, output edge) of a tile that was run with its graph
 KeptTile = tuple[int, int, GradientEdge, GradientEdge]
 
@@ -59,11 +61,17 @@ class TileRecord:
         return self.output_like.new_empty((1, num_tokens, self.output_like.shape[-1]))
 
 
-def tokenwise(module: nn.Module, run: Run, x_1TC: Tensor, tile_tokens: int, record: TileRecord | None = None) -> Tensor:
-    """run(x), the forward of `module`, in tiles of `tile_tokens` tokens (0: one tile); [1, T, C] to [1, T, C']."""
+def tokenwise(
+    module: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    x_1TC: Tensor,
+    tile_tokens: int,
+    record: TileRecord | None = None,
+) -> Tensor:
+    """forward(x), the forward of `module`, in tiles of `tile_tokens` tokens (0: one tile); [1, T, C] to [1, T, C']."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     is_unfilled = record is not None and record.is_replay and record.output_like is not None
-    tile_tokens = tile_tokens or x_1TC.shape[1]
+    tile_tokens, run = tile_tokens or x_1TC.shape[1], on_tiles(module, forward)
     if record is not None:
         record.parameter_storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in module.parameters())
     output: Tensor = _Tokenwise.apply(x_1TC, run, tile_tokens, record, is_unfilled, *parameters)
@@ -115,7 +123,7 @@ class _Tokenwise(torch.autograd.Function):
             x = x_1TC[:, tile].detach().requires_grad_(True)
             # backward does not restore autocast by itself
             with torch.enable_grad(), torch.autocast(device, dtype, is_enabled):
-                y = run(x)
+                y = run(x, tile)
             dx_1TC[:, tile] = add_gradients(sums, x, y, parameters, gradient_1TC[:, tile])
         for start, stop, x, y in graphs:
             dx_1TC[:, start:stop] = add_gradients(sums, x, y, parameters, gradient_1TC[:, start:stop])
@@ -133,7 +141,7 @@ def _run_tiles(x_1TC: Tensor, run: Run, tiles: Iterable[slice], record: TileReco
     output: Tensor | None = None
     for tile in tiles:
         keeps = record if tile.start >= kept_from else None
-        y = run(x_1TC[:, tile]) if keeps is None else _kept_tile(x_1TC, run, tile, keeps)
+        y = run(x_1TC[:, tile], tile) if keeps is None else _kept_tile(x_1TC, run, tile, keeps)
         if output is None:
             output = y.new_empty((1, x_1TC.shape[1], y.shape[-1]))
         output[:, tile] = y
@@ -165,7 +173,7 @@ def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tens
 
     with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
         x: Tensor = _Entry.apply(x_1TC.new_empty((), requires_grad=True), x_1TC[:, tile])
-        y = run(x)
+        y = run(x, tile)
     # edges refer to no tensor, so the graph keeps its saved tensors alive and nothing else
     record.graphs.append((tile.start, tile.stop, get_gradient_edge(x), get_gradient_edge(y)))
     return y.detach()

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.state_book import StateBook
+from hf_longctx.runtime.dropout.keys import DropoutKeys, DropoutTokens
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 if TYPE_CHECKING:
@@ -152,6 +154,8 @@ class GroupContext:
     attention_record: keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed.
     lent_slice: the slice that ranks of several stages compute together; None for chunks that their stage runs alone.
     position_ids: [1, T], positions of this rank's tokens in their documents, as the model gets them; None if no model runs.
+    sequences: the plan's sequence of every piece of `documents`; -1 for dummy tokens. tokens: keys of this rank's tokens for
+        dropout; None in a model without it.
     """
 
     block: Block
@@ -167,6 +171,8 @@ class GroupContext:
     attention_record: AttentionRecord | None = None
     lent_slice: LentSlice | None = None
     position_ids: Tensor | None = None
+    sequences: tuple[int, ...] = ()
+    tokens: DropoutTokens | None = None
 
     def __post_init__(self) -> None:
         if self.ring.num_blocks == 1 and sum(self.block.tokens) != self.cu_seqlens[-1]:
@@ -178,6 +184,17 @@ class GroupContext:
     def num_tokens(self) -> int:
         """Number of tokens on this rank."""
         return self.block.tokens[self.block.index]
+
+    def placed(self, position_ids: Tensor, keys: DropoutKeys | None) -> GroupContext:
+        """The context with the positions of this rank's tokens [1, T], and with their keys for the dropout of a model."""
+        if keys is None:
+            return replace(self, position_ids=position_ids)
+        pieces = [(count, sequence) for (count, _), sequence in zip(self.documents, self.sequences, strict=True)]
+        return replace(self, position_ids=position_ids, tokens=keys.of_pieces(pieces, position_ids))
+
+    def running(self) -> AbstractContextManager[None]:
+        """Context around a forward of the model: its dropout modules get this rank's tokens."""
+        return nullcontext() if self.tokens is None else self.tokens.running()
 
     def check_calls(self, num_layers: int) -> None:
         """Raises RuntimeError unless each of `num_layers` attention layers received this context. Call it after a forward."""

@@ -103,6 +103,7 @@ class StepExecutor:
         predicted_bytes: int,
         engine: ActivationEngine | None,
     ) -> StepResult:
+        self._begin_plan(plan)
         self.parameters.check(plan.parameters)
         self._check(plan, engine)
         if not self._is_in_step:
@@ -211,6 +212,7 @@ class StepExecutor:
 
         `purpose`: name of the run in error messages.
         """
+        self._begin_plan(plan)
         self.parameters.check(plan.parameters)
         plan = forward_only(plan)
         self._check(plan, engine)
@@ -225,6 +227,10 @@ class StepExecutor:
                 scores.append(current.scores)
         self.parameters.free()
         return total
+
+    def _begin_plan(self, plan: RankPlan) -> None:
+        if self.stage.dropout is not None:
+            self.stage.dropout.begin_plan(plan.step)
 
     def _host(self, num_label_tokens: float, engine: ActivationEngine | None) -> RoundHost:
         return RoundHost(

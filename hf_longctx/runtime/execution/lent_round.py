@@ -243,7 +243,15 @@ class LentRound(Round):
         )
         block = Block(context.block.process_group, context.block.index, tokens)
         documents = ((tokens[block.index], sequence_ends((*group.chunks, chunk))[span.sequence]),)
-        return replace(context, block=block, cu_seqlens=(0, sum(tokens)), slices=(), documents=documents, lent_slice=lent_slice)
+        return replace(
+            context,
+            block=block,
+            cu_seqlens=(0, sum(tokens)),
+            slices=(),
+            documents=documents,
+            sequences=(span.sequence,),
+            lent_slice=lent_slice,
+        )
 
 
 def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:

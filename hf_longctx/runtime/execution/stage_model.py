@@ -6,7 +6,8 @@ every stage, and so on. The first part starts from token ids, the last one ends 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
 
 # keyword that tells a model of several stages which part to run; a whole model never gets it
 PART_KEYWORD = "longctx_part"
@@ -21,7 +23,7 @@ PART_KEYWORD = "longctx_part"
 
 def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
     """A model that is not a pipeline, as its only stage; it sends no hidden states."""
-    return StageModel(model, 0, 1, (num_attention_layers,), 0, torch.float32)
+    return StageModel(model, 0, 1, (num_attention_layers,), 0, torch.float32, dropout=keys_of(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class StageModel:
     tied: on the first and the last stage of a model with tied embeddings, the name of the parameter that is tied to the other
     stage's; their gradients are summed. first_part: number of the stage's first part within `model`; it differs from 0 only if
     `model` holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
+    dropout: keys of the model's dropout modules; None if it has none.
     """
 
     model: nn.Module
@@ -44,6 +47,7 @@ class StageModel:
     tied: str = ""
     first_part: int = 0
     off: tuple[str, ...] = ()
+    dropout: DropoutKeys | None = None
 
     @property
     def num_parts(self) -> int:
@@ -70,10 +74,11 @@ class StageModel:
         keywords: dict[str, Any] = {PART_KEYWORD: self.first_part + part} if self.num_stages > 1 else {}
         keywords.update(dict.fromkeys(self.off, False))
         if context is not None:
-            keywords["longctx"] = replace(context, position_ids=inputs.position_ids)
-        output = self.model(
-            **starts, position_ids=inputs.position_ids, attention_mask=mask, use_cache=False, return_dict=True, **keywords
-        )
+            keywords["longctx"] = context = context.placed(inputs.position_ids, self.dropout)
+        with nullcontext() if context is None else context.running():
+            output = self.model(
+                **starts, position_ids=inputs.position_ids, attention_mask=mask, use_cache=False, return_dict=True, **keywords
+            )
         if context is not None:
             context.check_calls(self.attention_layers[part])
         if self.is_last(part):

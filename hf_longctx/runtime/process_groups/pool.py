@@ -144,6 +144,7 @@ class GroupPool:
         neighbours = group.positions[first : first + shape.ulysses]
         tokens = even_shards(sum(piece.num_tokens for piece in pieces[block]), shape.ulysses)
         ring_positions = group.positions[index_in_block :: shape.ulysses]
+        own = rank_pieces(chunk, shape)[index_in_group]
         return GroupContext(
             block=Block(self.group(neighbours), index_in_block, tokens),
             ring=Ring(
@@ -159,9 +160,10 @@ class GroupPool:
             slices=slices_of(group, chunk),
             documents=tuple(
                 (piece.num_tokens, ends[chunk.spans[piece.document].sequence] if piece.document < len(chunk.spans) else 1)
-                for piece in rank_pieces(chunk, shape)[index_in_group]
+                for piece in own
             ),
             kv_book=KVBook() if kv_book is None else kv_book,
+            sequences=tuple(chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else -1 for piece in own),
         )
 
 

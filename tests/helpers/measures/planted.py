@@ -17,10 +17,12 @@ import torch.nn.functional as F
 
 from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
+from hf_longctx.runtime.activations import engine
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.core.loss import Targets
+from hf_longctx.runtime.dropout.keys import DropoutKeys, DropoutTokens
 from hf_longctx.runtime.execution import executor, host
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
@@ -83,9 +85,47 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "states of slices damped": _damped_states,
         "gradients of states dropped": _dropped_state_gradients,
         "gradients of one rank": lambda: replaced(ReplicatedParameters, "reduce", lambda self, group, tied=None: None),
+        "dropout by place in the row": _places_in_rows,
+        "dropout by place in the tile": lambda: replaced(DropoutTokens, "part", _front),
+        "dropout by sequence of the rank": _own_sequences,
+        "dropout of replays at random": _random_replays,
     }
     with makers[bug]():
         yield
+
+
+def _places_in_rows() -> Any:
+    original = DropoutKeys.of_pieces
+
+    def of_pieces(keys: Any, pieces: Any, positions: torch.Tensor) -> Any:
+        return original(keys, pieces, torch.arange(positions.numel()))
+
+    return replaced(DropoutKeys, "of_pieces", of_pieces)
+
+
+def _front(tokens: Any, part: slice) -> Any:
+    size = len(tokens.positions_T[part])
+    return replace(tokens, documents_T=tokens.documents_T[:size], positions_T=tokens.positions_T[:size])
+
+
+def _own_sequences() -> Any:
+    original = DropoutKeys.of_pieces
+
+    def of_pieces(keys: Any, pieces: Any, positions: torch.Tensor) -> Any:
+        return original(keys, [(count, place) for place, (count, _) in enumerate(pieces)], positions)
+
+    return replaced(DropoutKeys, "of_pieces", of_pieces)
+
+
+def _random_replays() -> Any:
+    original = engine._Inside.__enter__
+
+    def enter(inside: Any) -> None:
+        if inside.is_replay:
+            inside.tokens = replace(inside.tokens, step=inside.tokens.step + 1)
+        original(inside)
+
+    return replaced(engine._Inside, "__enter__", enter)
 
 
 @contextmanager

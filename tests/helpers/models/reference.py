@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import torch
 import torch.nn.functional as F
+from helpers.models.dropout_truth import dropping
 from helpers.models.tiny_models import VOCAB_SIZE
 from helpers.models.token_losses import plain_losses, total_weight
 from torch import Tensor
@@ -38,8 +39,9 @@ def reference_step(
     count = total_weight(rows)
     total = 0.0
     model.zero_grad()
-    for row in rows:
-        output = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False)
+    for number, row in enumerate(rows):
+        with dropping(model, number):
+            output = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False)
         labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
         logits_TV = output.logits[0, :-1].double()
         if loss_name or "loss_weights" in row:

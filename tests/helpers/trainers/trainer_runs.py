@@ -12,6 +12,7 @@ import datasets
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.models.dropout_truth import dropping
 from helpers.models.reference import reference_step
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
@@ -192,7 +193,7 @@ def plain_training_with(
         sampler.set_epoch(epoch)
         for batch in sampler:
             optimizer = before_step(model, len(losses)) or optimizer
-            losses.append(_plain_step(model, [rows[i] for i in batch], optimizer))
+            losses.append(_plain_step(model, [rows[i] for i in batch], optimizer, len(losses)))
             scheduler.step()
             if len(losses) == num_steps:
                 break
@@ -200,11 +201,13 @@ def plain_training_with(
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def _plain_step(model: torch.nn.Module, rows: list[dict[str, list[int]]], optimizer: torch.optim.Optimizer) -> float:
+def _plain_step(model: torch.nn.Module, rows: Rows, optimizer: torch.optim.Optimizer, step: int) -> float:
     count = sum(label != -100 for row in rows for label in row["labels"][1:])
     total = 0.0
-    for row in rows:
-        logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
+    for number, row in enumerate(rows):
+        # the seed is that of `training_arguments`
+        with dropping(model, number, step, seed=3):
+            logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
         labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
         loss = F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum") / count
         loss.backward()

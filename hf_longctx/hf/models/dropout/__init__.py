@@ -1,0 +1,1 @@
+"""Dropout modules of one model that draw their masks by token."""

@@ -1,0 +1,180 @@
+"""Keys of dropout masks: seed, step, token, module and channel say whether a value is dropped.
+
+A token is known by its document and its position in it; a document by its number among the sequences of the optimizer step. So
+the same values are dropped in every plan, on any number of ranks, in a replay, and after a resume. Masks are never saved: the
+backward draws them again.
+
+`hf.models.dropout` lets the dropout modules of a model read the tokens of the forward that is running, which the stage
+(`StageModel.forward`), replays (`ActivationEngine`) and tiles (`on_tiles`) set.
+
+Shapes: T tokens of this rank, C channels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_longctx.runtime.dropout.philox import WORD, philox
+
+# attribute of a dropout module that holds its site
+SITE = "_longctx_dropout_site"
+# counters that are computed at a time, each of which gives four values
+_COUNTERS = 1 << 20
+
+
+class DropoutKeys:
+    """Everything that the dropout modules of one model share.
+
+    first_documents: number of the first document of every plan of the step, by the plan's number; 0 for others. tokens: the
+    tokens that run now. is_training: a training is under way, so that dropout without tokens is an error.
+    """
+
+    # no dataclass, because FSDP walks through those that it finds among the arguments of a forward
+    def __init__(self, seed: int = 0, step: int = 0) -> None:
+        self.seed, self.step = seed, step
+        self.first_documents: Mapping[int, int] = {}
+        self.tokens: DropoutTokens | None = None
+        self.is_training = False
+        self._first_document, self._next_document = 0, 0
+        self._known: dict[tuple[int, str], int] = {}
+
+    def begin_step(self, step: int, first_documents: Mapping[int, int]) -> None:
+        """Enters an optimizer step of a training, counted from 0."""
+        self.step, self.first_documents, self.is_training = step, dict(first_documents), True
+
+    def begin_forward(self, step: int, number: int, num_documents: int) -> None:
+        """Enters a plan of one forward, in the optimizer step `step`; its documents come after those of earlier forwards."""
+        first = self._next_document if self.is_training and step == self.step else 0
+        self.begin_step(step, {number: first})
+        self.begin_plan(number)
+        self._next_document = first + num_documents
+
+    def begin_plan(self, number: int) -> None:
+        """Enters a plan of the present step."""
+        self._first_document = self.first_documents.get(number, 0)
+
+    def rest(self) -> None:
+        """Ends a training: forwards without a plan drop as torch does."""
+        self.is_training = False
+
+    def of_pieces(self, pieces: Sequence[tuple[int, int]], positions_1T: Tensor) -> DropoutTokens:
+        """The tokens of a forward: (tokens, sequence of the plan, -1 for dummies) of every piece, and positions in documents."""
+        numbers = [sequence + self._first_document if sequence >= 0 else WORD for _, sequence in pieces]
+        documents_T = torch.tensor(numbers).repeat_interleave(torch.tensor([count for count, _ in pieces]))
+        return DropoutTokens(self, self.step, documents_T.to(positions_1T.device, non_blocking=True), positions_1T.view(-1))
+
+    def site_key(self, name: str) -> int:
+        """64 bits of the module `name` under the seed."""
+        if (self.seed, name) not in self._known:
+            digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest()
+            self._known[self.seed, name] = int.from_bytes(digest, "little")
+        return self._known[self.seed, name]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DropoutTokens:
+    """The tokens of one forward, or of one tile of it, in order: document and position of each, int64."""
+
+    keys: DropoutKeys
+    step: int
+    documents_T: Tensor
+    positions_T: Tensor
+
+    def part(self, tokens: slice) -> DropoutTokens:
+        """Some of the tokens."""
+        return DropoutTokens(self.keys, self.step, self.documents_T[tokens], self.positions_T[tokens])
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context in which the model's dropout modules get these tokens."""
+        outer, self.keys.tokens = self.keys.tokens, self
+        try:
+            yield
+        finally:
+            self.keys.tokens = outer
+
+    def drop(self, x: Tensor, rate: float, name: str) -> Tensor:
+        """`x`, [1, T, C] or [T, C], with a share of `rate` of its values dropped and the rest scaled by 1 / (1 - rate).
+
+        `name`: the module. Raises RuntimeError if `x` has other tokens than the forward.
+        """
+        num_tokens = len(self.positions_T)
+        if x.dim() not in (2, 3) or x.shape[-2] != num_tokens or x.numel() != num_tokens * x.shape[-1]:
+            raise RuntimeError(
+                f"dropout {name} got a tensor of shape {tuple(x.shape)} for {num_tokens} tokens, so its masks cannot follow the "
+                f"tokens; set its rate to 0"
+            )
+        dropped: Tensor = _Drop.apply(x, self, rate, self.keys.site_key(name))
+        return dropped
+
+    def masked(self, x_TC: Tensor, rate: float, key: int) -> Tensor:
+        """`x_TC` with values dropped and scaled; draws the mask for some tokens at a time."""
+        if rate >= 1:
+            return torch.zeros_like(x_TC)
+        num_tokens, num_channels = x_TC.shape
+        y_TC = torch.empty_like(x_TC)
+        rows = max(1, _COUNTERS * 4 // max(num_channels, 1))
+        for first in range(0, num_tokens, rows):
+            block = slice(first, first + rows)
+            keep_TC = self.part(block).keep_mask(num_channels, rate, key)
+            y_TC[block] = (x_TC[block] * (1 / (1 - rate))).masked_fill_(~keep_TC, 0.0)
+        return y_TC
+
+    def keep_mask(self, num_channels: int, rate: float, key: int) -> Tensor:
+        """True for values that stay, [T, C]: the words of the token's counters, compared with the rate."""
+        channels = torch.arange(-(-num_channels // 4), device=self.positions_T.device).unsqueeze(0)
+        step = torch.full_like(channels[:, :1], self.step & WORD)
+        words = philox((channels, self.positions_T.unsqueeze(1), self.documents_T.unsqueeze(1) & WORD, step), key)
+        words_TC = torch.stack(words, dim=-1).flatten(1)[:, :num_channels]
+        return words_TC >= round(rate * (WORD + 1))
+
+
+class _Drop(torch.autograd.Function):
+    """Saves nothing: the tokens stay outside what autograd saves, and the mask is drawn again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: DropoutTokens, rate: float, key: int) -> Tensor:
+        ctx.settings = tokens, rate, key
+        return tokens.masked(x.reshape(-1, x.shape[-1]), rate, key).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tokens, rate, key = ctx.settings
+        masked: Tensor = tokens.masked(gradient.reshape(-1, gradient.shape[-1]), rate, key).view(gradient.shape)
+        return masked, None, None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DropoutSite:
+    """The place of a dropout module in its model: its name there."""
+
+    keys: DropoutKeys
+    name: str
+
+
+def keys_of(model: nn.Module) -> DropoutKeys | None:
+    """The keys that the dropout modules of `model` share; None if it has no such module."""
+    sites = (vars(module).get(SITE) for module in model.modules())
+    site: DropoutSite | None = next((site for site in sites if site is not None), None)
+    return None if site is None else site.keys
+
+
+def on_tiles(module: nn.Module, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor, slice], Tensor]:
+    """`run`, the forward of `module`, for one tile of the tokens that run now, now or later: (tensor of the tile, tile)."""
+    keys = keys_of(module)
+    tokens = None if keys is None else keys.tokens
+    if tokens is None:
+        return lambda x, tile: run(x)
+
+    def run_tile(x: Tensor, tile: slice) -> Tensor:
+        with tokens.part(tile).running():
+            return run(x)
+
+    return run_tile
