@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_longctx.hf.models.adapters import adapter_spec
 from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
@@ -35,6 +36,7 @@ from hf_longctx.runtime.attention.chunk import ChunkAttention, documents_of
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
+from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import Scores
@@ -301,14 +303,28 @@ def test_layers_of_four_bits_under_adapters_in_fp32_save_no_more_than_is_predict
     assert measured <= predicted <= 1.2 * measured
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.2), (torch.float32, 1.15)])
-def test_layers_under_adapters_in_fp32_save_no_more_than_is_predicted(dtype: torch.dtype, most: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "most", "settings"),
+    [
+        (torch.bfloat16, 1.2, {}),
+        (torch.float32, 1.15, {}),
+        (torch.bfloat16, 1.2, {"lora_dropout": 0.1}),
+        (torch.float32, 1.15, {"lora_dropout": 0.1}),
+        (torch.float32, 1.2, {"lora_dropout": 0.1, "use_dora": True}),
+    ],
+)
+def test_layers_under_adapters_in_fp32_save_no_more_than_is_predicted(
+    dtype: torch.dtype, most: float, settings: dict[str, Any]
+) -> None:
     found = AdapterSpec()
 
     def prepare(model: Any) -> None:
         nonlocal found
-        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
         found = adapter_spec(peft.get_peft_model(model, config))
+        key_dropouts(model)
+        if (keys := keys_of(model)) is not None:
+            keys.tokens = keys.of_pieces([(NUM_TOKENS, 0)], torch.arange(NUM_TOKENS))
 
     measured = layer_bytes("llama", dtype, prepare)
     predicted = plain_layer_bytes(replace(spec(dtype), adapters=found))

@@ -358,7 +358,8 @@ class _Inside:
             self.slot.prefetch_previous()
         self.binding.current = self.slot
         if self.tokens is not None:
-            self.running.enter_context(self.tokens.running())
+            # a replay counts the calls of dropout modules anew, and so does the first run
+            self.running.enter_context(self.tokens.part().running())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.running.close()

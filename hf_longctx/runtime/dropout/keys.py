@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -80,15 +80,19 @@ class DropoutKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DropoutTokens:
-    """The tokens of one forward, or of one tile of it, in order: document and position of each, int64."""
+    """The tokens of one forward, layer or tile, in order: document and position of each, int64.
+
+    calls: how often each module has run on these tokens, since every call of a module draws another mask.
+    """
 
     keys: DropoutKeys
     step: int
     documents_T: Tensor
     positions_T: Tensor
+    calls: dict[str, int] = field(default_factory=dict)
 
-    def part(self, tokens: slice) -> DropoutTokens:
-        """Some of the tokens."""
+    def part(self, tokens: slice = slice(None)) -> DropoutTokens:
+        """Some of the tokens (default: all), before any call."""
         return DropoutTokens(self.keys, self.step, self.documents_T[tokens], self.positions_T[tokens])
 
     @contextmanager
@@ -111,7 +115,8 @@ class DropoutTokens:
                 f"dropout {name} got a tensor of shape {tuple(x.shape)} for {num_tokens} tokens, so its masks cannot follow the "
                 f"tokens; set its rate to 0"
             )
-        dropped: Tensor = _Drop.apply(x, self, rate, self.keys.site_key(name))
+        call = self.calls[name] = self.calls.get(name, 0) + 1
+        dropped: Tensor = _Drop.apply(x, self, rate, self.keys.site_key(f"{name}:{call}" if call > 1 else name))
         return dropped
 
     def masked(self, x_TC: Tensor, rate: float, key: int) -> Tensor:

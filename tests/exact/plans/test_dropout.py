@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from helpers.measures import class_sweep
+from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import LAYOUTS, plan_of
@@ -14,8 +16,15 @@ from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.lent_steps import lent_plan, lent_step_on_rank
 from helpers.ranks.pipeline_steps import check_pipeline
 from helpers.ranks.rank_steps import check_layout_step, check_step
+from helpers.trainers.trainer_runs import problems_at_start
 
+from hf_longctx.hf.models.activations import activation_problem
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.dropout.keyed_modules import KEYED_FIELDS
+from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.runtime.activations.engine import ActivationEngine
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASE = ModelCase(promoted=True, lora=(("r", 2), ("lora_dropout", 0.1), ("target_modules", [*LINEARS, "lm_head"])))
@@ -78,3 +87,22 @@ def test_wrong_keys_are_noticed(ranks, bug: str) -> None:
     plan = same_policy(plan_of(layout, [13, 11], num_ranks), *[offloading()] * 2, tile_tokens=4)
     with pytest.raises(AssertionError):
         check_step(ranks(num_ranks), CASE, plan, [13, 11], bug=bug)
+
+
+@pytest.mark.parametrize("name", KEYED_FIELDS)
+def test_dropout_of_residuals_and_embeddings_matches(name: str) -> None:
+    rates = dict.fromkeys(KEYED_FIELDS[name], 0.2)
+
+    def step(plan: StepPlan, recomputes: bool = False) -> class_sweep.Step:
+        model = build_any(name, **rates)
+        assert not problems_at_start(model)
+        patch_model(model)
+        return class_sweep.lone_step(model, plan, ActivationEngine(layer_modules(model)) if recomputes else None)
+
+    with wide_floats():
+        expected = reference_step(build_any(name, **rates), class_sweep.rows())
+        assert expected[0] != reference_step(build_any(name), class_sweep.rows())[0]
+        found = [step(sliced_plan(class_sweep.LENGTHS, class_sweep.SLICES))]
+        if not activation_problem(model := build_any(name, is_random=False)):
+            found.append(step(class_sweep.recomputing_plan(len(layer_modules(model))), recomputes=True))
+        assert max(class_sweep.worst(each, expected) for each in found) <= TOLERANCE

@@ -103,9 +103,9 @@ def _places_in_rows() -> Any:
     return replaced(DropoutKeys, "of_pieces", of_pieces)
 
 
-def _front(tokens: Any, part: slice) -> Any:
+def _front(tokens: Any, part: slice = slice(None)) -> Any:
     size = len(tokens.positions_T[part])
-    return replace(tokens, documents_T=tokens.documents_T[:size], positions_T=tokens.positions_T[:size])
+    return replace(tokens, documents_T=tokens.documents_T[:size], positions_T=tokens.positions_T[:size], calls={})
 
 
 def _own_sequences() -> Any:

@@ -131,7 +131,7 @@ def class_names() -> list[str]:
     return sorted(name for name in dir(transformers) if name.endswith("ForCausalLM") and not name.startswith("Auto"))
 
 
-def tiny_config(model_class: type[PreTrainedModel]) -> PretrainedConfig:
+def tiny_config(model_class: type[PreTrainedModel], **changes: Any) -> PretrainedConfig:
     """The class's default config in small sizes, with each kind of layer that its lists of one entry per layer contain."""
     config_class: Any = model_class.config_class
     special = _OF_CLASS.get(model_class.__name__, {})
@@ -143,7 +143,7 @@ def tiny_config(model_class: type[PreTrainedModel]) -> PretrainedConfig:
     if "qk_rope_head_dim" in fields:
         # with latent attention a config's head size is that of the rotary part, and there are as many KV heads as query heads
         settings |= {name: value for name, value in (("head_dim", HEAD_DIM // 2), ("num_key_value_heads", 4)) if name in fields}
-    settings |= special
+    settings |= special | changes
     return config_class(**copy.deepcopy(settings))
 
 
@@ -174,10 +174,10 @@ def kinds_of(name: str) -> set[str]:
         return {type(module).__name__ for module in model_class(config).modules()}
 
 
-def build_any(name: str, attention: str = "eager", seed: int = 0, is_random: bool = True) -> PreTrainedModel:
+def build_any(name: str, attention: str = "eager", seed: int = 0, is_random: bool = True, **changes: Any) -> PreTrainedModel:
     """A model of the class in training mode and fp64, with all weights random, including biases, norms and sinks."""
     model_class = getattr(transformers, name)
-    config = tiny_config(model_class)
+    config = tiny_config(model_class, **changes)
     config._attn_implementation = attention
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(config).parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -44,9 +45,13 @@ def dropping(model: Any, document: int, step: int = 0, seed: int = 0) -> Iterato
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     modules = {name: each for name, each in base.named_modules() if type(each) is torch.nn.Dropout and each.p and each.training}
 
+    calls = Counter[str]()
+
     def drop(name: str, x: torch.Tensor) -> torch.Tensor:
         rate = modules[name].p
-        return x * kept(name, document, x.shape[-2], x.shape[-1], rate, step, seed) / (1 - rate)
+        calls[name] += 1
+        site = name if calls[name] == 1 else f"{name}:{calls[name]}"
+        return x * kept(site, document, x.shape[-2], x.shape[-1], rate, step, seed) / (1 - rate)
 
     for name, module in modules.items():
         module.forward = lambda x, name=name: drop(name, x)

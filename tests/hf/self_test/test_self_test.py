@@ -35,7 +35,7 @@ from hf_longctx.hf.self_test.reduced_copy import reduced_copy
 
 ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
 ON = {"self_test": True, "tokens_per_rank": 96}
-LORA = (("r", 2), ("target_modules", ["q_proj", "v_proj"]))
+LORA = (("r", 2), ("lora_dropout", 0.1), ("target_modules", ["q_proj", "v_proj"]))
 MIXED = ModelCase("qwen3_window")
 
 
@@ -109,6 +109,12 @@ def test_planted_bug_stops_the_run_before_step_1(ranks, bug: str) -> None:
     assert messages[0].startswith("the parity self-test failed before step 1: under plans Qwen3ForCausalLM does not compute")
     for text in said:
         assert text in messages[0], messages[0]
+
+
+def test_dropout_that_depends_on_the_plan_stops_the_run_before_step_1(ranks) -> None:
+    case = replace(MIXED, lora=LORA)
+    message = ranks(2).run(start, case, {}, {}, "dropout by place in the row")[0]
+    assert "- ulysses of 2: hidden states: layer 0 (full_attention) is the first that differs" in message
 
 
 # bug in layers with a state along the sequence -> what is said of it

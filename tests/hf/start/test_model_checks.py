@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.classes import TESTED_MODELS
+from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.start.arguments import setup_problems
 
 
@@ -129,9 +130,46 @@ def test_other_kinds_of_attention_are_refused_by_name() -> None:
     assert problem.startswith("use_bidirectional_attention is set")
 
 
-def test_dropout_behind_blocks_is_refused_by_its_name() -> None:
-    model = transformers.PhiForCausalLM(transformers.PhiConfig(**LLAMA_SHAPE, resid_pdrop=0.1, pad_token_id=0))
-    assert problems_at_start(model) == ["resid_pdrop is 0.1; set it to 0.0, dropout is not supported yet"]
+def test_dropout_that_is_no_module_on_hidden_states_is_refused_by_its_name() -> None:
+    settings = {**LLAMA_SHAPE, "attention_dropout": 0.0, "residual_dropout": 0.1, "embedding_dropout": 0.0}
+    (problem,) = problems_at_start(transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**settings)))
+    assert problem == "residual_dropout is 0.1; set it to 0.0, dropout is not supported yet"
+
+
+def test_dropout_of_embeddings_is_refused_in_stages() -> None:
+    model = transformers.PhiForCausalLM(transformers.PhiConfig(**LLAMA_SHAPE, resid_pdrop=0.1, embd_pdrop=0.1, pad_token_id=0))
+    assert problems_at_start(model) == []
+    (problem,) = stage_problems(model)
+    assert problem == "dropout model.embed_dropout stands before or after the layers, so every stage would run it; use stages=1"
+
+
+def with_dropout(kind: str) -> Any:
+    model = tiny_llama()
+    layers = model.model.layers
+    if kind == "shared":
+        layers[0].mlp.drop = layers[1].mlp.drop = torch.nn.Dropout(0.1)
+    elif kind == "channels":
+        layers[0].mlp.drop = torch.nn.Dropout1d(0.1)
+    elif kind == "own forward":
+        layers[0].mlp.drop = torch.nn.Dropout(0.1)
+        layers[0].mlp.drop.forward = lambda x: x
+    else:
+        model = tiny_mixtral()
+        model.model.layers[1].mlp.experts.drop = torch.nn.Dropout(0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind,text",
+    [
+        ("shared", "model.layers.1.mlp.drop and model.layers.0.mlp.drop are one dropout module"),
+        ("channels", "model.layers.0.mlp.drop is a Dropout1d of rate 0.1; only nn.Dropout is supported"),
+        ("own forward", "model.layers.0.mlp.drop is a dropout with a forward that is not its class's"),
+        ("experts", "model.layers.1.mlp.experts.drop drops inside experts, where tokens are sorted by expert"),
+    ],
+)
+def test_dropout_modules_whose_masks_cannot_follow_tokens_are_refused_by_name(kind: str, text: str) -> None:
+    assert [text in problem for problem in problems_at_start(with_dropout(kind))] == [True]
 
 
 def test_each_kind_of_layer_has_a_tested_rope() -> None:
@@ -338,7 +376,6 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
     "two": (with_two_adapters, "adapters default, other: only one named 'default' is supported"),
     "merged": (merged, "the adapters are merged into the weights; call model.unmerge_adapter()"),
     "disabled": (disabled, "the adapters are disabled; call model.base_model.enable_adapter_layers()"),
-    "dropout": (lambda: lora(lora_dropout=0.1), "LoraConfig lora_dropout=0.1 is not in the tested list; use 0.0"),
     "biases": (lambda: lora(bias="all"), "LoraConfig bias='all' is not in the tested list; use 'none'"),
     "init": (
         lambda: lora(init_lora_weights="pissa"),

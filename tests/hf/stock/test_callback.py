@@ -27,7 +27,10 @@ from hf_longctx.hf.models.attention import attention_name
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 CASE = ModelCase(promoted=True)
-ADAPTED = ModelCase(promoted=True, lora=(("r", 2), ("target_modules", ["q_proj", "down_proj"]), ("modules_to_save", ["lm_head"])))
+ADAPTED = ModelCase(
+    promoted=True,
+    lora=(("r", 2), ("lora_dropout", 0.1), ("target_modules", ["q_proj", "down_proj"]), ("modules_to_save", ["lm_head"])),
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def train_attached(
 # name -> (ranks, settings, arguments)
 ATTACHED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "two ranks": (2, {"tokens_per_rank": 64}, {}),
-    "accumulation": (2, {"tokens_per_rank": 40}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+    "adapters, accumulation": (2, {"tokens_per_rank": 40}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
     "heterogeneous": (4, {"tokens_per_rank": 32}, {}),
     "adapters": (2, {"tokens_per_rank": 64}, {}),
 }
@@ -65,7 +68,7 @@ ATTACHED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ATTACHED)
 def test_attached_training_follows_one_plain_process(ranks, rows, name: str) -> None:
     num_ranks, config, arguments = ATTACHED[name]
-    case = ADAPTED if name == "adapters" else CASE
+    case = ADAPTED if name.startswith("adapters") else CASE
     expected_losses, expected = plain_training(case, rows)
     per_step = arguments.get("gradient_accumulation_steps", 1)
     for losses, layouts, weights in ranks(num_ranks).run(train_attached, case, rows, config, arguments):

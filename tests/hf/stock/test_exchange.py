@@ -176,3 +176,16 @@ def test_training_alone_with_the_stock_loss_follows_up_to_its_precision(ranks, r
         assert [e["loss"] for e in ours.history if "loss" in e] == pytest.approx(
             [e["loss"] for e in stock.history if "loss" in e]
         )
+
+
+def test_dropout_alone_is_that_of_one_rank(ranks, rows) -> None:
+    dropout = ("lora_dropout", 0.2)
+    lora = (("r", 2), ("target_modules", ["q_proj", "down_proj"]))
+    case, arguments = ModelCase(promoted=True, lora=(*lora, dropout)), {"max_steps": 3}
+    (whole,) = ranks(1).run(run_alone, case, rows, {"tokens_per_rank": 400}, arguments)
+    (plain,) = ranks(1).run(run_alone, ModelCase(promoted=True, lora=lora), rows, {"tokens_per_rank": 400}, arguments)
+    spread = {**arguments, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    runs = ranks(2).run(run_alone, case, rows, TOGETHER, spread)
+    for found in runs:
+        assert max(relative_error(found.weights[n], weight) for n, weight in whole.weights.items()) <= 1e-6
+    assert max(relative_error(plain.weights[n], weight) for n, weight in whole.weights.items()) > 1e-3

@@ -27,8 +27,21 @@ TOLERANCE = 1e-10
 NUM_STEPS = 10
 ROWS = random_rows(SKEWED)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]), ("lora_bias", True))
-DORA = (("r", 2), ("use_rslora", True), ("use_dora", True), ("target_modules", PROJECTIONS), ("modules_to_save", ["lm_head"]))
+LORA = (
+    ("r", 2),
+    ("lora_alpha", 8),
+    ("lora_dropout", 0.1),
+    ("target_modules", ["q_proj", "v_proj", "down_proj"]),
+    ("lora_bias", True),
+)
+DORA = (
+    ("r", 2),
+    ("use_rslora", True),
+    ("use_dora", True),
+    ("lora_dropout", 0.1),
+    ("target_modules", PROJECTIONS),
+    ("modules_to_save", ["lm_head"]),
+)
 
 # an adapter on the embedding, and one on single tokens of it
 ENDS = (("r", 2), ("target_modules", ["q_proj", "embed_tokens", "lm_head"]))

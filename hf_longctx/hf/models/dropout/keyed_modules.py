@@ -20,7 +20,18 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite
 
 # fields of a config whose dropout is all in modules that see hidden states; the tests run each of them
-KEYED_FIELDS: dict[str, tuple[str, ...]] = {}
+KEYED_FIELDS: dict[str, tuple[str, ...]] = {
+    "ElectraForCausalLM": ("hidden_dropout_prob",),
+    "ErnieForCausalLM": ("hidden_dropout_prob",),
+    "GPTBigCodeForCausalLM": ("resid_pdrop", "embd_pdrop"),
+    "GPTNeoXForCausalLM": ("hidden_dropout",),
+    "ModernBertDecoderForCausalLM": ("embedding_dropout", "mlp_dropout"),
+    "PersimmonForCausalLM": ("hidden_dropout",),
+    "Phi3ForCausalLM": ("resid_pdrop",),
+    "PhiForCausalLM": ("resid_pdrop", "embd_pdrop"),
+    "RoCBertForCausalLM": ("hidden_dropout_prob",),
+    "StableLmForCausalLM": ("hidden_dropout",),
+}
 
 
 def key_dropouts(model: nn.Module) -> None:
@@ -42,13 +53,15 @@ def release_dropouts(model: nn.Module) -> None:
 def dropout_problems(model: nn.Module) -> list[str]:
     """Why masks of dropout modules cannot follow tokens, by module; empty if they can."""
     problems = []
-    named = dict(base_of(model).named_modules())
+    named, seen = dict(base_of(model).named_modules(remove_duplicate=False)), dict[int, str]()
     for name, module in named.items():
         if not isinstance(module, _DropoutNd) or not module.p:
             continue
         parents = [named[name[:place]] for place, letter in enumerate(name) if letter == "."]
         if type(module) is not nn.Dropout:
             problems.append(f"{name} is a {type(module).__name__} of rate {module.p}; only nn.Dropout is supported, set p to 0")
+        elif (first := seen.setdefault(id(module), name)) != name:
+            problems.append(f"{name} and {first} are one dropout module, so layers would share masks; give each its own")
         elif SITE not in vars(module) and "forward" in vars(module):
             problems.append(f"{name} is a dropout with a forward that is not its class's; remove it from the module")
         elif any("Experts" in type(parent).__name__ for parent in parents):
