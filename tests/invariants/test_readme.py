@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.classes import TESTED_MODELS
+from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -20,6 +21,7 @@ def test_every_setting_is_in_the_readme() -> None:
 
 def test_the_readme_says_how_many_classes_run_and_where_they_are_named() -> None:
     assert f"{len(TESTED_MODELS)} of transformers' model classes" in README and "docs/models.md" in README
+    assert f"{len(WRAPPED_MODELS)} multimodal classes" in README
 
 
 def test_the_commands_that_ci_runs_stand_alone_on_their_lines() -> None:

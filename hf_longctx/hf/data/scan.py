@@ -6,6 +6,7 @@ Called at start-up by trainer and callback (through `scan_cache`); `streaming` c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,12 @@ _MEANINGFUL = (
     *("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "shift_labels"),
     *("completion_mask", "assistant_masks", "loss_mask", "label", "label_ids", "labels_ids", "inputs_embeds"),
 )
+# columns with inputs of towers for images, sound and video
+_PIXELS = re.compile(
+    r"(\w+_)?pixel_(values|mask|attention_mask)(_\w+)?|(image|video)_(grid_\w+|grids?|sizes(_videos)?|patches|embeds|position_ids)|"
+    r"(audio_)?input_(features|values)(_mask)?|(feature|audio)_attention_mask|audio_(input_ids|embed_sizes|feature_lengths)|"
+    r"flattened_patches|protein_input_ids"
+)
 # most tokens per column in a batch, estimated from the batch before it
 _BATCH_TOKENS = 1 << 22
 # most rows in a batch
@@ -75,7 +82,9 @@ class DatasetScan:
         return None if self.documents is None else document_places(self.lengths, self.documents)[0]
 
 
-def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
+def scan_dataset(
+    dataset: Any, name: str, vocab_size: int, show_progress: bool = False, placeholders: tuple[int, ...] = ()
+) -> DatasetScan:
     """Reads a dataset once and checks every row; keeps one batch of rows and all lengths in memory.
 
     The column `input_ids` is required, `labels` and `loss_weights` are used if present, and so are `position_ids` and
@@ -84,7 +93,7 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
     unusable, the result has a problem and no lengths.
 
     `name`: the name of the dataset in messages, for example "train_dataset". `show_progress`: show a bar if reading takes longer
-    than a second.
+    than a second. `placeholders`: token ids that stand for images, sound or video, which no row may have.
     """
     if (unusable := _unusable(dataset, name)) is not None:
         return DatasetScan(np.zeros(0, dtype=np.int64), "", [unusable])
@@ -99,7 +108,7 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
         for table in _tables(dataset):
-            rows, found = _table_problems(name, num_rows, table, vocab_size)
+            rows, found = _table_problems(name, num_rows, table, vocab_size, placeholders)
             fresh = [problem for problem in found if problem not in problems]
             room = _SHOWN - len(problems)
             problems += fresh[:room]
@@ -225,6 +234,11 @@ def column_problem(columns: Sequence[str], name: str) -> str | None:
             f"{name} has a column {meaningful[0]!r}, which is not supported, and to ignore it would change what is trained; "
             f"express it in 'labels' (-100 for no label) with one document per row, or remove the column"
         )
+    if pixels := [column for column in columns if _PIXELS.fullmatch(column)]:
+        return (
+            f"{name} has a column {pixels[0]!r}, an input for images, sound or video, but plans train rows of text alone; remove "
+            f"rows that have such input, then the column"
+        )
     if weights := [column for column in WEIGHTS if column in columns]:
         return (
             f"{name} has a column {weights[0]!r}, which is not read, and to ignore it may change what is trained; give one "
@@ -254,7 +268,9 @@ class RowTokens:
     documents: IntArray | None = None
 
 
-def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> RowTokens:
+def row_tokens(
+    row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int, placeholders: tuple[int, ...] = ()
+) -> RowTokens:
     """Checks one row and returns its tokens; without labels, the ids are the labels.
 
     `columns`: the columns of the first row, which every row must have. Raises ValueError for a row in which `scan_dataset` would
@@ -265,7 +281,7 @@ def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_s
         raise ValueError(unusable)
     read = [column for column in _READ if column in columns]
     table = _plain_table([row], read, number)
-    _, problems = _table_problems(name, number, table, vocab_size)
+    _, problems = _table_problems(name, number, table, vocab_size, placeholders)
     if problems:
         raise ValueError(problems[0])
     assert isinstance(table, pa.Table)
@@ -342,7 +358,9 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int) -> pa.
     return pa.table({column: pa.array(items, types[column]) for column, items in values.items()})
 
 
-def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size: int) -> tuple[IntArray, list[str]]:
+def _table_problems(
+    name: str, first_row: int, table: pa.Table | str, vocab_size: int, placeholders: tuple[int, ...]
+) -> tuple[IntArray, list[str]]:
     """Lengths of the rows, and their problems; no lengths if a column does not hold lists of integers."""
     if isinstance(table, str):
         return np.zeros(0, dtype=np.int64), [f"{name} {table}"]
@@ -365,6 +383,7 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
         f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter"
         for row in np.flatnonzero(lengths == 0)
     ]
+    problems += _placeholder_problems(name, first_row, table["input_ids"], placeholders)
     problems += _range_problems(name, "token id", _values(table["input_ids"]), vocab_size)
     if "labels" in table.column_names:
         label_lengths = _list_lengths(table["labels"])
@@ -506,6 +525,22 @@ def _weight_problems(name: str, first_row: int, column: pa.ChunkedArray, lengths
     wrong = weights[~(np.isfinite(weights) & (weights >= 0))]
     return problems + [
         f"{name} holds the weight {weight:g} in {LOSS_WEIGHTS}; give finite numbers of 0 or more" for weight in wrong[:1]
+    ]
+
+
+def _placeholder_problems(name: str, first_row: int, column: pa.ChunkedArray, placeholders: tuple[int, ...]) -> list[str]:
+    """Reports the first row with a token that stands for an image, sound or video."""
+    values = _values(column)
+    # Arrow gives the items of empty lists the type null
+    if not placeholders or values.type == pa.null():
+        return []
+    found = pc.index(pc.is_in(values, value_set=pa.array(placeholders, pa.int64()).cast(values.type, safe=False)), True).as_py()
+    if found < 0:
+        return []
+    row = int(np.searchsorted(np.cumsum(_list_lengths(column)), found, side="right"))
+    return [
+        f"{name} row {first_row + row} has token {values[found]}, which stands for an image, sound or video, but plans train "
+        f"rows of text alone; remove such rows, for example with dataset.filter"
     ]
 
 

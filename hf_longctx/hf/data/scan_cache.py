@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 _FORMAT = 3
 
 
-def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: bool) -> dict[str, DatasetScan]:
+def scan_on_every_rank(
+    sets: Mapping[str, Any], vocab_size: int, show_progress: bool, placeholders: tuple[int, ...] = ()
+) -> dict[str, DatasetScan]:
     """Scans the named datasets for every rank: one process per machine reads the rows, the others read the file it wrote.
 
     Collective over all ranks, on the default process group with its long time-out (`ddp_timeout`): every rank must call this
@@ -38,10 +40,10 @@ def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: 
     state = PartialState()
     show_progress = show_progress and state.is_main_process
     early = [name for name in sets if state.is_local_main_process or not _files(sets[name])]
-    found = {name: cached_scan(sets[name], name, vocab_size, show_progress) for name in early}
+    found = {name: cached_scan(sets[name], name, vocab_size, show_progress, placeholders) for name in early}
     state.wait_for_everyone()
     scans = {
-        name: found[name] if name in found else cached_scan(dataset, name, vocab_size, show_progress)
+        name: found[name] if name in found else cached_scan(dataset, name, vocab_size, show_progress, placeholders)
         for name, dataset in sets.items()
     }
     # if no file could be written, the other processes have just read the rows: wait for them
@@ -49,26 +51,29 @@ def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: 
     return scans
 
 
-def cached_scan(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
+def cached_scan(
+    dataset: Any, name: str, vocab_size: int, show_progress: bool = False, placeholders: tuple[int, ...] = ()
+) -> DatasetScan:
     """Returns an earlier scan's result from its file, or scans now and writes that file (if the dataset has files)."""
     files = _files(dataset)
     if not files:
-        return scan_dataset(dataset, name, vocab_size, show_progress)
-    made_from = _made_from(dataset, files, name, vocab_size)
-    path = cache_path(dataset, name, vocab_size)
+        return scan_dataset(dataset, name, vocab_size, show_progress, placeholders)
+    made_from = _made_from(dataset, files, name, vocab_size) | {"placeholders": list(placeholders)}
+    path = cache_path(dataset, name, vocab_size, placeholders)
     scan = _read(path, made_from, name) if path.exists() else None
     if scan is None:
-        scan = scan_dataset(dataset, name, vocab_size, show_progress)
+        scan = scan_dataset(dataset, name, vocab_size, show_progress, placeholders)
         _write(path, made_from, scan, name)
     return scan
 
 
-def cache_path(dataset: datasets.Dataset, name: str, vocab_size: int) -> Path:
+def cache_path(dataset: datasets.Dataset, name: str, vocab_size: int, placeholders: tuple[int, ...] = ()) -> Path:
     """File for the scan of a dataset: beside the dataset's files, or in the datasets cache if their folder is read-only."""
     folder = Path(_files(dataset)[0]).parent
     if not os.access(folder, os.W_OK):
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_longctx"
-    purpose = xxhash.xxh3_64_hexdigest(json.dumps([_FORMAT, name, vocab_size, len(dataset), _columns(dataset)]).encode())
+    made_for = [_FORMAT, name, vocab_size, placeholders, len(dataset), _columns(dataset)]
+    purpose = xxhash.xxh3_64_hexdigest(json.dumps(made_for).encode())
     return folder / f"longctx-{dataset._fingerprint}-{purpose}.index"
 
 

@@ -46,6 +46,7 @@ class StreamRules:
     """Rules by which rows become sequences, and sequences become global batches. Equal rules and rows give equal batches.
 
     A sequence has at most `max_length` tokens, which is a setting, and at most `room_tokens`, which is what memory holds.
+    placeholders: token ids that no row may have, since they stand for images, sound or video.
     """
 
     name: str
@@ -57,6 +58,7 @@ class StreamRules:
     sequences_per_step: int
     tokens_per_step: int | None
     drop_last: bool
+    placeholders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class StreamBatches:
                 except StopIteration:
                     break
                 columns = columns if columns is not None else sorted(row)
-                yield row_tokens(row, columns, number, rules.name, rules.vocab_size)
+                yield row_tokens(row, columns, number, rules.name, rules.vocab_size, rules.placeholders)
                 number += 1
         except ValueError as error:
             raise ValueError(f"{error} (row {number} of epoch {epoch} of the stream)") from error

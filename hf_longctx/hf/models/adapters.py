@@ -17,9 +17,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.models.quantised import four_bit_layers, is_four_bit
+from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.plan.core.model_spec import AdapterSpec
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -209,7 +209,7 @@ def adapter_spec(model: Any) -> AdapterSpec:
     if not is_adapted(model):
         return AdapterSpec()
     base = base_of(model)
-    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = text_layers(base)
     sizes = [_trained(layer) for layer in layers] or [(0, 0)]
     hidden = hidden_dtype(model)
     first, last = _trained(base.get_input_embeddings()), _trained(base.get_output_embeddings())

@@ -25,6 +25,7 @@ from hf_longctx.hf.models.document_rope import follow_documents, ignore_document
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
 from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.hf.models.states.patching import patch_mixers, restore_mixers
+from hf_longctx.hf.models.wrapped.text import restore_text, serve_text, text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
@@ -47,20 +48,23 @@ _TEMPERED = ("Llama4TextAttention",)
 def patch_model(model: PreTrainedModel) -> None:
     """Switches `model` to the registered attention function that falls back to its present implementation. Idempotent.
 
-    Also lets rotary embeddings that depend on a document's length read that length from the plan's context, lets mixers with a
-    state along the sequence start it anew at each document, lets dropout draw its masks by token, lets layers that would drop the
-    context hand it to their attention, and keeps bitsandbytes' forward from changing quantised weights.
+    Of a multimodal model only the text model is switched. Also lets rotary embeddings that depend on a document's length read
+    that length from the plan's context, lets mixers with a state along the sequence start it anew at each document, lets dropout
+    draw its masks by token, lets layers that would drop the context hand it to their attention, and keeps bitsandbytes' forward
+    from changing quantised weights.
     Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
     """
-    follow_documents(model)
-    patch_mixers(model)
+    serve_text(model)
+    text: PreTrainedModel = text_part(model)
+    follow_documents(text)
+    patch_mixers(text)
     key_dropouts(model)
-    for layer in model.modules():
+    for layer in text.modules():
         if type(layer).__name__ in _DROP_CONTEXT:
             # a plain method, so that it works on a copy of the model too
             vars(layer)["forward"] = MethodType(_forward_with_context, layer)
     settle_quantised(model)
-    current = model.config._attn_implementation
+    current = text.config._attn_implementation
     if current in NAMES.values():
         return
     if current not in NAMES:
@@ -70,8 +74,8 @@ def patch_model(model: PreTrainedModel) -> None:
     for fallback, name in NAMES.items():
         AttentionInterface.register(name, partial(longctx_attention, fallback=fallback))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
-    model.set_attn_implementation(NAMES[current])
-    if model.config._attn_implementation != NAMES[current]:
+    text.set_attn_implementation(NAMES[current])
+    if text.config._attn_implementation != NAMES[current]:
         raise ValueError(
             f"{type(model).__name__} ignores set_attn_implementation, so plans cannot run it; use another model class"
         )
@@ -79,14 +83,16 @@ def patch_model(model: PreTrainedModel) -> None:
 
 def attention_name(model: Any) -> str | None:
     """Name of the attention implementation that `model` uses now; None if it is not a transformers model."""
-    name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    part = text_part(model) if isinstance(model, nn.Module) else model
+    name: str | None = getattr(getattr(part, "config", None), "_attn_implementation", None)
     return name
 
 
 def restore_attention(model: Any, name: str | None) -> None:
     """Restores the implementation that `attention_name` returned before `model` was patched. Idempotent."""
     if name is not None and attention_name(model) != name:
-        model.set_attn_implementation(name)
+        text_part(model).set_attn_implementation(name)
+        restore_text(model)
         ignore_documents(model)
         restore_mixers(model)
         release_dropouts(model)

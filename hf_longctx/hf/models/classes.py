@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.states.patching import STATE_WORDS
+from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+from hf_longctx.hf.models.wrapped.text import text_class, text_part
 
 TESTED_MODELS: tuple[str, ...] = (
     "LlamaForCausalLM",
@@ -272,6 +274,8 @@ def class_problem(model: nn.Module) -> str:
     name = type(model).__name__
     if name in TESTED_MODELS:
         return _decoder_problem(model)
+    if name in WRAPPED_MODELS:
+        return _text_problem(model)
     refusal = refusal_of(name)
     if refusal is None:
         hint = next((found for found in map(lambda each: layer_of(model, each), REFUSALS) if found), "")
@@ -293,6 +297,15 @@ def _decoder_problem(model: nn.Module) -> str:
         if wrong
         else ""
     )
+
+
+def _text_problem(model: nn.Module) -> str:
+    """Why a multimodal model cannot train rows of text because its text model is untested; empty if that is tested."""
+    name, text = type(model).__name__, type(text_part(model)).__name__.removeprefix("FSDP")
+    if text == WRAPPED_MODELS[name] or text_class(model) in TESTED_MODELS:
+        return ""
+    problem = f"model class {name} has the text model {text} inside, but is tested only with {WRAPPED_MODELS[name]}"
+    return f"{problem} and the text models of exact classes; {_REMEDY}"
 
 
 def refusal_of(name: str) -> Refusal | None:

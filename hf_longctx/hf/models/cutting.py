@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
 from hf_longctx.hf.models.dropout.keyed_modules import outer_dropout
+from hf_longctx.hf.models.wrapped.text import text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.dropout.keys import keys_of
@@ -87,7 +88,7 @@ class Pieces:
     """Names of the modules between which a causal language model can be cut.
 
     decoder: the model whose output the head reads. first, layers, last: attributes of `decoder`, for the modules that turn token
-    ids into hidden states, for the list of layers, and for the modules after the layers. head: attribute of `model`.
+    ids into hidden states, for the list of layers, and for the modules after the layers. head: name of the head in `model`.
     """
 
     model: PreTrainedModel
@@ -102,9 +103,15 @@ class Pieces:
         return len(getattr(self.decoder, self.layers))
 
     @property
+    def output_head(self) -> Any:
+        """The module that turns hidden states into logits, or the identity in its place."""
+        return self.model.get_submodule(self.head)
+
+    @property
     def is_tied(self) -> bool:
         """Whether class and config say that the head of the whole model shares the embedding's weight."""
-        return bool(type(self.model)._tied_weights_keys) and bool(self.model.config.tie_word_embeddings)
+        owner: Any = self.model.get_submodule(self.head.rpartition(".")[0])
+        return bool(type(owner)._tied_weights_keys) and bool(owner.config.tie_word_embeddings)
 
 
 def stage_problems(model: nn.Module) -> list[str]:
@@ -147,13 +154,16 @@ def find_pieces(model: nn.Module) -> Pieces:
     inner = base_of(model)
     refused = f"{type(inner).__name__} cannot be cut into pipeline stages: "
     remedy = "; use stages=1"
-    decoder: Any = _decoder(inner)
+    text = text_part(inner)
+    # a text model without the head is a decoder itself; the rest of a multimodal model stays with the first stage
+    decoder: Any = _decoder(text) or (text if text is not inner else None)
     if not isinstance(inner, PreTrainedModel) or decoder is None:
         raise ValueError(f"{refused}it is not a causal language model with a decoder and a head{remedy}")
     head = inner.get_output_embeddings()
-    heads = [name for name, module in inner.named_children() if module is head]
-    others = [name for name, module in inner.named_children() if module is not decoder and name not in heads]
-    if not heads or others:
+    name_of_head = next((name for name, module in inner.named_modules() if module is head), "")
+    around = text.named_children() if decoder is not text else ()
+    others = [name for name, module in around if module is not decoder and module is not head]
+    if not name_of_head or others:
         found = f"it has {', '.join(others)} besides" if others else "it has no output embeddings after"
         raise ValueError(f"{refused}{found} its decoder{remedy}")
     first, layers, last = _planned(decoder) or _recognised(decoder)
@@ -171,7 +181,7 @@ def find_pieces(model: nn.Module) -> Pieces:
         for name, parameter in layer.named_parameters():
             if owners.setdefault(id(parameter), number) != number:
                 raise ValueError(f"{refused}layers {owners[id(parameter)]} and {number} share the weight {name}{remedy}")
-    return Pieces(inner, decoder, first, layers[0], last, heads[0])
+    return Pieces(inner, decoder, first, layers[0], last, name_of_head)
 
 
 def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = False) -> None:
@@ -192,11 +202,14 @@ def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = Fal
     if not pieces.model.get_input_embeddings().weight.is_meta:
         check_ties(pieces)
     _keep_layers(pieces, parts[stage])
+    if stage:
+        _drop_towers(pieces.model)
     if stage and not (keeps_tie and pieces.is_tied):
         drop_embedding(pieces)
     if stage < len(parts) - 1:
         _drop(pieces.decoder, pieces.last)
-        _drop(pieces.model, (pieces.head,))
+        owner, _, name = pieces.head.rpartition(".")
+        _drop(pieces.model.get_submodule(owner), (name,))
         forget_ties(pieces)
 
 
@@ -210,7 +223,7 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
     if len(parts) > 1:
         _check_passes(pieces)
         _bind_parts(pieces, parts, stage)
-    ends = {0: pieces.model.get_input_embeddings(), len(parts) - 1: getattr(pieces.model, pieces.head)}
+    ends = {0: pieces.model.get_input_embeddings(), len(parts) - 1: pieces.output_head}
     is_tied = pieces.is_tied and len(parts) > 1 and stage in ends
     return StageModel(
         model=model,
@@ -309,6 +322,17 @@ def _drop(owner: nn.Module, names: Sequence[str]) -> None:
         setattr(owner, name, Identity(getattr(owner, name)))
 
 
+def _drop_towers(model: nn.Module) -> None:
+    """Removes everything of a multimodal model that is neither of its text model nor its head; the first stage keeps it."""
+    for path in tower_names(model):
+        owner, _, name = path.rpartition(".")
+        _drop(model.get_submodule(owner), (name,))
+    lone = {id(parameter) for parameter in tower_parameters(model)}
+    for path in [path for path, parameter in model.named_parameters() if id(parameter) in lone]:
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, None)
+
+
 def drop_embedding(pieces: Pieces) -> None:
     """Removes the embedding from the model of a later stage. Idempotent."""
     _drop(pieces.decoder, pieces.first)
@@ -317,7 +341,7 @@ def drop_embedding(pieces: Pieces) -> None:
 
 def check_ties(pieces: Pieces) -> None:
     """Raises ValueError if the config ties head and embedding, but they have two different weights."""
-    embedding, head = pieces.model.get_input_embeddings(), getattr(pieces.model, pieces.head)
+    embedding, head = pieces.model.get_input_embeddings(), pieces.output_head
     if pieces.is_tied and head.weight is not embedding.weight:
         raise ValueError(
             f"the config of {type(pieces.model).__name__} ties the head to the embedding, but their weights differ; set "
@@ -328,7 +352,7 @@ def check_ties(pieces: Pieces) -> None:
 def forget_ties(pieces: Pieces) -> None:
     """Keeps transformers from tying weights again, since a stage may lack one of the modules that share a weight."""
     owner: Any
-    for owner in (pieces.model, pieces.decoder):
+    for owner in (module for module in pieces.model.modules() if isinstance(module, PreTrainedModel)):
         owner._tied_weights_keys = None
         owner.all_tied_weights_keys = {}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.runtime.activations.engine import LayerModules
 
 # words in names of config fields that make some class change its logits after the head
@@ -23,13 +23,13 @@ _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 
 def has_plain_projections(model: nn.Module) -> bool:
     """Whether every layer has projections that `layer_modules` finds, so that plans may keep queries, keys and values."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = text_layers(model)
     return bool(layers) and all(_projections(layer) for layer in layers)
 
 
 def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
     """All decoder layers of `model` in order, even inside wrappers; raises ValueError for a model without such layers."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = text_layers(model)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layer of class GradientCheckpointingLayer, so nothing in it can be recomputed or "

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.plan.core.model_spec import PackedSpec
 
 # dtypes in which products may be computed: without loss scaling gradients would overflow fp16, and the kernels do not write fp64
@@ -129,7 +129,7 @@ def packed_spec(model: nn.Module) -> PackedSpec:
     packed = four_bit_layers(model)
     if not packed:
         return PackedSpec()
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = text_layers(model)
     own = [{id(p): p.nbytes for name, p in layer.named_parameters() if "lora_" not in name} for layer in layers]
     scales = [sum(map(scale_bytes, four_bit_layers(layer).values())) for layer in layers]
     unpacked = max(map(unpacked_bytes, packed.values()))

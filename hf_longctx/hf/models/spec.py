@@ -15,6 +15,7 @@ from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.layers import has_plain_projections
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import layer_windows
+from hf_longctx.hf.models.wrapped.text import text_part
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
@@ -37,7 +38,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         spec,
         idle_parameters=spec.idle_parameters + _uncounted_parameters(model, spec),
         bytes_sent_per_element=min(2, element) if is_autocast else 0,
-        qk_norms=any(name.endswith(_QK_NORMS) for name, _ in model.named_modules()),
+        qk_norms=any(name.endswith(_QK_NORMS) for name, _ in text_part(model).named_modules()),
         can_keep_qkv=has_plain_projections(model),
         adapters=adapter_spec(model),
         packed=packed_spec(model),

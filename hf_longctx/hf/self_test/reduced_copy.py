@@ -25,6 +25,7 @@ from hf_longctx.hf.models.cutting import Identity
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
 from hf_longctx.hf.models.states.patching import leave_kernels_out
 from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
+from hf_longctx.hf.models.wrapped.text import tower_names, tower_parameters
 from hf_longctx.hf.self_test.independent import independent_copy
 
 # number of token ids that the copy keeps
@@ -92,7 +93,9 @@ def reduced_copy(
     """
     is_cut, layers, kept = _layers_and_kept(model, boundaries)
     memo: dict[int, Any] = {id(layer): SkippedLayer(layer) for place, layer in enumerate(layers) if place not in kept}
-    num_token_ids = _cut_vocabulary(base_of(model), memo)
+    base: Any = base_of(model)
+    memo |= {id(tower): SkippedLayer(tower) for tower in map(base.get_submodule, tower_names(base))}
+    num_token_ids = _cut_vocabulary(base, memo)
     if dtype is not None:
         # four-bit layers multiply in a fixed precision, so replace them by their unpacked weights
         memo |= {id(packed): in_full(packed) for place in kept for packed in four_bit_layers(layers[place]).values()}
@@ -129,6 +132,7 @@ def num_elements(model: Any, boundaries: Sequence[int]) -> int:
     """Number of elements in the weights of a copy, with four-bit weights unpacked."""
     _, layers, kept = _layers_and_kept(model, boundaries)
     left_out = {id(p) for place, layer in enumerate(layers) if place not in kept for p in layer.parameters()}
+    left_out |= {id(p) for p in tower_parameters(model)}
     memo: dict[int, Any] = {}
     _cut_vocabulary(base_of(model), memo)
     counts, own = own_elements(model), dict(model.named_parameters())

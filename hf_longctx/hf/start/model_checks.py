@@ -17,6 +17,7 @@ from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.routers import router_problems
 from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import state_problems
+from hf_longctx.hf.models.wrapped.text import text_class, text_part, tower_parameters
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
@@ -55,8 +56,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if quantised := quantised_problems(model):
         # all other problems would only be consequences of these
         return quantised
-    problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(base), *router_problems(base)]
-    problems += _setting_problems(config, KEYED_FIELDS.get(name, ())) + dropout_problems(base)
+    text = text_part(base)
+    problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(text), *router_problems(base)]
+    problems += _setting_problems(config, KEYED_FIELDS.get(name, ())) + dropout_problems(text)
     problems += [
         f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
@@ -65,11 +67,11 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         f"rope type {rope_type!r} of {name} is scaled again by the longest position of each forward, which depends on the plan; "
         f"use rope type 'default'"
         for rope_type in sorted((_rope_types(config) & set(TESTED_ROPE_TYPES)) - {"default"})
-        if name in DEFAULT_ROPE_ONLY
+        if text_class(base) in DEFAULT_ROPE_ONLY
     ]
-    if name not in DEFAULT_ROPE_ONLY:
-        problems += document_rope_problems(base, _rope_types(config) & set(DOCUMENT_ROPE_TYPES))
-    problems += rope_problems(base)
+    if text_class(base) not in DEFAULT_ROPE_ONLY:
+        problems += document_rope_problems(text, _rope_types(config) & set(DOCUMENT_ROPE_TYPES))
+    problems += rope_problems(text)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         problems.append(
             "activation (gradient) checkpointing is enabled on the model, but plans decide what is recomputed; call "
@@ -77,8 +79,8 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         )
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         problems.append("the model is compiled, which is not supported yet; pass a model that is not compiled")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
+    towers = {id(parameter) for parameter in tower_parameters(model)}
+    if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in towers):
         problems.append("no parameter of the model requires a gradient; unfreeze what is to be trained")
     dtypes, added = own_dtypes(model)
     if len(dtypes) > 1:
@@ -97,7 +99,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
 
 def _pattern_problems(model: PreTrainedModel) -> list[str]:
     """Problems with attention patterns that nobody passes to the attention function, so that it would ignore them."""
-    config = model.config.get_text_config()
+    config, text = model.config.get_text_config(), text_part(model)
     # "vision" lets tokens of images see each other; without images it has no effect
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
         return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
@@ -105,10 +107,10 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
     problems = [
         f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; build the model with "
         f"is_decoder=True in its config"
-        for name, module in model.named_modules()
+        for name, module in text.named_modules()
         if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
     ][:1]
-    known = (*_LAYER_TYPES, *(["chunked_attention"] if type(model).__name__ in _CHUNKED else []))
+    known = (*_LAYER_TYPES, *(["chunked_attention"] if text_class(model) in _CHUNKED else []))
     known += (family.layer_type,) if (family := family_of(model)) else ()
     problems += [
         f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model whose layers are all of "
@@ -117,7 +119,7 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
     ]
     if "chunked_attention" in known and not (size := config.attention_chunk_size):
         problems.append(f"attention_chunk_size is {size}, for which {type(model).__name__} has no masks; set a positive number")
-    for module in model.modules():
+    for module in text.modules():
         layer = getattr(module, "layer_idx", None)
         if not hasattr(module, "sliding_window") or layer is None or layer >= len(layer_types):
             continue

@@ -19,6 +19,7 @@ from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapter
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
 from hf_longctx.hf.models.states.functions import family_of
+from hf_longctx.hf.models.wrapped.text import placeholder_ids
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
@@ -50,7 +51,8 @@ class RunSetup:
     """Basis of a run's plans: the cost model before anything is measured, the planner's limits, the longest sequence.
 
     ranges: layer ranges of every pipeline stage; without a pipeline there is one stage. max_length: the most tokens of a
-    sequence by the settings. room_tokens: the most tokens of a sequence that memory holds.
+    sequence by the settings. room_tokens: the most tokens of a sequence that memory holds. placeholders: token ids that stand
+    for images, sound or video, which no row may have.
     """
 
     costs: CostModel
@@ -58,6 +60,7 @@ class RunSetup:
     max_length: int
     ranges: Ranges
     room_tokens: int
+    placeholders: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -76,7 +79,8 @@ def checked_degrees(
 
     problems: problems that the caller has found already. Collective over the ranks of `control`.
     """
-    heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
+    config_of_text = model.config.get_text_config() if hasattr(model, "config") else None
+    heads = getattr(config_of_text, "num_attention_heads", args.world_size)
     heads = least_heads(model) if family_of(base_of(model)) else heads
     degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads, group_method(config, model))
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
@@ -196,7 +200,8 @@ class _SetupBasis:
         room_tokens = tokens_per_rank * degrees[-1]
         if is_pipeline:
             room_tokens = _longest_in_stages(min(self.max_length, room_tokens * len(ranges)), costs, planner)
-        return RunSetup(costs, planner, self.max_length, ranges, room_tokens)
+        placeholders = placeholder_ids(base_of(self.model).config)
+        return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
 
     def _tokens_per_rank(
         self, costs: CostModel, budget: ActivationBudget, activations: ActivationBudget | None, is_shared: bool

@@ -12,7 +12,7 @@ Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.activations import ActivationRuntime
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.wrapped.text import placeholder_ids
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
@@ -284,7 +286,7 @@ class SequenceExchange:
             return None
         self.num_forwards += 1
         with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
-            documents, owned = self._agree(args, kwargs)
+            documents, owned = self._agree(args, kwargs, placeholder_ids(base_of(model).config))
             plan = self._plan([length for lengths in owned for length in lengths])
             exchange = TokenExchange(plan, owned, self.pool.rank)
             rows_T2, positions_T = exchange.run(documents, self.pool.everyone)
@@ -369,7 +371,9 @@ class SequenceExchange:
         self._during.enter_context(activations.running())
         return replace(context, activations=activations), is_summed
 
-    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LocalDocuments, list[list[int]]]:
+    def _agree(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], placeholders: Collection[int]
+    ) -> tuple[LocalDocuments, list[list[int]]]:
         """This rank's documents, and the lengths of every rank's documents; raises on every rank if any rank has a problem."""
         nothing = torch.zeros(0, 2, dtype=torch.int64)
         documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
@@ -377,6 +381,11 @@ class SequenceExchange:
             if args:
                 raise ValueError("the model was called with positional arguments; call it with keywords, as Trainer does")
             documents = read_documents(kwargs)
+            if found := sorted(set(placeholders) & set(documents.rows_T2[:, 0].tolist())):
+                raise ValueError(
+                    f"the batch has token {found[0]}, which stands for an image, sound or video, but plans train rows of text "
+                    f"alone; remove such rows, for example with dataset.filter"
+                )
             if documents.lengths and (longest := max(documents.lengths)) > self.max_length:
                 raise ValueError(
                     f"the batch has a sequence of {longest} tokens, above max_length {self.max_length}; cut it in the dataset, "

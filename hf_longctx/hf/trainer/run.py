@@ -21,6 +21,7 @@ from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.routers import RouterRuntime
+from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, differing_settings, raise_together
@@ -166,6 +167,7 @@ def start_run(request: RunRequest) -> Run:
         patch_model(model)
         if (dropout := keys_of(model)) is not None:
             dropout.seed = args.seed
+        undo.callback(freeze_towers(model))
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
         if test is None or request.datasets is None:

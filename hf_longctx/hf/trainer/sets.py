@@ -114,12 +114,14 @@ class SequenceSets:
             sequences_per_step=args.per_device_train_batch_size * args.world_size,
             tokens_per_step=config.tokens_per_step,
             drop_last=args.dataloader_drop_last,
+            placeholders=self.setup.placeholders,
         )
 
     def _scan(self, sets: dict[str, Any]) -> dict[str, DatasetScan]:
         """Lengths and problems of named sets; with long_sequences="error", rows that are too long are problems too."""
         setup = self.setup
-        scans = scan_on_every_rank(sets, setup.costs.model.vocab_size, not self.args.disable_tqdm)
+        show_progress = not self.args.disable_tqdm
+        scans = scan_on_every_rank(sets, setup.costs.model.vocab_size, show_progress, setup.placeholders)
         if self.config.long_sequences != "error":
             return scans
         limits = setup.max_length, setup.room_tokens, setup.planner.tokens_per_rank

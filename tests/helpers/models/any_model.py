@@ -92,6 +92,7 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         **{"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     },
     "Gemma4UnifiedForCausalLM": {"use_bidirectional_attention": None},
+    "Cohere2VisionForConditionalGeneration": {"alignment_intermediate_size": 32},
     "GraniteMoeHybridForCausalLM": _MAMBA | {"layer_types": ["mamba", "attention"]},
     "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 4},
     "LagunaForCausalLM": {"num_attention_heads_per_layer": [4, 4, 4]},
@@ -126,6 +127,14 @@ _MOST_LAYERS = 6
 _MOST_PARAMETERS = 5_000_000
 
 
+# sizes of towers for images and sound, which never run here, so they need not fit together
+_TOWER: dict[str, Any] = {
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+    **dict.fromkeys(("projection_dim", "lm_hidden_size", "encoder_hidden_size", "output_dim", "encoder_attention_heads"), 32),
+    **{"depth": 2, "num_heads": 4, "image_size": 56, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+}
+
+
 def class_names() -> list[str]:
     """Every class that transformers exports under a name that ends in ForCausalLM."""
     return sorted(name for name in dir(transformers) if name.endswith("ForCausalLM") and not name.startswith("Auto"))
@@ -133,8 +142,38 @@ def class_names() -> list[str]:
 
 def tiny_config(model_class: type[PreTrainedModel], **changes: Any) -> PretrainedConfig:
     """The class's default config in small sizes, with each kind of layer that its lists of one entry per layer contain."""
-    config_class: Any = model_class.config_class
     special = _OF_CLASS.get(model_class.__name__, {})
+    config_class: Any = model_class.config_class
+    if "text_config" not in config_class.sub_configs or model_class.__name__.endswith("ForCausalLM"):
+        return _small(config_class, special)
+    default = config_class()
+    parts = {name: getattr(default, name, None) for name in config_class.sub_configs}
+    small = {}
+    for name, part in parts.items():
+        if part is not None:
+            settings = {field: value for field, value in _TOWER.items() if hasattr(part, field)}
+            if name == "text_config":
+                settings = _positions_of(part) | _OF_CLASS.get(_causal_class(type(part)), {})
+            small[name] = _small(type(part), settings | special.get(name, {})).to_dict()
+    return config_class(**small, **{name: value for name, value in special.items() if name not in small})
+
+
+def _positions_of(text: Any) -> dict[str, Any]:
+    """Divides the frequencies of small heads among the three kinds of positions that some rotary embeddings have."""
+    parameters = dict(text.rope_parameters or {})
+    if "mrope_section" not in (*parameters, *getattr(text, "ignore_keys_at_rope_validation", ())):
+        return {}
+    total = int(HEAD_DIM * parameters.get("partial_rotary_factor", 1.0)) // 2
+    return {"rope_parameters": parameters | {"mrope_section": [total - 2 * (total // 3), total // 3, total // 3]}}
+
+
+def _causal_class(config_class: type[PretrainedConfig]) -> str:
+    """Name of the causal language model with this config; empty if there is none."""
+    return next((name for name in class_names() if getattr(transformers, name).config_class is config_class), "")
+
+
+def _small(config_class: Any, special: dict[str, Any]) -> PretrainedConfig:
+    """A config in small sizes."""
     fields = {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
     default = vars(config_class())
     settings = {name: value for name, value in _SIZES.items() if name in fields}

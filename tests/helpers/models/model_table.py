@@ -19,11 +19,17 @@ parameters are sharded (FSDP2), and in pipeline stages. `no` means refused with 
 plans keep everything, which the run says once. `whole logits`: the class changes its logits after the head, so plans keep
 everything for it, too.
 """
+_WRAPPED = """
+A multimodal class trains rows of text if it stands here and its text model is the one named, or that of an exact class above.
+Errors are measured as above, against the whole multimodal model on rows of text. Towers for images, sound and video are
+frozen while a run lasts, stay bit-equal, and are saved with the checkpoint. Rows with such input, by a column or by a token
+that stands for it, are refused, and so are classes that do not stand here.
+"""
 _PLACES = {"ring": "rings", "recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}
 
 
-def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], version: str) -> str:
-    """Text of the page: a row of cells for every tested class, and for every other class why it is refused."""
+def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped: dict[str, dict[str, str]], version: str) -> str:
+    """Text of the page: cells for tested classes, reasons for refused ones, and cells for multimodal classes."""
     total = len(outcomes) + len(refused)
     counts = {summary: list(refused.values()).count(summary) for summary in dict.fromkeys(refused.values())}
     lines = [
@@ -52,6 +58,14 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], version:
         "| class | reason |",
         "|---|---|",
         *(f"| {name} | {summary} |" for name, summary in sorted(refused.items())),
+        "",
+        "## Wrapped text models",
+        "",
+        " ".join(_WRAPPED.split()),
+        "",
+        "| class | text model | error | rings | recomputed | sharded | stages |",
+        "|---|---|---|---|---|---|---|",
+        *(f"| {name} | {' | '.join(cells.values())} |" for name, cells in sorted(wrapped.items())),
     ]
     return "\n".join(lines) + "\n"
 
@@ -66,18 +80,19 @@ def cells_of(outcome: object, head: str) -> dict[str, str]:
     return {"error": f"1e{decade}"} | cells
 
 
-def read_page() -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Reads the page: cells of every exact class, and the reason for every refused class."""
-    exact, refused = FILE.read_text().split("## Exact")[1].split("## Refused")
+def read_page() -> tuple[dict[str, list[str]], dict[str, str], dict[str, list[str]]]:
+    """Reads the page: cells of exact classes, reasons for refused classes, and cells of multimodal classes."""
+    exact, others = FILE.read_text().split("## Exact")[1].split("## Refused")
+    refused, wrapped = others.split("## Wrapped text models")
     rows = [
         {
             cells[0]: cells[1:]
             for cells in ([cell.strip() for cell in line.strip("| \n").split("|")] for line in part.splitlines())
-            if cells[0].endswith("ForCausalLM")
+            if cells[0].endswith(("ForCausalLM", "ForConditionalGeneration"))
         }
-        for part in (exact, refused)
+        for part in (exact, refused, wrapped)
     ]
-    return rows[0], {name: cells[0] for name, cells in rows[1].items()}
+    return rows[0], {name: cells[0] for name, cells in rows[1].items()}, rows[2]
 
 
 def main() -> None:
@@ -90,15 +105,17 @@ def main() -> None:
 
     from hf_longctx.hf.models.classes import TESTED_MODELS, refusal_of
     from hf_longctx.hf.models.layers import head_problem
+    from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 
     pool = RankPool(2)
     outcomes = {}
-    for name in sorted(TESTED_MODELS):
+    for name in sorted((*TESTED_MODELS, *WRAPPED_MODELS)):
         outcomes[name] = cells_of(sweep(name, pool), head_problem(build_any(name)))
         print(name, outcomes[name], flush=True)
     pool.close()
     refused = {name: refusal_of(name).summary for name in class_names() if name not in TESTED_MODELS}
-    FILE.write_text(table(outcomes, refused, transformers.__version__))
+    wrapped = {name: {"text model": text} | outcomes.pop(name) for name, text in WRAPPED_MODELS.items()}
+    FILE.write_text(table(outcomes, refused, wrapped, transformers.__version__))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every `ForCausalLM` class of transformers is exact under plans or refused by name, as `docs/models.md` says.
+"""Every `ForCausalLM` class, and every listed multimodal one, is exact under plans or refused by name, as `docs/models.md` says.
 
 Only a few classes by default; `pytest -m sweep tests/hf/models/test_model_sweep.py` takes them all, in minutes.
 """
@@ -16,12 +16,14 @@ from helpers.models.versions import newest
 
 from hf_longctx.hf.models.classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
 from hf_longctx.hf.models.layers import head_problem
+from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+from hf_longctx.hf.models.wrapped.text import text_part
 
 # learned positions and biases without RoPE, a window in masks alone, sinks and experts, norms used twice, states, states in
-# layers that return tuples, a context that layers drop
+# layers that return tuples, a context that layers drop, a multimodal class
 FAST = (
     *("OPTForCausalLM", "PhimoeForCausalLM", "GptOssForCausalLM", "NanoChatForCausalLM", "OlmoHybridForCausalLM"),
-    *("BambaForCausalLM", "StableLmForCausalLM"),
+    *("BambaForCausalLM", "StableLmForCausalLM", "Gemma3ForConditionalGeneration"),
 )
 # whose configs cannot be made small by the names of their fields
 UNBUILT = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM", "Qwen4ExpForCausalLM", "ZambaForCausalLM")
@@ -37,22 +39,27 @@ def marked(names: tuple[str, ...] | list[str], fast: tuple[str, ...] = FAST) -> 
     return [name if name in fast else pytest.param(name, marks=pytest.mark.sweep) for name in names]
 
 
-@pytest.mark.parametrize("name", marked(TESTED_MODELS))
+@pytest.mark.parametrize("name", marked([*TESTED_MODELS, *WRAPPED_MODELS]))
 def test_a_tested_class_is_exact(ranks, name: str) -> None:
     outcome = sweep(name, ranks(2))
     assert {road: error for road, error in outcome.errors.items() if not error <= TOLERANCE} == {}
     assert set(outcome.refusals) <= set(OPTIONAL) and set(outcome.errors) | set(outcome.refusals) == set(ROADS)
     assert outcome.self_test.startswith("self-test passed"), outcome.self_test
-    assert name in NO_DEFAULT or kinds_of(name) <= {type(module).__name__ for module in build_any(name).modules()}
-    said = read_page()[0][name][1:]
-    assert list(cells_of(outcome, head_problem(build_any(name))).values())[1:] == said
+    model = build_any(name)
+    exact, _, wrapped = read_page()
+    said = wrapped[name][2:] if name in WRAPPED_MODELS else exact[name][1:]
+    assert list(cells_of(outcome, head_problem(model)).values())[1:] == said
+    if name in WRAPPED_MODELS:
+        assert WRAPPED_MODELS[name] == wrapped[name][0] == type(text_part(model)).__name__
+    else:
+        assert name in NO_DEFAULT or kinds_of(name) <= {type(module).__name__ for module in model.modules()}
 
 
 # PEFT rewrites the settings of adapters for the first two; scores of low rank, one projection for queries, keys and values
 FAST_ADAPTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM")
 
 
-@pytest.mark.parametrize("name", marked(TESTED_MODELS, FAST_ADAPTED))
+@pytest.mark.parametrize("name", marked([*TESTED_MODELS, *WRAPPED_MODELS], FAST_ADAPTED))
 def test_adapters_on_the_attention_of_a_tested_class_are_exact(ranks, name: str) -> None:
     lora = attention_adapters(name)
     outcome = sweep(name, ranks(2), lora) if name in FAST_ADAPTED else local_outcome(name, lora)
@@ -63,7 +70,8 @@ def test_adapters_on_the_attention_of_a_tested_class_are_exact(ranks, name: str)
 
 @newest
 def test_every_class_is_tested_or_refused_and_the_page_says_so() -> None:
-    exact, refused = read_page()
+    exact, refused, wrapped = read_page()
+    assert set(wrapped) == set(WRAPPED_MODELS) and sorted(wrapped) == list(wrapped)
     assert set(exact) == set(TESTED_MODELS) and len(TESTED_MODELS) >= AT_LEAST_EXACT
     assert refused == {name: refusal_of(name).summary for refusal in REFUSALS for name in refusal.classes}
     assert sorted([*exact, *refused]) == class_names()

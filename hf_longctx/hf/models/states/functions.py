@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_longctx.hf.models.wrapped.text import text_class
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.recurrence import scan_documents
@@ -210,4 +211,5 @@ MIXERS: dict[str, StateFamily] = {mixer: family for family in FAMILIES for mixer
 
 def family_of(model: nn.Module) -> StateFamily | None:
     """The family of a model's class; None for classes without a state along the sequence."""
-    return next((family for family in FAMILIES if type(model).__name__ in family.models), None)
+    name = text_class(model)
+    return next((family for family in FAMILIES if name in family.models), None)
