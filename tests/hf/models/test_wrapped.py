@@ -28,7 +28,7 @@ STEPS: dict[str, Any] = {
     **{"max_steps": 2, "per_device_train_batch_size": len(ROWS), "max_grad_norm": 0.0, "warmup_steps": 0},
     **{"lr_scheduler_type": "constant", "save_strategy": "no"},
 }
-SETTINGS = LongContextConfig(self_test=False, tokens_per_rank=64, report_steps=False, timeline_steps=0)
+SETTINGS = LongContextConfig(tokens_per_rank=64, report_steps=False, timeline_steps=0)
 
 
 def gemma3() -> Any:
