@@ -142,7 +142,7 @@ def class_names() -> list[str]:
 
 def tiny_config(model_class: type[PreTrainedModel], **changes: Any) -> PretrainedConfig:
     """The class's default config in small sizes, with each kind of layer that its lists of one entry per layer contain."""
-    special = _OF_CLASS.get(model_class.__name__, {})
+    special = _OF_CLASS.get(model_class.__name__, {}) | changes
     config_class: Any = model_class.config_class
     if "text_config" not in config_class.sub_configs or model_class.__name__.endswith("ForCausalLM"):
         return _small(config_class, special)
@@ -182,7 +182,7 @@ def _small(config_class: Any, special: dict[str, Any]) -> PretrainedConfig:
     if "qk_rope_head_dim" in fields:
         # with latent attention a config's head size is that of the rotary part, and there are as many KV heads as query heads
         settings |= {name: value for name, value in (("head_dim", HEAD_DIM // 2), ("num_key_value_heads", 4)) if name in fields}
-    settings |= special | changes
+    settings |= special
     return config_class(**copy.deepcopy(settings))
 
 
