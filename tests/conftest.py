@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -32,3 +33,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for made in pools.values():
         made.close()
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the collected tests out of every later garbage collection, which trainings and self-tests begin with."""
+    gc.freeze()

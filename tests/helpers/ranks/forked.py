@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import random
@@ -11,11 +12,36 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from typing import Any
 
-FORKED = mp.get_context("forkserver")
-# the server imports and does nothing else: no random numbers, process groups or threads that its forks would share
-FORKED.set_forkserver_preload(["hf_longctx.recipes.sft", "transformers.models.llama.modeling_llama"])
+import pytest
+
+TESTS = Path(__file__).parents[2]
+
+
+class _ForkedContext(mp.context.ForkServerContext):
+    """Start method whose server has imported `preloaded`; in its forks, the system's own method starts loaders' workers."""
+
+    def Process(self, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            # the server of Python 3.11 is not told where this process finds its modules
+            patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+            # the server imports and does nothing else: no random numbers, process groups or threads that its forks would share
+            self.set_forkserver_preload(["helpers.ranks.preloaded"])
+            ensure_running()
+        return super().Process(*args, **kwargs)
+
+
+FORKED = _ForkedContext()
+
+
+def settle() -> None:
+    """Prepares a process that was just forked."""
+    # imported modules stay for good; a collection would copy all of their pages
+    gc.freeze()
+    mp.set_start_method("fork", force=True)
 
 
 # ports below those from which systems choose one for a connection, which could take a free one before its ranks do
@@ -90,6 +116,7 @@ def run_ranks(
 
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], out: str, errors: str) -> None:
+    settle()
     os.environ.update(environment)
     for number, path in ((1, out), (2, errors)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -13,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from helpers.ranks.forked import FORKED, free_port, rank_environment
+from helpers.ranks.forked import FORKED, free_port, rank_environment, settle
 
 # seconds that a launcher gives the other ranks to end after SIGTERM; torchrun gives 30
 _GRACE_S = 10.0
@@ -71,13 +70,7 @@ def _launch(
     function: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int, log: str, writer: Connection, ends_others: bool
 ) -> None:
     os.setsid()
-    with suppress(ImportError):
-        # half a second of regular expressions, which every rank would compile for its first checkpoint
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-        get_checkpoint_conversion_mapping("llama")
-    # imported modules stay for good; a collection in a fork would copy all of their pages
-    gc.freeze()
+    settle()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(file, number)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from helpers.ranks.forked import FORKED, free_port, rank_environment
+from helpers.ranks.forked import FORKED, free_port, rank_environment, settle
 
 _START_TIMEOUT_S = 120.0
 
@@ -115,8 +115,7 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
     import torch
     import torch.distributed as dist
 
-    # imported modules stay for good, so the garbage collector need not look at them again
-    gc.freeze()
+    settle()
     torch.set_num_threads(1)
     lasting(lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s)))
     pipe.send((True, rank))
