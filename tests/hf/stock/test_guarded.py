@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +84,10 @@ class AfterStep(TrainerCallback):
 
     def act(self, model: Any) -> None:
         # the loader's worker and the server that forked it get it too, as from a launcher
-        for process in (*psutil.Process().children(recursive=True), psutil.Process()):
+        helpers = psutil.Process().children(recursive=True)
+        for process in (*helpers, psutil.Process()):
             process.send_signal(signal.SIGTERM)
+        assert helpers and not psutil.wait_procs(helpers, timeout=0.5)[0]
 
 
 class Drift(AfterStep):
@@ -97,9 +100,16 @@ def stop_and_go_on(folder: str, late: bool) -> tuple[Outcome, Outcome, Outcome]:
     # every step needs more batches than the worker has made before it
     workers = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 1}
     batches = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, **workers}
-    straight = train(f"{folder}/straight", late=late, **batches)
-    stopped = train(f"{folder}/out", None, (AfterStep(1, 4),), late, **batches)
-    return straight, stopped, train(f"{folder}/out", True, (), late, **batches)
+    if late:
+        # default of Python 3.14; the server of these workers gets the signal, too
+        multiprocessing.set_forkserver_preload(["transformers.trainer", "hf_longctx.hf.stock.callback"])
+        multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        straight = train(f"{folder}/straight", late=late, **batches)
+        stopped = train(f"{folder}/out", None, (AfterStep(1, 4),), late, **batches)
+        return straight, stopped, train(f"{folder}/out", True, (), late, **batches)
+    finally:
+        multiprocessing.set_start_method("fork", force=True)
 
 
 @resuming
