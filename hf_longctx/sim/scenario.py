@@ -135,8 +135,9 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}")
     if min(request.degrees, default=1) < 1:
         raise ValueError(f"degrees {request.degrees} must be positive numbers of ranks, for example 1,2,4,8")
-    degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
-    check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
+    request = replace(request, method=_method(request, model))
+    degrees = request.degrees or default_degrees(request.num_ranks, model.most_shared_heads, request.method)
+    check_degrees(degrees, request.num_ranks, model.most_shared_heads, request.method)
     placement = _placement(request, memory, degrees, notes)
     costs = CostModel(
         model,
@@ -190,11 +191,29 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
             f"leave it out"
         )
     model = read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"])
-    sizes = Counter(window for window in model.windows if window is not None)
-    return _quantised(request, model), [
+    sizes = Counter(window for window in model.windows if window)
+    notes = [
         f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"
         for window, count in sorted(sizes.items())
     ]
+    if num_states := sum(model.states.layers):
+        notes.append(
+            f"{num_states} of {model.num_layers} layers carry states in place of attention: seconds are those of products alone, "
+            f"bytes are those of transformers' torch code, which runs them"
+        )
+    return _quantised(request, model), notes
+
+
+def _method(request: Request, model: ModelSpec) -> GroupMethod:
+    """How groups share tokens; without rings for a model whose layers carry states. Raises ValueError if rings are asked for."""
+    if model.states.is_empty:
+        return request.method
+    if request.method in ("ring", "hybrid"):
+        raise ValueError(
+            f"--method {request.method} spreads a sequence over a ring, but {request.model} has layers with a state along the "
+            f"sequence, which run in ulysses groups only; use auto or ulysses"
+        )
+    return "ulysses"
 
 
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:

@@ -22,7 +22,7 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
 )
-from hf_longctx.plan.core.windows import Windows
+from hf_longctx.plan.core.layer_kinds import Windows
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.calibration.shapes import FEW_LAYERS, build_model, model_config, set_layers
+from hf_longctx.hf.calibration.shapes import build_model, few_layers, model_config, set_layers
 from hf_longctx.hf.models.attention import num_attention_layers
-from hf_longctx.hf.models.spec import cluster_spec, model_spec, tokens_that_fit, windows_of
+from hf_longctx.hf.models.spec import cluster_spec, model_spec, states_of, tokens_that_fit, windows_of
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.layer_kinds import with_states
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.types import GroupShape
@@ -106,11 +107,11 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     precision = request.precision or ("autocast" if device.type == "cuda" else "float32")
     config = model_config(request.model)
     few = copy.deepcopy(config)
-    set_layers(few, min(config.num_hidden_layers, FEW_LAYERS))
+    set_layers(few, few_layers(config))
     model = build_model(few, device, precision)
     spec = model_spec(model, precision == "autocast")
     cluster = cluster_spec(device, num_ranks, ranks_per_node)
-    degrees = default_degrees(num_ranks, spec.num_heads)
+    degrees = default_degrees(num_ranks, spec.most_shared_heads, "auto" if spec.states.is_empty else "ulysses")
     pool = GroupPool(degrees, _TIMEOUT_S, control_group(_TIMEOUT_S))
     cluster = replace(cluster, hardware=measure_rates(pool, degrees, cluster, device))
     stop_at_s = time.monotonic() + request.stop_at_s - time.time()
@@ -125,7 +126,10 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     fit = fit_coefficients(chunk_samples(timings, costs, False), step_s, source, costs.coefficients)
     costs = replace(costs, coefficients=fit.coefficients)
     held_out = Residuals.of(relative_errors(chunk_samples(timings, costs, True), fit.coefficients))
-    whole_spec = replace(spec, num_layers=config.num_hidden_layers, windows=windows_of(config))
+    states = states_of(config)
+    whole_spec = replace(
+        spec, num_layers=config.num_hidden_layers, windows=with_states(windows_of(config), states), states=states
+    )
     whole = whole_model_costs(fit.coefficients, head_costs, spec, whole_spec)
     profile = describe(whole_spec, cluster, whole, residual_table(timings, costs), source)
     return Calibration(costs, timings, fit, held_out, profile)

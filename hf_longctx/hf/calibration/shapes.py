@@ -40,7 +40,7 @@ def model_config(name: str) -> PretrainedConfig:
         raise ValueError(
             f"model {name!r} is neither a config.json, nor a folder with one, nor one of {', '.join(model_names())}"
         ) from None
-    if not spec.gated_mlp or spec.learned_positions:
+    if not spec.gated_mlp or spec.learned_positions or not spec.states.is_empty:
         raise ValueError(
             f"model {name!r} does not have the layers of a Llama, so it cannot be built from its shapes; give its config.json"
         )
@@ -93,6 +93,18 @@ def build_model(config: PretrainedConfig, device: torch.device, precision: str) 
         plain: Any = model
         plain.forward = torch.autocast(device.type, dtype=torch.bfloat16)(plain.forward)
     return model.train()
+
+
+def few_layers(config: PretrainedConfig) -> int:
+    """Number of layers to measure: at most `FEW_LAYERS`, with the model's share of layers with attention where one has it."""
+    num_layers, types = config.num_hidden_layers, list(getattr(config, "layer_types", None) or ())
+    counts = range(min(num_layers, FEW_LAYERS), 1, -1)
+    alike = (
+        n
+        for n in counts
+        if len(types) == num_layers and all(types[:n].count(kind) * num_layers == types.count(kind) * n for kind in set(types))
+    )
+    return next(alike, counts.start)
 
 
 def set_layers(config: PretrainedConfig, num_layers: int) -> None:

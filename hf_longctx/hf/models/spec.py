@@ -17,9 +17,9 @@ from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import layer_windows
 from hf_longctx.hf.models.wrapped.text import text_part
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
+from hf_longctx.plan.core.layer_kinds import StateSpec, Windows, config_states, config_windows, with_states
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.plan.core.windows import Windows, config_windows
 from hf_longctx.plan.memory.byte_model import ByteModel
 
 # config fields that may hold the MLP's width, and nested configs that may hold the sizes of layers
@@ -42,13 +42,18 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         can_keep_qkv=has_plain_projections(model),
         adapters=adapter_spec(model),
         packed=packed_spec(model),
-        windows=layer_windows(model),
+        windows=with_states(layer_windows(model), spec.states),
     )
 
 
 def windows_of(config: PretrainedConfig) -> Windows:
     """The windows of a model's layers, read from its config alone, for use without the model."""
     return config_windows(_fields(config), config.get_text_config().num_hidden_layers)
+
+
+def states_of(config: PretrainedConfig) -> StateSpec:
+    """The layers with a state along the sequence, read from a config."""
+    return config_states(_fields(config), config.get_text_config().num_hidden_layers)
 
 
 def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:

@@ -117,10 +117,11 @@ def choose_setup(
     # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
-    if family_of(base_of(model)) and args.process_index == 0:
+    if family_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
         logger.warning(
-            "plans count layers with a state along the sequence as full attention, and neither the states that slices leave nor "
-            "the fp32 tensors of their scan as memory; where memory is short, give a lower device_gib"
+            "plans count the layers with a state along the sequence of %s as full attention, and neither the states that slices "
+            "leave nor the tensors of their scan as memory; where memory is short, give a lower device_gib",
+            type(base_of(model)).__name__,
         )
     # a rank that loaded only its own stage does not know the adapters and four-bit weights of other stages
     everyone = gather_objects((spec.adapters, spec.packed), control)

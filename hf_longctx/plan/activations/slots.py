@@ -91,12 +91,13 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
 
     Recomputing a class takes as long as its part of the forward: by exact pairs for attention, for other classes by their share
     of the layer's parameters. The MLP's seconds include the output projection, since the MLP's replay runs through it. The output
-    head belongs to no layer, so its share of a token's seconds is left out.
+    head belongs to no layer, so its share of a token's seconds is left out. A layer with a state keeps no attention output, and
+    its mixer is recomputed as a whole, with the share that attention's projections have in the mean layer.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
     token_s, inside = forward.token_s * tokens / model.num_layers, 1 - costs.head_share(is_backward=False)
-    qkv_part = model.qkv_parameters / model.layer_parameters
+    qkv_part, no_attention = model.mixing_share, pairs.share_without
     recompute_s: dict[TensorClass, float] = {
         "layer_input": 0.0,
         "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
@@ -106,7 +107,7 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
     saved = tuple(
         SavedClass(
             name,
-            class_bytes(model, name) * tokens,
+            ((1 - no_attention) * class_bytes(model, name) + no_attention * class_bytes(model, name, True)) * tokens,
             seconds,
             can_recompute=name != "layer_input",
             can_offload=name != "qkv" or model.can_keep_qkv,

@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_longctx.plan.core.layer_kinds import Windows
 from hf_longctx.plan.core.types import Chunk
-from hf_longctx.plan.core.windows import Windows
 
 FloatArray = NDArray[np.float64]
 Tokens = TypeVar("Tokens", float, FloatArray)
@@ -30,7 +30,8 @@ Tokens = TypeVar("Tokens", float, FloatArray)
 class AttentionPairs:
     """Query-key pairs of one layer, averaged over a set of layers.
 
-    windows: (window in tokens, share of the layers that have it), ascending; the remaining layers have full attention.
+    windows: (window in tokens, share of the layers that have it), ascending; the remaining layers have full attention. A window
+    of 0 stands for layers without attention.
     """
 
     windows: tuple[tuple[int, float], ...] = ()
@@ -41,10 +42,18 @@ class AttentionPairs:
         counts = Counter(window for window in windows if window is not None)
         return cls(tuple((window, count / len(windows)) for window, count in sorted(counts.items())))
 
+    @property
+    def share_without(self) -> float:
+        """Share of the layers that have no attention."""
+        return sum(share for window, share in self.windows if not window)
+
     def seen(self, start: Tokens, stop: Tokens) -> Tokens:
         """Number of tokens that a token in [start, stop) of a sequence sees, averaged over that range; `stop` > `start`."""
         tokens = (start + stop) / 2
         for window, share in self.windows:
+            if not window:
+                tokens = (1 - share) * tokens
+                continue
             first, last = _above_zero(start - window), _above_zero(stop - window)
             tokens = tokens - share * (last - first) * (first + last) / 2 / (stop - start)
         return tokens

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.core.layer_kinds import NO_STATES, StateSpec, Windows, config_states, config_windows, with_states
 from hf_longctx.plan.core.types import LayerRange
-from hf_longctx.plan.core.windows import Windows, config_windows
 
-# values of `model_type` in config.json whose models normalize queries and keys; others set `use_qk_norm`
-_QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe")
+# values of `model_type` in config.json whose models gate attention's output, and keep the product in a norm in fp32
+_GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+# values whose models normalize queries and keys; others set `use_qk_norm`
+_QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe", *_GATED_TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,13 @@ class ModelSpec:
     are frozen. packed: frozen weights in fewer bits. value_head_dim: head size of values (0: head_dim). kv_rank: size of the
     latent from which keys, except rope_head_dim of each, and values are projected (0: they are projected from hidden states).
     query_rank: size of the latent of queries, likewise. caps_scores: attention has a softcap. windows: for each layer the most
-    tokens that a query sees, its own included, or None for all before it; () if all layers see everything. keeps_all_stages:
-    every rank holds the weights of all pipeline stages, so that stages can lend their ranks.
+    tokens that a query sees, its own included, None for all before it, 0 in a layer without attention; () if all layers see
+    everything. states: layers that carry a state along the sequence in place of attention. gates_output: attention's output is
+    multiplied by a gate, which is projected from hidden states. has_wide_norms: norms keep the product before their weight in
+    fp32. keeps_all_stages: every rank holds the weights of all pipeline stages, so that stages can lend their ranks.
 
-    For a mixture of experts all sizes are means over layers. intermediate_size: sum over the experts that one token passes.
+    Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
+    layers. intermediate_size: sum over the experts that one token passes.
     idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements per token and layer that
     routing to experts and back saves for backward, besides those that experts save inside.
     """
@@ -115,6 +120,9 @@ class ModelSpec:
     idle_parameters: int = 0
     routed_elements: int = 0
     windows: Windows = ()
+    states: StateSpec = NO_STATES
+    gates_output: bool = False
+    has_wide_norms: bool = False
     keeps_all_stages: bool = False
 
     def __post_init__(self) -> None:
@@ -123,7 +131,13 @@ class ModelSpec:
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one for each layer, None for one "
                 f"that sees everything, or () for all"
             )
-        if any(window is not None and window < 1 for window in self.windows):
+        without = () if self.states.is_empty else self.states.layers
+        if without and tuple(window == 0 for window in self.windows) != without:
+            raise ValueError(
+                f"windows {self.windows} must be 0 in the layers with a state, {without}, and nowhere else; make them with "
+                f"`with_states`"
+            )
+        if any(window is not None and window < (0 if without else 1) for window in self.windows):
             raise ValueError(f"windows {self.windows} must be at least one token, or None for a layer that sees everything")
 
     @classmethod
@@ -156,6 +170,7 @@ class ModelSpec:
             }
         num_layers, intermediate_size = get("num_hidden_layers", "n_layer"), get("intermediate_size", "n_inner")
         intermediate_size, idle, routed = _expert_sizes(config, num_layers, hidden_size, intermediate_size)
+        states, is_gated = config_states(config, num_layers), config.get("model_type") in _GATED_TYPES
         return cls(
             num_layers=num_layers,
             hidden_size=hidden_size,
@@ -171,9 +186,18 @@ class ModelSpec:
             caps_scores=bool(config.get("attn_logit_softcapping")),
             idle_parameters=idle,
             routed_elements=routed,
-            windows=config_windows(config, num_layers),
+            windows=with_states(config_windows(config, num_layers), states),
+            states=states,
+            can_keep_qkv=states.is_empty,
+            gates_output=is_gated,
+            has_wide_norms=is_gated,
             **latent,
         )
+
+    @property
+    def most_shared_heads(self) -> int:
+        """Most ranks that can share the heads of every layer."""
+        return min(self.num_heads, self.states.heads or self.num_heads)
 
     @property
     def query_size(self) -> int:
@@ -201,7 +225,10 @@ class ModelSpec:
         return 2 * self.num_heads * self.kv_head_size
 
     def attention_pairs(self, parts: Sequence[LayerRange] = ()) -> AttentionPairs:
-        """Returns the query-key pairs of a layer, averaged over the layers of `parts`; without parts, over all layers."""
+        """Returns the query-key pairs of a layer, averaged over the layers of `parts`; without parts, over all layers.
+
+        Layers without attention have none, and count in the average.
+        """
         if not self.windows:
             return FULL
         return AttentionPairs.of(tuple(window for part in parts for window in self.layer_windows(part)) or self.windows)
@@ -212,9 +239,10 @@ class ModelSpec:
 
     @property
     def qkv_parameters(self) -> int:
-        """Matrix parameters of one layer that make queries, keys and values."""
+        """Matrix parameters of one layer with attention that make queries, keys and values, and a gate."""
         d = self.hidden_size
         queries = self.query_rank * (d + self.query_size) if self.query_rank else d * self.query_size
+        queries += d * self.output_size if self.gates_output else 0
         if not self.kv_rank:
             return queries + d * self.kv_size
         # elements of values, and of keys without their rotated part
@@ -231,9 +259,25 @@ class ModelSpec:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrix parameters of one decoder layer that a token passes: q, k, v, o and the MLP, or the token's experts."""
+        """Matrix parameters of a decoder layer that a token passes: q, k, v, o or a state's mixer, and the MLP or its experts.
+
+        The mean over layers with and without attention.
+        """
         attention = self.qkv_parameters + self.hidden_size * self.output_size
-        return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        mixer = attention + round(self.states.share * (self.states.parameters - attention))
+        return mixer + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_products(self) -> int:
+        """Multiplications of one token's forward through a layer, the mean over layers: by matrix parameters, and in scans."""
+        return self.layer_parameters + round(self.states.share * self.states.scan_products)
+
+    @property
+    def mixing_share(self) -> float:
+        """The share of `layer_products` that comes before attention, or is the mixer of a layer with a state."""
+        states, share = self.states, self.states.share
+        state_products = share * (states.parameters + states.scan_products)
+        return ((1 - share) * self.qkv_parameters + state_products) / self.layer_products
 
     @property
     def layer_weights(self) -> int:
@@ -244,7 +288,7 @@ class ModelSpec:
     def head_share(self) -> float:
         """The output head's share of the matrix products of one token's forward."""
         head = self.vocab_size * self.hidden_size
-        return head / (self.num_layers * self.layer_parameters + head)
+        return head / (self.num_layers * self.layer_products + head)
 
     @property
     def num_parameters(self) -> int:

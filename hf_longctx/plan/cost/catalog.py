@@ -2,6 +2,7 @@
 
 GPT-7B, 13B and 30B are the models of FlexSP's experiments (arXiv 2412.01523): 64 heads, an MLP four times as wide as the hidden
 size without a gate, GPT-2's vocabulary with untied embeddings, and learned positions up to the context limit, here 192,000.
+Qwen3.5-9B has the defaults of transformers' `Qwen3_5TextConfig`, which its documentation calls "Qwen3.5-9B style".
 """
 
 from __future__ import annotations
@@ -29,6 +30,20 @@ def _gemma3(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, 
     return replace(spec, tied_embeddings=True, qk_norms=True, windows=windows)
 
 
+def _qwen35(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, int], states: tuple[int, int]) -> ModelSpec:
+    """The decoder of a Qwen 3.5 in the sizes of transformers' config class: every fourth layer has attention, others a state."""
+    return ModelSpec.from_config(
+        {
+            "model_type": "qwen3_5_text",
+            **{"num_hidden_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": mlp},
+            **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True)),
+            **dict(zip(("linear_num_key_heads", "linear_num_value_heads"), states, strict=True)),
+            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+            **{"vocab_size": 248320, "max_position_embeddings": 32768},
+        }
+    )
+
+
 # from each config.json: layers, hidden, intermediate, query heads, KV heads, head size, vocabulary, positions, tied embeddings
 _MODELS: dict[str, ModelSpec] = {
     "gpt-7b": _gpt(32, 4096),
@@ -44,6 +59,7 @@ _MODELS: dict[str, ModelSpec] = {
     "qwen3-8b": ModelSpec(36, 4096, 12288, 32, 8, 128, 151936, 40960, qk_norms=True),
     "qwen3-14b": ModelSpec(40, 5120, 17408, 40, 8, 128, 151936, 40960, qk_norms=True),
     "qwen3-32b": ModelSpec(64, 5120, 25600, 64, 8, 128, 151936, 40960, qk_norms=True),
+    "qwen3.5-9b": _qwen35(32, 4096, 12288, (16, 4, 256), (16, 32)),
     "qwen2.5-7b": ModelSpec(28, 3584, 18944, 28, 4, 128, 152064, 131072),
     "mistral-7b": ModelSpec(32, 4096, 14336, 32, 8, 128, 32768, 32768),
     "gemma-7b": ModelSpec(28, 3072, 24576, 16, 16, 256, 256000, 8192, _TIED),
@@ -88,11 +104,13 @@ def spec_name(spec: ModelSpec) -> str:
     adapters = f", {trained} trained beside them" if trained else ""
     packed = "" if spec.packed.is_empty else f", layers packed to {spec.packed.layer_bytes + spec.packed.layer_scale_bytes}"
     idle = f", {spec.idle_parameters} idle in a layer" if spec.idle_parameters else ""
-    sizes = Counter(window for window in spec.windows if window is not None)
+    sizes = Counter(window for window in spec.windows if window)
     windows = "".join(f", windows of {window} in {count} layers" for window, count in sorted(sizes.items()))
+    states = spec.states
+    carried = f", states of {states.heads} x {states.head_elements} in {sum(states.layers)} layers" if not states.is_empty else ""
     vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
-        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}{windows}, vocabulary "
+        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}{windows}{carried}, vocabulary "
         f"{vocabulary}, {spec.bytes_per_element} bytes{sent}{normed}{idle}{packed}{adapters}"
     )

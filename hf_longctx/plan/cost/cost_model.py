@@ -267,9 +267,13 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
 
     Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
     chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels.
+
+    A scan counts by its products, as one kernel at the rate of matrices would take. Transformers' torch code starts some ten
+    kernels for every tile of 64 tokens, one tile after the other on every rank of a group. That time is not counted here; it is
+    in the coefficients that a run or `hf-longctx calibrate` measures.
     """
     hardware = cluster.hardware
-    matrix = model.num_layers * model.layer_parameters + model.vocab_size * model.hidden_size
+    matrix = model.num_layers * model.layer_products + model.vocab_size * model.hidden_size
     token_s = 2 * matrix / hardware.matmul_flops_per_s
     pair_s = model.num_layers * model.pair_operations / hardware.attention_flops_per_s
     kernels_s = model.num_layers * hardware.kernel_s

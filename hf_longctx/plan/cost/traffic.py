@@ -8,6 +8,9 @@ Around a ring of b blocks, the keys and values that other blocks see (all but th
 are passed on b - 1 times. In the backward pass they are passed on again, together with their gradients, in at least fp32. In
 layers whose window is shorter than the chunk's longest document, blocks send each other only the keys and values that are seen.
 
+Layers with a state run in blocks only. A rank sends the inputs of the scan and gets its results back, likewise by heads; fp32
+inputs travel in an exchange of their own. Before the convolution it sends the last tokens before each other rank's first.
+
 The cost model uses the average over ranks and ignores windows in rings; a test compares it with the exact count and with the
 bytes that ranks really send.
 """
@@ -24,6 +27,8 @@ from hf_longctx.plan.core.types import GroupShape
 
 # least bytes of one element of the key and value gradients that travel around a ring (fp32)
 _LEAST_GRADIENT_BYTES = 4
+# exchanges of a layer with a state: for the convolution, inputs in the model's format and in fp32, results
+_STATE_EXCHANGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +63,17 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
 
     The blocks of a hybrid are as large as the KV heads and the node allow: the largest power of two that divides KV heads,
     degree and ranks per node. Then no KV head travels twice, and only the ring crosses nodes. Blocks are powers of two or all
-    ranks because their process groups are created at start.
+    ranks because their process groups are created at start. Layers with a state allow no rings.
     """
     if degree == 1:
         return (GroupShape(1),)
     # shapes with the fewest messages first, because callers take the first of equally cheap ones
     shapes = []
     has_group = degree & (degree - 1) == 0 or degree == cluster.num_ranks
-    if method in ("auto", "ulysses") and degree <= model.num_heads and has_group:
+    if method in ("auto", "ulysses") and degree <= model.most_shared_heads and has_group:
         shapes.append(GroupShape(degree, degree))
+    if not model.states.is_empty:
+        return tuple(shapes)
     if method in ("auto", "hybrid"):
         block = 1
         while model.num_kv_heads % (2 * block) == degree % (2 * block) == cluster.ranks_per_node % (2 * block) == 0:
@@ -91,14 +98,17 @@ def mean_traffic(
     """
     if shape.degree == 1:
         return Traffic()
-    element, gradient = (num_bytes * model.num_layers for num_bytes in _value_bytes(model))
+    num_states = sum(model.states.layers)
+    num_attending = model.num_layers - num_states
+    element, gradient = (num_bytes * num_attending for num_bytes in _value_bytes(model))
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
     exchanged = own * neighbours / shape.ulysses * (sum(heads.queries) + sum(heads.kv)) * model.kv_head_size * element
+    exchanged += num_states * _state_bytes_sent(model, shape, own)
     near_ranks = near_ranks or _most_near_ranks(shape.degree, cluster)
     link, network = _by_links(exchanged, shape.ulysses, near_ranks, cluster)
-    messages = 2 * model.num_layers * (neighbours > 0)
+    messages = (2 * num_attending + _STATE_EXCHANGES * num_states) * (neighbours > 0)
     hops = shape.num_blocks - 1
     if hops:
         travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
@@ -113,6 +123,15 @@ def mean_traffic(
         else:
             link += ring
     return Traffic(link, network, messages)
+
+
+def _state_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float) -> float:
+    """Bytes that a rank sends in one pass of one layer with a state. The tokens that a convolution reads count once per chunk."""
+    states, (element, _) = model.states, _value_bytes(model)
+    heads = HeadCounts.of(states.heads, states.read_heads, shape.ulysses) if states.heads else HeadCounts((0,), (0,))
+    narrow = sum(heads.kv) * states.read_size + states.heads * (states.own_size + states.out_size)
+    token_bytes = element * narrow + max(4, element) * states.heads * states.own_wide
+    return (own_tokens * token_bytes + (element * states.tail_elements)) * (shape.ulysses - 1) / shape.ulysses
 
 
 def _most_near_ranks(degree: int, cluster: ClusterSpec) -> int:

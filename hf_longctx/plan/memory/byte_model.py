@@ -26,7 +26,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments
-from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes
+from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes, StateLayerBytes
 from hf_longctx.plan.memory.round_bytes import (
     LAYER_NUMBERS,
     OUTSIDE_NUMBERS,
@@ -91,8 +91,8 @@ class _Counted:
         # chunks on one part of a stage
         self.parts: dict[Hashable, IntArray] = {}
         # layers, each with its row in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
-        self.layers: dict[tuple[int, int, int], tuple[LayerBytes, int]] = {}
-        self.rows: dict[tuple[int, int, int], tuple[list[int], int]] = {}
+        self.layers: dict[tuple[int, int, int, bool], tuple[LayerBytes, int]] = {}
+        self.rows: dict[tuple[int, int, int, tuple[bool, ...]], list[int]] = {}
         self.table: IntArray = np.empty((0, 5), dtype=np.int64)
         self.new_rows: list[tuple[int, ...]] = []
         self.outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
@@ -143,11 +143,13 @@ class ByteModel:
         tile_tokens = policy.tile_tokens if policy else 0
         policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
         # equal layers are mostly one object, so each object is counted once
-        distinct = {id(layer): layer for layer in policies}
-        counted = {key: LAYER_NUMBERS(LayerBytes(self.model, load, layer, tile_tokens)) for key, layer in distinct.items()}
+        has_state = self._has_state(LayerRange(0, load.num_layers))
+        each = [(id(layer), has) for layer, has in zip(policies, has_state, strict=True)]
+        distinct = dict(zip(each, policies, strict=True))
+        counted = {key: LAYER_NUMBERS(self._counted_layer(load, layer, tile_tokens, key[1])) for key, layer in distinct.items()}
         outside = OutsideBytes(self.model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
         # calibration measures a model of embedding and head alone
-        layers = [counted[id(layer)] for layer in policies] or [(0,) * 5]
+        layers = [counted[key] for key in each] or [(0,) * 5]
         found = chunk_numbers(
             np.array([layers], dtype=np.int64),
             np.array([OUTSIDE_NUMBERS(outside)], dtype=np.int64),
@@ -199,6 +201,9 @@ class ByteModel:
 
     def _kept(self, load: Load) -> int:
         """Most bytes of a whole chunk that is kept. All layers hold as much, so the last one that runs has the most at once."""
+        if not self.model.states.is_empty:
+            found = self.chunk(load)
+            return found.device + found.workspace
         layer, outside = LayerBytes(self.model, load, _KEEPS_EVERYTHING, 0), OutsideBytes(self.model, load, 0)
         below = outside.shared + load.num_layers * layer.held
         forward = max(below - layer.held + layer.forward, below + outside.forward)
@@ -243,9 +248,14 @@ class ByteModel:
         """Loads of the group's chunks on one rank; they are equal on every layer range of the model."""
         return self._group_loads(group, position, True, True).loads
 
-    def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int) -> LayerBytes:
-        """Bytes of one layer of a load."""
-        return self._layer(load, self._counted.numbers.of(load), policy, tile_tokens)[0]
+    def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, has_state: bool = False) -> LayerBytes:
+        """Bytes of one layer of a load. has_state: the layer has a state in place of attention."""
+        return self._layer(load, self._counted.numbers.of(load), policy, tile_tokens, has_state)[0]
+
+    def _has_state(self, part: LayerRange) -> tuple[bool, ...]:
+        """For each layer of a part of the model, whether it carries a state."""
+        layers = self.model.states.layers or (False,) * (part.first_layer + part.num_layers)
+        return layers[part.first_layer :][: part.num_layers]
 
     def _book(self, group: SequenceGroup, position: int) -> BookKinds:
         """Changes that the group's chunks make in the K/V book."""
@@ -265,24 +275,29 @@ class ByteModel:
             known[key] = _Loads(found, own, numbers.of_key(("loads", *own)))
         return known[key]
 
-    def _layer(self, load: Load, load_number: int, policy: LayerPolicy, tile_tokens: int) -> tuple[LayerBytes, int]:
+    def _layer(
+        self, load: Load, load_number: int, policy: LayerPolicy, tile_tokens: int, has_state: bool
+    ) -> tuple[LayerBytes, int]:
         """Bytes of a layer, and its row in the table."""
         policy = policy if policy.shares else _KEEPS_EVERYTHING
-        known, key = self._counted.layers, (load_number, self._counted.numbers.of(policy), tile_tokens)
+        known, key = self._counted.layers, (load_number, self._counted.numbers.of(policy), tile_tokens, has_state)
         if key not in known:
-            found = LayerBytes(self.model, load, policy, tile_tokens)
+            found = self._counted_layer(load, policy, tile_tokens, has_state)
             known[key] = found, len(known)
             self._counted.new_rows.append(LAYER_NUMBERS(found))
         return known[key]
 
-    def _layer_rows(self, load: Load, load_number: int, policy: _Policy, num_layers: int) -> list[int]:
+    def _counted_layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, has_state: bool) -> LayerBytes:
+        return (StateLayerBytes if has_state else LayerBytes)(self.model, load, policy, tile_tokens)
+
+    def _layer_rows(self, load: Load, load_number: int, policy: _Policy, has_state: tuple[bool, ...]) -> list[int]:
         """Table rows of all layers of a load, including layers without a policy."""
-        known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens)
+        known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens, has_state)
         if key not in known:
-            found = [self._layer(load, load_number, layer, policy.tile_tokens)[1] for layer in policy.layers]
-            known[key] = found, self._layer(load, load_number, _KEEPS_EVERYTHING, policy.tile_tokens)[1]
-        found, kept = known[key]
-        return (found + [kept] * (num_layers - len(found)))[:num_layers]
+            layers = [*policy.layers, *[_KEEPS_EVERYTHING] * len(has_state)]
+            each = zip(layers, has_state, strict=False)
+            known[key] = [self._layer(load, load_number, layer, policy.tile_tokens, has)[1] for layer, has in each]
+        return known[key]
 
     def _table(self) -> IntArray:
         """`LAYER_NUMBERS` of every layer that was counted."""
@@ -320,10 +335,11 @@ class ByteModel:
             is_first = (stage.stage, part) == (0, 0)
             # equal stages share one entry of the cache
             chosen = tuple((policy.number, policy.tile_tokens) for policy in own)
-            key = loads.number, owned.num_layers, has_head, at_once, is_first, chosen
+            has_state = self._has_state(owned)
+            key = loads.number, has_state, has_head, at_once, is_first, chosen
             if key not in known:
                 each = list(zip(loads.loads, loads.numbers, own, at_once, strict=True))
-                rows = [self._layer_rows(load, number, policy, owned.num_layers) for load, number, policy, _ in each]
+                rows = [self._layer_rows(load, number, policy, has_state) for load, number, policy, _ in each]
                 outside = [
                     self._outside(load, number, has_head, keeps_gradients, policy.tile_tokens if tiles_loss else 0)
                     for load, number, policy, keeps_gradients in each

@@ -5,6 +5,9 @@ the last slice's backward on it also holds gradients of all tokens in front of t
 the sequence holds every slice on its own, from its forward to its backward. Where the layer will be replayed, it holds the
 slice's last w - 1 tokens, which later slices see (none of the last slice); where it is not replayed, or once it has been, all
 tokens. It holds gradients of the last w - 1 tokens before the slice that ran backward most recently.
+
+The book of states (`runtime/attention/state_book.py`) is counted with it. A layer with a state holds the state after a slice, if
+the sequence goes on, from the slice's forward to its backward, and its gradient from the backward of the next slice on.
 """
 
 from __future__ import annotations
@@ -43,13 +46,13 @@ class _Changes(NamedTuple):
 
 
 class BookKinds(NamedTuple):
-    """Windows of a model's layers (0: none), and for each window the bytes by which every chunk changes a layer's book.
+    """Windows of a model's layers, and for each window the bytes by which every chunk changes a layer's book.
 
     A window has two entries: one for layers that are not replayed, then one for layers that are. A model without windows has
-    only one entry.
+    only one entry. None: all tokens are seen. 0: the layer has a state in place of attention.
     """
 
-    windows: list[int]
+    windows: list[int | None]
     changes: list[_Changes]
 
 
@@ -60,13 +63,24 @@ def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKin
     # bytes of a token's keys and values in one layer, and of their gradients, which are in at least fp32
     token_bytes = heads * model.kv_head_size * model.bytes_per_element
     gradient_bytes = heads * model.kv_head_size * max(4, model.bytes_per_element)
-    windows = sorted({window or 0 for window in model.windows} or {0})
+    windows = list(dict.fromkeys(model.windows or (None,)))
     # replays make no difference where all layers see all tokens
-    replays = (False, True) if max(windows) else (False,)
+    replays = (False,) if windows == [None] else (False, True)
     changes = [
-        _layer_changes(group, window, is_replayed, token_bytes, gradient_bytes) for window in windows for is_replayed in replays
+        _layer_changes(group, window, is_replayed, token_bytes, gradient_bytes)
+        if window != 0
+        else _state_changes(group, _boundary_bytes(model, block, position))
+        for window in windows
+        for is_replayed in replays
     ]
     return BookKinds(windows, changes)
+
+
+def _boundary_bytes(model: ModelSpec, block: int, position: int) -> int:
+    """Bytes of one layer's state at the end of a slice, on the rank at `position` of its group."""
+    states = model.states
+    shares = head_shares(states.heads, states.read_heads, block) if states.heads else ()
+    return states.boundary_bytes(shares[position % block].num_q if shares else 0, model.bytes_per_element)
 
 
 def book_moments(
@@ -122,11 +136,11 @@ def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
     return written.sum(1), net.sum(1), running[:, 0], running[:, -1], np.maximum(replayed, running).max(1)
 
 
-def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[int], num_chunks: int) -> IntArray:
+def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[int | None], num_chunks: int) -> IntArray:
     """Kind of every layer of a part for every chunk, [C, L]: 2 * index of its window, plus 1 where the layer is replayed."""
     layers = stage.parts[part]
     own = model.windows[layers.first_layer : layers.first_layer + layers.num_layers]
-    places = np.array([2 * windows.index(window or 0) for window in own], dtype=np.int64)
+    places = np.array([2 * windows.index(window) for window in own], dtype=np.int64)
     kinds = np.broadcast_to(places, (num_chunks, layers.num_layers)).copy()
     # equal layers are mostly one object
     known: dict[int, bool] = {}
@@ -140,8 +154,24 @@ def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[in
     return kinds
 
 
-def _layer_changes(group: SequenceGroup, window: int, is_replayed: bool, token_bytes: int, gradient_bytes: int) -> _Changes:
-    """Bytes by which the passes of every chunk change the book of a layer with this window (0: none)."""
+def _state_changes(group: SequenceGroup, num_bytes: int) -> _Changes:
+    """Bytes by which the passes of every chunk change the book of a layer whose state takes `num_bytes`."""
+    ends = sequence_ends(group.chunks)
+    found = _Changes(*(np.zeros(len(group.chunks), dtype=np.int64) for _ in _Changes._fields))
+    for index, span in ((chunk.index, span) for chunk in group.chunks for span in chunk.spans):
+        if span.start:
+            found.left[index] += num_bytes
+        if span.stop < ends[span.sequence]:
+            found.written[index] += num_bytes
+            # a state goes with its gradient before the layer's backward leaves one for the state before
+            found.rewritten[index] -= 2 * num_bytes
+    return found
+
+
+def _layer_changes(
+    group: SequenceGroup, window: int | None, is_replayed: bool, token_bytes: int, gradient_bytes: int
+) -> _Changes:
+    """Bytes by which the passes of every chunk change the book of a layer with this window (None: it sees all tokens)."""
     ends = sequence_ends(group.chunks)
     last_starts = {
         span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]

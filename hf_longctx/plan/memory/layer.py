@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
-from hf_longctx.plan.memory.saved_tensors import class_bytes, plain_layer_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes, gate_bytes, head_norm_bytes, norm_bytes, plain_layer_bytes
 
 # most elements of a matrix of capped scores, as in `runtime/tiles/plain.py`
 MOST_SCORES = 2**25
@@ -65,6 +65,8 @@ class LayerBytes:
     the layer's input. forward: most bytes while this layer runs forward, beyond those held by earlier layers. backward: most
     bytes during its replay and backward, beyond those that the layers up to this one hold and those that arrive from the host.
     """
+
+    has_state = False
 
     def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> None:
         self.model, self.load, self.policy = model, load, policy
@@ -123,8 +125,9 @@ class LayerBytes:
         device = host = 0
         for name in TENSOR_CLASSES:
             host_start, host_stop = self._cuts[name]
-            host += (host_stop - host_start) * class_bytes(self.model, name)
-            device += (self.tokens - host_stop) * class_bytes(self.model, name)
+            token_bytes = class_bytes(self.model, name, self.has_state)
+            host += (host_stop - host_start) * token_bytes
+            device += (self.tokens - host_stop) * token_bytes
         return device, host
 
     def _recomputed(self, name: TensorClass) -> int:
@@ -142,43 +145,59 @@ class LayerBytes:
     def _replayed_norm(self) -> int:
         """Bytes per token that a norm saves in a replay, its output included. In an fp32 model the residual is its fp32 input."""
         d, _, _, _ = self._sizes
-        return 2 * d if self.has_tiles else 4 * self.model.hidden_size + 4 + 2 * d
+        return 2 * d if self.has_tiles else norm_bytes(self.model)
 
     @cached_property
     def _replayed_attention(self) -> int:
         """Bytes that a replay saves up to attention's output, beyond the layer input and the kept tensors."""
         if self.is_plain:
             return 0
-        d, a, k, _ = self._sizes
+        _, _, k, _ = self._sizes
         model = self.model
-        first_norm = self._replayed_norm - (d if self.has_tiles or model.bytes_per_element == 4 else 0)
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
-        norms = (4 + model.bytes_per_element) * (a + k) // model.bytes_per_element + 4 * (model.num_heads + model.num_kv_heads)
-        inside = qkv + (norms * self.tokens if self.model.qk_norms else 0) + model.latent_saved_bytes * self.tokens
+        inside = qkv + (head_norm_bytes(model) + gate_bytes(model) + model.latent_saved_bytes) * self.tokens
         output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
-        return first_norm * self.tokens + inside + output + self._whole_input
+        return self._first_norm * self.tokens + inside + output + self._whole_input
+
+    @property
+    def _first_norm(self) -> int:
+        """Bytes per token that a replay's first norm saves beside the layer input."""
+        d, _, _, _ = self._sizes
+        return self._replayed_norm - (d if self.has_tiles or self.model.bytes_per_element == 4 else 0)
 
     def _forward(self) -> int:
-        d, a, k, f = self._sizes
-        inner = (3 if self.model.gated_mlp else 2) * f
-        longest = max(self.load.documents, default=0)
-        scores = self._score_blocks(longest, longest + self.load.front_tokens)
+        d, _, _, f = self._sizes
         if self.is_plain:
-            return self.held + d * self.tokens + scores
+            return self._plain_forward()
+        inner = (3 if self.model.gated_mlp else 2) * f
+        norm = (2 * d + 8 * self.model.hidden_size) * self.tokens
+        # the input, the residual, the norm's output and what is kept of attention
+        mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
+        mlp += (d * self.tokens if self.has_tiles else 0) + inner * self.tile
+        return max(self._mixing_forward(), norm, mlp)
+
+    @property
+    def _scores(self) -> int:
+        longest = max(self.load.documents, default=0)
+        return self._score_blocks(longest, longest + self.load.front_tokens)
+
+    def _plain_forward(self) -> int:
+        """Most bytes in the forward of a layer that keeps everything."""
+        return self.held + self._sizes[0] * self.tokens + self._scores
+
+    def _mixing_forward(self) -> int:
+        """Most bytes up to attention's output, in the forward of a layer that keeps a part."""
+        d, a, k, _ = self._sizes
         documents = self.load.documents
         expanded = 2 * a if a != k and not self.load.groups_heads else 0
         # outputs of several documents are concatenated
         joined = a * self.tokens if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
-        attention += self._exchange + self._cut_bytes + self._unrotated + scores + self._latents
+        attention += self._exchange + self._cut_bytes + self._unrotated + self._scores + self._latents
         # rotary embedding: the queries, and three more tensors of their size
         rotation = (2 * d + 4 * a + 2 * k) * self.tokens
-        norm = (2 * d + 8 * self.model.hidden_size) * self.tokens
-        # the input, the residual, the norm's output and what is kept of attention
-        mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
-        mlp += (d * self.tokens if self.has_tiles else 0) + inner * self.tile
-        return max(rotation, attention, norm, mlp)
+        return max(rotation, attention) + (a * self.tokens if self.model.gates_output else 0)
 
     @property
     def _cut_bytes(self) -> int:
@@ -294,6 +313,59 @@ class LayerBytes:
         # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
         outside = (d - self._replayed_norm + 3 * a) * self.tokens - self._held_mlp + self._exchange
         return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
+
+
+class StateLayerBytes(LayerBytes):
+    """Bytes of one layer with a state along the sequence, whose mixer a policy can only keep or recompute as a whole."""
+
+    has_state = True
+
+    @cached_property
+    def _mixer(self) -> int:
+        """Bytes that the mixer saves; its scan fills every document up to whole tiles."""
+        states = self.model.states
+        wide = states.saved_bytes(4) - 4 * states.saved_elements
+        return states.saved_bytes(self.model.bytes_per_element) * self.tokens + wide * (sum(self._scanned) - self.tokens)
+
+    @cached_property
+    def _scanned(self) -> list[int]:
+        """Tokens of every document, filled up to whole tiles."""
+        tile = self.model.states.tile_tokens
+        return [-(-document // tile) * tile for document in self.load.documents]
+
+    @property
+    def _scan(self) -> int:
+        """Bytes alive at once inside the forward of the scan, which runs documents one after the other."""
+        states, longest = self.model.states, max(self._scanned, default=0)
+        return 4 * states.work_wide * longest + self.model.bytes_per_element * states.saved_elements * (self.tokens - longest)
+
+    def _plain_held(self) -> tuple[int, int]:
+        mixer = self.model.states.saved_bytes(self.model.bytes_per_element) * self.tokens
+        return plain_layer_bytes(self.model, True) * self.tokens - mixer + self._mixer, 0
+
+    @cached_property
+    def _replayed_attention(self) -> int:
+        return 0 if self.is_plain else self._first_norm * self.tokens + self._mixer + self._whole_input
+
+    def _plain_forward(self) -> int:
+        return max(self.held + self._sizes[0] * self.tokens, self.held - self._held_mlp + self._exchange)
+
+    def _mixing_forward(self) -> int:
+        return 2 * self._sizes[0] * self.tokens + max(0, self._scan) + self._exchange
+
+    @property
+    def _exchange(self) -> int:
+        states = self.model.states
+        sent = states.read_heads * states.read_size + states.heads * (states.own_size + states.out_size)
+        return self.model.bytes_per_element * sent * self.tokens if self.load.is_shared else 0
+
+    def _attention_backward(self) -> int:
+        d = self._sizes[0]
+        outside = self._replayed_attention - self._held_mlp + d * self.tokens + self._exchange
+        if self.is_plain:
+            outside -= self._replayed_norm * self.tokens
+        # the scan's backward frees what it saved as it makes gradients, of which two fifths are alive beside it
+        return outside + 2 * max(0, self._scan) // 5
 
 
 class OutsideBytes:

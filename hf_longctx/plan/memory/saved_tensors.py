@@ -9,7 +9,8 @@ decoder layer of plain Hugging Face around fused attention saves
 
 which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes an element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv),
 experts e times the elements that routing keeps. Where heads of values have another size than those of keys, outputs have that
-size too; tensors that low-rank projections keep come on top.
+size too; tensors that low-rank projections keep come on top. Wide norms keep the product in fp32, 8 + e in place of 4 + 2 e and 8
+in place of 4 + e; a gate on the output adds 2 e a. A layer with a state has its mixer's tensors in place of heads (`StateSpec`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, TensorClass
 
 
-def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
-    """Bytes of one class per token and layer, as the activation engine holds it.
+def class_bytes(model: ModelSpec, tensor_class: TensorClass, has_state: bool = False) -> int:
+    """Bytes of one class per token and layer, as the activation engine holds it. has_state: the layer has one, and no attention.
 
     Under autocast the outputs of matrices have fewer bytes per element than the hidden states between layers. Copies of weights
     that a kept MLP then holds are not counted.
@@ -33,27 +34,46 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
         return e * (model.hidden_size + inner + model.routed_elements)
     s = model.bytes_sent_per_element or e
     if tensor_class == "qkv":
-        return s * (model.query_size + model.kv_size)
+        # only a layer that keeps everything keeps what its mixer saves
+        return model.states.saved_bytes(e) if has_state else s * (model.query_size + model.kv_size)
     if tensor_class == "attention_output":
-        return s * model.output_size + max(4, s) * model.num_heads
+        return 0 if has_state else s * model.output_size + max(4, s) * model.num_heads
     raise KeyError(tensor_class)
 
 
 def layer_class_bytes(model: ModelSpec) -> int:
-    """Bytes of all classes per token and layer, as the activation engine holds them."""
-    return sum(class_bytes(model, name) for name in TENSOR_CLASSES)
+    """Bytes of all classes per token and layer, as the activation engine holds them; the mean over layers."""
+    heads, states = (sum(class_bytes(model, name, has_state) for name in TENSOR_CLASSES) for has_state in (False, True))
+    return heads + round(model.states.share * (states - heads))
 
 
-def plain_layer_bytes(model: ModelSpec) -> int:
-    """Bytes per token that one layer saves for backward when nothing is recomputed."""
-    e, d, h = model.bytes_per_element, model.hidden_size, model.num_heads
+def norm_bytes(model: ModelSpec) -> int:
+    """Bytes per token that one norm of hidden states saves, its output included."""
+    e, d = model.bytes_per_element, model.hidden_size
+    return (8 + e if model.has_wide_norms else 4 + 2 * e) * d + 4
+
+
+def head_norm_bytes(model: ModelSpec) -> int:
+    """Bytes per token that norms of queries and keys save."""
+    width = 8 if model.has_wide_norms else 4 + model.bytes_per_element
+    return (width * model.head_dim + 4) * (model.num_heads + model.num_kv_heads) if model.qk_norms else 0
+
+
+def gate_bytes(model: ModelSpec) -> int:
+    """Bytes per token that a gate on attention's output saves: the gate, the product, and in fp32 queries before their norm."""
+    e = model.bytes_per_element
+    return (2 * e + (4 if e == 4 else 0)) * model.output_size if model.gates_output else 0
+
+
+def plain_layer_bytes(model: ModelSpec, has_state: bool = False) -> int:
+    """Bytes per token that one layer saves for backward when nothing is recomputed. has_state: see `class_bytes`."""
+    e, h = model.bytes_per_element, model.num_heads
     inner = (4 if model.gated_mlp else 2) * model.intermediate_size
-    norms = 2 * (4 + 2 * e) * d + 8
-    num_normed = h + model.num_kv_heads
-    qk_norms = ((4 + e) * model.head_dim + 4) * num_normed if model.qk_norms else 0
+    outside = 2 * norm_bytes(model) + e * (inner + model.routed_elements) + model.adapters.layer_saved_bytes
+    if has_state:
+        return outside + model.states.saved_bytes(e)
     heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
-    mlp = e * (inner + model.routed_elements)
-    return norms + qk_norms + heads + mlp + model.latent_saved_bytes + model.adapters.layer_saved_bytes
+    return outside + head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes
 
 
 def saved_token_bytes(model: ModelSpec) -> int:
@@ -61,20 +81,21 @@ def saved_token_bytes(model: ModelSpec) -> int:
 
     The loss in one piece keeps logits, their fp32 copy, its log-probabilities and a gradient of these.
     """
-    e = model.bytes_per_element
-    return model.num_layers * plain_layer_bytes(model) + model.vocab_size * (e + 3 * max(4, e))
+    e, num_states = model.bytes_per_element, sum(model.states.layers)
+    layers = (model.num_layers - num_states) * plain_layer_bytes(model) + num_states * plain_layer_bytes(model, True)
+    return layers + model.vocab_size * (e + 3 * max(4, e))
 
 
 def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int) -> tuple[int, int]:
     """(device, host) bytes that wait for backward after one forward of `num_tokens` tokens on a rank under `policy`."""
     layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
     on_device = on_host = 0
-    for layer in layers:
+    for layer, has_state in zip(layers, model.states.layers or (False,) * num_layers, strict=True):
         if layer.keeps_everything:
-            on_device += plain_layer_bytes(model) * num_tokens
+            on_device += plain_layer_bytes(model, has_state) * num_tokens
             continue
         for name in TENSOR_CLASSES:
-            token_bytes = class_bytes(model, name)
+            token_bytes = class_bytes(model, name, has_state)
             host_start, host_stop = layer.share(name).cuts(num_tokens)
             on_host += (host_stop - host_start) * token_bytes
             on_device += (num_tokens - host_stop) * token_bytes

@@ -13,6 +13,7 @@ import numpy as np
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.layer_kinds import Windows
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
@@ -26,7 +27,6 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
 )
-from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes, most_tokens_at_once

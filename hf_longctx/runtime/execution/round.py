@@ -187,7 +187,8 @@ class Round:
     def _note_memory(self) -> None:
         held = [activations.held_bytes() for activations in self.activations.values()]
         saved, host = (sum(column) for column in zip((0, 0), *held, strict=True))
-        self.memory = self.memory.most(StepMemory(saved, host, self.books[0].peak_bytes))
+        self.state_book.note_peak()
+        self.memory = self.memory.most(StepMemory(saved, host, self.books[0].peak_bytes + self.state_book.peak_bytes))
 
 
 def layers_of(stage: StagePlan, part: int) -> range:

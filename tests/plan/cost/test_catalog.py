@@ -24,6 +24,8 @@ PUBLISHED = {
     "qwen3-8b": 8.191e9,
     "qwen3-14b": 14.768e9,
     "qwen3-32b": 32.762e9,
+    # all weights of transformers' `Qwen3_5ForCausalLM` with the defaults of its config
+    "qwen3.5-9b": 8.954e9,
     "qwen2.5-7b": 7.616e9,
     "mistral-7b": 7.248e9,
     "gemma-7b": 8.538e9,

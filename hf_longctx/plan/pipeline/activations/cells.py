@@ -174,16 +174,26 @@ class GroupCells:
     def _layer_ways(self, chunk: Chunk, load: Load, pairs: AttentionPairs) -> _LayerWays:
         model = self.costs.model
         policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
-        kept, recomputed, offloaded = (self.bytes.layer(load, policy, self.tile_tokens) for policy in policies)
+        kept, recomputed, offloaded = (self._mean_held(load, policy, pairs.share_without) for policy in policies)
         saved = layer_slot(self.costs, chunk, self.group.shape, pairs).saved
         again_s = {item.tensor_class: item.recompute_s for item in saved}
         return _LayerWays(
-            kept.held,
-            recomputed.held,
-            offloaded.held,
-            offloaded.held_host,
+            kept[0],
+            recomputed[0],
+            *offloaded,
             sum(again_s[share.tensor_class] for share in self.recomputed.shares),
             0.0 if model.can_keep_qkv else again_s["qkv"],
+        )
+
+    def _mean_held(self, load: Load, policy: LayerPolicy, share_without: float) -> tuple[int, int]:
+        """Bytes that a layer holds on the device and on the host, as a mean over layers; a share of them has no attention."""
+        found = [
+            self.bytes.layer(load, policy, self.tile_tokens, has_state) for has_state in (False, True)[: 1 + (share_without > 0)]
+        ]
+        one, other = found[0], found[-1]
+        return (
+            one.held + round(share_without * (other.held - one.held)),
+            one.held_host + round(share_without * (other.held_host - one.held_host)),
         )
 
     def _cell(self, diagonal: int, num_layers: int, ways: _LayerWays, windows_s: tuple[float, float]) -> Cell:

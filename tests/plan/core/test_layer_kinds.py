@@ -1,0 +1,150 @@
+"""Layers with a state along the sequence are found in configs, and cost and hold what they should beside attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longctx.plan.core.attention_pairs import AttentionPairs, SpanRates
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.layer_kinds import StateSpec, config_states, with_states
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, Span
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.traffic import group_shapes
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.kv_book import book_kinds, book_moments
+from hf_longctx.plan.memory.saved_tensors import layer_class_bytes, saved_token_bytes
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
+
+GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
+QWEN = named_model("qwen3.5-9b")
+
+
+def costs_of(model: ModelSpec, num_ranks: int = 8) -> CostModel:
+    cluster = ClusterSpec(num_ranks, 8, GPU)
+    return CostModel(model, cluster, default_coefficients(model, cluster), "ulysses")
+
+
+def with_kinds(layers: tuple[bool, ...]) -> ModelSpec:
+    """The 9B shape with states in these of its layers."""
+    states = replace(QWEN.states, layers=layers)
+    return replace(QWEN, num_layers=len(layers), windows=with_states((), states), states=states)
+
+
+def seconds(model: ModelSpec, num_tokens: int, degree: int = 1) -> float:
+    chunk, costs = Chunk(0, (Span(0, 0, num_tokens),)), costs_of(model)
+    shape = GroupShape(degree, degree)
+    return costs.forward_s(chunk, shape, model.num_layers) + costs.backward_s(chunk, shape, model.num_layers)
+
+
+def test_the_9b_shape_is_that_of_transformers_config_class() -> None:
+    config = transformers.Qwen3_5TextConfig().to_dict()
+    assert ModelSpec.from_config(config, 2) == QWEN
+    # 32 heads of 128 x 128, and three tokens of 2 x 16 x 128 + 32 x 128 channels
+    states = QWEN.states
+    assert sum(states.layers) == 24 and not states.layers[3] and QWEN.windows[:4] == (0, 0, 0, None)
+    assert states.boundary_bytes(32, 2) == 32 * 128 * 128 * 4 + 3 * 8192 * 2
+    # without `layer_types`, every fourth layer has attention
+    del config["layer_types"]
+    assert config_states(config, 32) == states
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3Next", "Qwen3_5Moe", "OlmoHybrid"])
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    config_class = getattr(transformers, f"{name}TextConfig" if "3_5" in name else f"{name}Config")
+    extra: dict[str, Any] = {"head_dim": 64, "pad_token_id": 0}
+    if name in ("Qwen3Next", "Qwen3_5Moe"):
+        extra |= {"num_experts": 4, "num_experts_per_tok": 2}
+    config = config_class(vocab_size=64, num_hidden_layers=3, layer_types=kinds, **sizes, **extra)
+    spec = ModelSpec.from_config(config.to_dict() | {"intermediate_size": getattr(config, "intermediate_size", 512)})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    assert spec.num_parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.02)
+    assert spec.states.layers == (True, True, False)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 100))
+def test_a_model_without_attention_takes_linear_time(num_tokens: int, times: int) -> None:
+    model = with_kinds((True,) * 4)
+    fixed_s = 2 * seconds(model, 10**6) - seconds(model, 2 * 10**6)
+    once_s, more_s = (seconds(model, count) - fixed_s for count in (num_tokens, times * num_tokens))
+    assert more_s == pytest.approx(times * once_s, rel=1e-6)
+    assert model.attention_pairs().of_span(0, num_tokens) == 0
+    # slices of equal seconds then have equal tokens
+    assert SpanRates(2.0, 3.0, AttentionPairs.of((0, 0))).tokens_in(12.0) == 4.0
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=6), st.integers(0, 5), st.sampled_from([1, 2, 8]))
+def test_a_state_in_place_of_attention_never_adds_seconds_to_long_documents(layers: list[bool], place: int, degree: int) -> None:
+    less = tuple(layers)
+    more = tuple(has or index == place % len(less) for index, has in enumerate(less))
+    for num_tokens in (2**16, 2**20):
+        assert seconds(with_kinds(more), num_tokens, degree) <= seconds(with_kinds(less), num_tokens, degree)
+
+
+def test_slices_of_layers_with_states_leave_a_book_that_does_not_grow() -> None:
+    config = PlannerConfig(2**20, (1,), solver="greedy")
+    peaks = {}
+    for layers in ((True,) * 4, (True, True, True, False), (False,) * 4):
+        model = with_kinds(layers) if any(layers) else replace(with_kinds((True,) * 4), windows=(), states=StateSpec())
+        for num_tokens in (2**16, 2**18):
+            plan = plan_step(0, [num_tokens], costs_of(model, 1), config)
+            (group,) = plan.micro_batches[0].groups
+            half = num_tokens // 2
+            chunks = (Chunk(0, (Span(0, 0, half),)), Chunk(1, (Span(0, half, num_tokens),)))
+            sliced = replace(group, chunks=chunks)
+            stage, byte_model = group.stages[0], ByteModel(model)
+            stage = replace(stage, actions=(Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0, 0)))
+            passes = byte_model.passes(stage)
+            kinds = book_kinds(model, sliced, 0)
+            moments = book_moments(model, stage, kinds, 2, passes.cells, passes.is_forward)
+            peaks[sum(layers), num_tokens] = int(moments.most.max())
+    # four layers have a state and its gradient
+    boundary = QWEN.states.boundary_bytes(32, 2)
+    assert peaks[4, 2**16] == peaks[4, 2**18] == 4 * boundary + 4 * boundary
+    # keys and values of four heads of 256 in bf16, and gradients of half of them in fp32
+    assert peaks[0, 2**18] == 4 * 2048 * (2 * 2**18 + 4 * 2**17) == 4 * peaks[0, 2**16]
+    assert peaks[3, 2**18] == pytest.approx(peaks[0, 2**18] / 4 + 6 * boundary, rel=1e-3)
+
+
+def test_states_refuse_rings_and_more_ranks_than_heads() -> None:
+    cluster = ClusterSpec(64, 8, GPU)
+    few = replace(QWEN, states=replace(QWEN.states, heads=8, read_heads=8))
+    assert group_shapes(8, "auto", few, cluster) == (GroupShape(8, 8),)
+    assert group_shapes(16, "auto", few, cluster) == () == group_shapes(8, "ring", few, cluster)
+
+
+def test_plans_of_a_hybrid_are_priced_as_they_are_evaluated_and_books_of_bytes_agree() -> None:
+    costs = costs_of(QWEN)
+    plan = plan_step(0, [30000, 9000, 4000, 100], costs, PlannerConfig(40000, (1, 2, 4, 8), solver="greedy"))
+    assert plan.estimate is not None
+    assert plan.estimate.step_s == pytest.approx(evaluate_plan(plan, costs).step_s)
+    # the mean over layers that the planner's estimates use is the sum over layers
+    per_token = saved_token_bytes(replace(QWEN, vocab_size=0))
+    assert per_token > 24 * QWEN.states.saved_bytes(2) and layer_class_bytes(QWEN) < per_token / 32
+
+
+def test_a_layer_that_only_convolves_leaves_a_tail_and_has_no_heads_to_share() -> None:
+    states = StateSpec(layers=(True, False), parameters=3 * 64 * 64, tail_elements=2 * 64, saved_elements=4 * 64)
+    model = ModelSpec(2, 64, 128, 8, 2, 8, 100, 512, windows=with_states((), states), states=states)
+    assert model.most_shared_heads == 8 and states.boundary_bytes(0, 2) == 256
+    assert 0 < ByteModel(model).kept_bytes(100) < ByteModel(replace(model, windows=(), states=StateSpec())).kept_bytes(100) * 2
+    assert seconds(model, 1000, 4) > 0
+
+
+def test_windows_and_states_must_agree() -> None:
+    with pytest.raises(ValueError, match="with a state"):
+        replace(QWEN, windows=())
+    with pytest.raises(ValueError, match="at least one token"):
+        replace(QWEN, windows=(0,) * 32, states=StateSpec())

@@ -1,0 +1,124 @@
+"""Layers with a state: bytes that torch allocates, books hold and ranks send, against what plans predict for a tiny Qwen3.5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import newest
+from helpers.plans.layouts import plan_of
+from helpers.plans.policies import offloading
+from helpers.plans.sliced_plans import cut, sliced_plan
+from helpers.ranks.rank_steps import rank_inputs
+from predicted.test_memory_model import PACKED, PLAIN, WHOLE, Shape, measured, predicted
+from predicted.test_traffic import sent_on_rank
+
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import ActivationPolicy, GroupShape
+from hf_longctx.plan.cost.traffic import mean_traffic
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+pytestmark = newest
+QWEN = ModelCase("qwen3_5", num_layers=4)
+
+
+@dataclass(frozen=True)
+class HybridShape(Shape):
+    """A Qwen3.5: two layers with a state, of two key heads and four value heads, and one with attention."""
+
+    layers: int = 3
+    key_size: int = 16
+    value_size: int = 16
+
+    def config(self) -> Any:
+        return transformers.Qwen3_5TextConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=self.key_size,
+            linear_value_head_dim=self.value_size,
+            layer_types=[*["linear_attention"] * (self.layers - 1), "full_attention"],
+            max_position_embeddings=4096,
+            attn_implementation="sdpa",
+        )
+
+    def spec(self, dtype: torch.dtype) -> ModelSpec:
+        return ModelSpec.from_config(self.config().to_dict(), dtype.itemsize)
+
+    def build(self, dtype: torch.dtype) -> Any:
+        model = transformers.Qwen3_5ForCausalLM(self.config())
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = torch.zeros_like(parameter)
+        patch_model(model.train())
+        return model
+
+
+# held bytes are exact where everything is kept; a recomputed layer's rotary embeddings are counted as if they were not partial,
+# and peaks are upper bounds
+CASES = {
+    "kept": (HybridShape(), PLAIN, 0, WHOLE, torch.bfloat16),
+    "kept in fp32": (HybridShape(value_size=24), PLAIN, 0, PACKED, torch.float32),
+    "recomputed": (HybridShape(), offloading(), 0, WHOLE, torch.float32),
+    "recomputed in tiles": (HybridShape(key_size=32, value_size=32), offloading(), 256, PACKED, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_of_torch(name: str) -> None:
+    shape, one, tile_tokens, documents, dtype = CASES[name]
+    policy = None if one is PLAIN else ActivationPolicy(0, 0, (one,) * shape.layers, tile_tokens)
+    held, host, forward_peak, backward_peak = measured(shape, dtype, documents, policy)
+    found, before = predicted(shape, dtype, documents, policy)
+    device = found.device - before
+    assert found.host == host
+    assert device == pytest.approx(held, rel=0.01 if policy is None else 0.06)
+    assert 0.97 * forward_peak <= device + found.forward_workspace <= 1.35 * forward_peak
+    assert 0.97 * backward_peak <= device + found.backward_workspace <= 1.35 * backward_peak
+
+
+def test_books_of_slices_and_forecasts_of_the_run_hold() -> None:
+    shape = HybridShape(layers=2)
+    plan = sliced_plan([512], [[span] for span in cut(0, [128] * 4)], "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0")
+    rows = [{name: [token % shape.vocabulary for token in row[name]] for name in row} for row in random_rows([512])]
+    model = shape.build(torch.float32)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), timeout_s=1.0), torch.device("cpu"))
+    rank_plan = plan.for_rank(0)
+    result = executor.run(rank_plan, rank_inputs(plan, rows, 0)["chunks"], 1)
+    ((group, stage),) = rank_plan.rounds
+    found = ByteModel(shape.spec(torch.float32)).moments(group, stage, tiles_loss=False).most
+    states = shape.spec(torch.float32).states
+    # three boundaries and a gradient in one layer
+    boundary = states.boundary_bytes(4, 4)
+    assert boundary == 4 * 4 * 16 * 16 + 4 * 3 * 128
+    keys_and_values = 2 * 2 * 16 * (512 + 384) * 4
+    assert result.memory.kv_book == keys_and_values + 4 * boundary == found.book
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_ranks_send_what_the_planner_counts(ranks, dtype: torch.dtype) -> None:
+    case, lengths = replace(QWEN, dtype=dtype), [32, 16]
+    plan = plan_of([[(2, (0, 1))]], lengths, 2, 2)
+    model = model_spec(build_model(case))
+    cluster = ClusterSpec(2, 2, GENERIC_CPU)
+    each = [mean_traffic(model, cluster, GroupShape(2, 2), 48, is_backward).num_bytes for is_backward in (False, True)]
+    found = ranks(2).run(sent_on_rank, case, plan, random_rows(lengths))
+    # ranks have equal heads and tokens; only the first sends the tokens before the second's
+    assert [sum(one) for one in zip(*found, strict=True)] == [2 * each[0], 2 * sum(each)]
