@@ -9,6 +9,7 @@ from helpers.plans.cost_models import WINDOWED, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.layer_kinds import Windows
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
@@ -22,7 +23,6 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
 )
-from hf_longctx.plan.core.layer_kinds import Windows
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel

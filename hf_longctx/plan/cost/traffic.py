@@ -27,7 +27,7 @@ from hf_longctx.plan.core.types import GroupShape
 
 # least bytes of one element of the key and value gradients that travel around a ring (fp32)
 _LEAST_GRADIENT_BYTES = 4
-# exchanges of a layer with a state: for the convolution, inputs in the model's format and in fp32, results
+# exchanges of a layer with a scan: for its convolution, inputs in the model's format and in fp32, results
 _STATE_EXCHANGES = 4
 
 
@@ -108,7 +108,8 @@ def mean_traffic(
     exchanged += num_states * _state_bytes_sent(model, shape, own)
     near_ranks = near_ranks or _most_near_ranks(shape.degree, cluster)
     link, network = _by_links(exchanged, shape.ulysses, near_ranks, cluster)
-    messages = (2 * num_attending + _STATE_EXCHANGES * num_states) * (neighbours > 0)
+    exchanges = 2 * num_attending + (_STATE_EXCHANGES if model.states.heads else 1) * num_states
+    messages = exchanges * (neighbours > 0)
     hops = shape.num_blocks - 1
     if hops:
         travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
