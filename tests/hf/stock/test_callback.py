@@ -27,6 +27,7 @@ from hf_longctx.hf.models.attention import attention_name
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 CASE = ModelCase(promoted=True)
+STATES = ModelCase("lfm3", promoted=True, num_layers=4)
 ADAPTED = ModelCase(
     promoted=True,
     lora=(("r", 2), ("lora_dropout", 0.1), ("target_modules", ["q_proj", "down_proj"]), ("modules_to_save", ["lm_head"])),
@@ -62,13 +63,15 @@ ATTACHED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "adapters, accumulation": (2, {"tokens_per_rank": 40}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
     "heterogeneous": (4, {"tokens_per_rank": 32}, {}),
     "adapters": (2, {"tokens_per_rank": 64}, {}),
+    "states along the sequence": (2, {"tokens_per_rank": 64}, {}),
 }
+CASES = {"adapters": ADAPTED, "adapters, accumulation": ADAPTED, "states along the sequence": STATES}
 
 
 @pytest.mark.parametrize("name", ATTACHED)
 def test_attached_training_follows_one_plain_process(ranks, rows, name: str) -> None:
     num_ranks, config, arguments = ATTACHED[name]
-    case = ADAPTED if name.startswith("adapters") else CASE
+    case = CASES.get(name, CASE)
     expected_losses, expected = plain_training(case, rows)
     per_step = arguments.get("gradient_accumulation_steps", 1)
     for losses, layouts, weights in ranks(num_ranks).run(train_attached, case, rows, config, arguments):
