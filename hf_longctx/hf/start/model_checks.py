@@ -84,7 +84,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         problems.append("no parameter of the model requires a gradient; unfreeze what is to be trained")
     dtypes, added = own_dtypes(model)
     if len(dtypes) > 1:
-        problems.append(f"the model mixes weights of {', '.join(sorted(map(str, dtypes)))}; load it in one dtype")
+        kept = sorted(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
+        remedy = f"load it with dtype='float32', since {name} keeps {', '.join(kept)} in fp32" if kept else "load it in one dtype"
+        problems.append(f"the model mixes weights of {', '.join(sorted(map(str, dtypes)))}; {remedy}")
     elif len(added) > 1 or not added <= dtypes | {torch.float32}:
         problems.append(
             f"the adapters have weights of {', '.join(sorted(map(str, added)))} on a model of {hidden_dtype(model)}; make all of "

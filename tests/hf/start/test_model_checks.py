@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.models.any_model import build_any
 from helpers.models.chats import tokenizer_of
 from helpers.models.tiny_models import FAMILIES, LLAMA_SHAPE, OTHER_FAMILIES, ModelCase, build_model, cast, tiny_llama
+from helpers.models.versions import newest
 from helpers.trainers.trainer_runs import problems_at_start
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
@@ -255,6 +257,19 @@ def test_fp16_weights_are_refused_and_bf16_weights_accepted() -> None:
     (problem,) = problems_at_start(cast(tiny_llama(), torch.float16))
     assert problem.startswith("the model's weights are torch.float16, ") and "dtype='bfloat16'" in problem
     assert problems_at_start(cast(tiny_llama(), torch.bfloat16)) == []
+
+
+@newest
+def test_a_class_that_keeps_weights_in_fp32_is_refused_in_bf16_with_what_it_keeps() -> None:
+    model = cast(build_any("BailingHybridForCausalLM", is_random=False), torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "conv1d" in name:
+            parameter.data = parameter.data.float()
+    (problem,) = setup_problems(model, None, LongContextConfig(), 2, (1, 2))
+    assert problem == (
+        "the model mixes weights of torch.bfloat16, torch.float32; load it with dtype='float32', since BailingHybridForCausalLM "
+        "keeps A_log, conv1d, dt_bias, e_score_correction_bias in fp32"
+    )
 
 
 def test_checkpointing_on_the_model_is_refused_and_the_remedy_works() -> None:

@@ -1,9 +1,9 @@
 """The functions that stand in for those of mixers with a state along the sequence, and the mixers that are tested with them.
 
 A mixer of transformers (linear attention, SSM, short convolution) mixes tokens in two functions of its module alone: a causal
-convolution and a scan. A row of `MIXERS` names those that the forward of a mixer class calls; `STAND_INS` has ours for each
-name. Ours split the chunk into documents, take and leave states, and run transformers' own function on each document. A further
-class is one more row, and one more function if its scan has another signature.
+convolution and, unless that is all, a scan. A row of `MIXERS` names those that the forward of a mixer class calls; `STAND_INS`
+has ours for each name. Ours split the chunk into documents, take and leave states, and run transformers' own function on each
+document. A further class is one more row, and one more function if its scan has another signature.
 """
 
 from __future__ import annotations
