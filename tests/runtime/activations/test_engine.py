@@ -32,6 +32,7 @@ from hf_longctx.runtime.activations import engine as engine_module
 from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.attention import rows as rows_module
+from hf_longctx.runtime.dropout.keys import on_tiles
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -378,7 +379,7 @@ def test_an_unfilled_output_that_is_read_is_noticed() -> None:
     def leave_unfilled(module: Any, run: Any, x: Tensor, tile_tokens: int, record: Any = None) -> Tensor:
         parameters = [p for p in module.parameters() if p.requires_grad]
         unfilled = record is not None and record.is_replay
-        return token_tiles._Tokenwise.apply(x, run, tile_tokens, record, unfilled, *parameters)
+        return token_tiles._Tokenwise.apply(x, on_tiles(module, run), tile_tokens, record, unfilled, *parameters)
 
     with patch.object(engine_module, "tokenwise", leave_unfilled):
         step(model, layers, rows, (replayed(),) * 2, 8)
