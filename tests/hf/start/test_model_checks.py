@@ -59,7 +59,7 @@ def test_tokens_that_see_later_ones_are_refused_by_layer() -> None:
     model = transformers.ElectraForCausalLM(transformers.ElectraConfig(**shape, embedding_size=32, hidden_dropout_prob=0.1))
     causal, *dropout = problems_at_start(model)
     assert causal.startswith("electra.encoder.layer.0.attention.self lets tokens see later ones (is_causal=False)")
-    assert any(problem.startswith("hidden_dropout_prob is 0.1; set it to 0.0") for problem in dropout)
+    assert any(problem.startswith("attention_probs_dropout_prob is 0.1; set it to 0.0") for problem in dropout)
 
 
 def test_noise_and_cross_attention_are_refused_with_their_values() -> None:
