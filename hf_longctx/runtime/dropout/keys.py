@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.runtime.dropout.philox import WORD, philox
+from hf_longctx.kernels.dropout_mask import WORD, keep_mask
 
 # attribute of a dropout module that holds its site
 SITE = "_longctx_dropout_site"
-# counters that are computed at a time, each of which gives four values
-_COUNTERS = 1 << 20
+# values whose mask is drawn at a time: on the CPU in the cache, elsewhere in few launches
+_VALUES_ON_CPU, _VALUES = 1 << 17, 1 << 25
 
 
 class DropoutKeys:
@@ -125,20 +125,13 @@ class DropoutTokens:
             return torch.zeros_like(x_TC)
         num_tokens, num_channels = x_TC.shape
         y_TC = torch.empty_like(x_TC)
-        rows = max(1, _COUNTERS * 4 // max(num_channels, 1))
+        most = _VALUES_ON_CPU if x_TC.device.type == "cpu" else _VALUES
+        rows = max(1, most // max(num_channels, 1))
         for first in range(0, num_tokens, rows):
             block = slice(first, first + rows)
-            keep_TC = self.part(block).keep_mask(num_channels, rate, key)
+            keep_TC = keep_mask(self.documents_T[block], self.positions_T[block], self.step, key, rate, num_channels)
             y_TC[block] = (x_TC[block] * (1 / (1 - rate))).masked_fill_(~keep_TC, 0.0)
         return y_TC
-
-    def keep_mask(self, num_channels: int, rate: float, key: int) -> Tensor:
-        """True for values that stay, [T, C]: the words of the token's counters, compared with the rate."""
-        channels = torch.arange(-(-num_channels // 4), device=self.positions_T.device).unsqueeze(0)
-        step = torch.full_like(channels[:, :1], self.step & WORD)
-        words = philox((channels, self.positions_T.unsqueeze(1), self.documents_T.unsqueeze(1) & WORD, step), key)
-        words_TC = torch.stack(words, dim=-1).flatten(1)[:, :num_channels]
-        return words_TC >= round(rate * (WORD + 1))
 
 
 class _Drop(torch.autograd.Function):

@@ -33,7 +33,7 @@ def test_other_tokens_blocks_and_plans_change_nothing() -> None:
     alone = keys.of_pieces([(2, 1)], POSITIONS[:, 4:6]).drop(x[:2], 0.3, "a")
     assert torch.equal(whole[4:6], alone)
     assert torch.equal(whole[2:7], keys.of_pieces(PIECES, POSITIONS).part(slice(2, 7)).drop(x[:5], 0.3, "a"))
-    with patch.object(module, "_COUNTERS", 5):
+    with patch.object(module, "_VALUES_ON_CPU", 25):
         assert torch.equal(whole, keys.of_pieces(PIECES, POSITIONS).drop(x, 0.3, "a"))
     # the second plan of a step numbers its sequences after those of the first one
     keys.begin_step(0, {7: 0, 8: 1})

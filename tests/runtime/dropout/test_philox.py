@@ -7,8 +7,8 @@ import torch
 from helpers.models.dropout_truth import kept
 from torch import Tensor
 
+from hf_longctx.kernels.dropout_mask import keep_mask, philox
 from hf_longctx.runtime.dropout.keys import DropoutKeys
-from hf_longctx.runtime.dropout.philox import philox
 
 # counter, key -> answer: file kat_vectors of Random123, by the authors of the paper
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -31,7 +31,7 @@ def test_known_answers(given: tuple[tuple[int, ...], tuple[int, int]], answer: t
 def mask(document: int = 0, step: int = 0, seed: int = 0, name: str = "a", first: int = 0, rate: float = RATE) -> Tensor:
     keys = DropoutKeys(seed, step)
     tokens = keys.of_pieces([(NUM_TOKENS, document)], torch.arange(first, first + NUM_TOKENS).unsqueeze(0))
-    return tokens.keep_mask(NUM_CHANNELS, rate, keys.site_key(name))
+    return keep_mask(tokens.documents_T, tokens.positions_T, tokens.step, keys.site_key(name), rate, NUM_CHANNELS)
 
 
 def test_masks_are_those_of_plain_code() -> None:
