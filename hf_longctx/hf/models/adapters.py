@@ -120,7 +120,7 @@ def _module_problems(model: PeftModel) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and not any(module is end for end in ends.values()):
             problems.append(f"modules_to_save has {name}, but only the embedding and the head are tested there; leave it out")
-    if base.config.tie_word_embeddings and any(isinstance(end, ModulesToSaveWrapper) for end in ends.values()):
+    if getattr(base.config, "tie_word_embeddings", False) and any(isinstance(end, ModulesToSaveWrapper) for end in ends.values()):
         problems.append(
             "modules_to_save has the embedding or the head, which are one tied weight (tie_word_embeddings) and would become "
             "two; leave them out, or use a model whose embeddings are not tied"

@@ -111,7 +111,7 @@ class Pieces:
     def is_tied(self) -> bool:
         """Whether class and config say that the head of the whole model shares the embedding's weight."""
         owner: Any = self.model.get_submodule(self.head.rpartition(".")[0])
-        return bool(type(owner)._tied_weights_keys) and bool(owner.config.tie_word_embeddings)
+        return bool(type(owner)._tied_weights_keys) and bool(getattr(owner.config, "tie_word_embeddings", False))
 
 
 def stage_problems(model: nn.Module) -> list[str]:

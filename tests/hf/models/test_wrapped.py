@@ -153,5 +153,7 @@ def test_parts_of_a_multimodal_model_are_told_apart() -> None:
     }
     thaw()
     assert all(p.requires_grad for p in model.parameters())
+    # a text model that has the head itself
+    assert tower_names(build_any("Llama4ForConditionalGeneration")) == ["vision_model", "multi_modal_projector"]
     text = build_any("LlamaForCausalLM")
     assert text_part(text) is text and not tower_names(text) and not placeholder_ids(text.config)

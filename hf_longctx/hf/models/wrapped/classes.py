@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 WRAPPED_MODELS: dict[str, str] = {
+    "AriaForConditionalGeneration": "AriaTextModel",
     "AyaVisionForConditionalGeneration": "Cohere2Model",
     "Cohere2VisionForConditionalGeneration": "Cohere2Model",
     "Gemma3ForConditionalGeneration": "Gemma3TextModel",
     "Gemma4ForConditionalGeneration": "Gemma4TextModel",
     "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedTextModel",
+    "Glm46VForConditionalGeneration": "Glm4vTextModel",
     "Glm4vForConditionalGeneration": "Glm4vTextModel",
+    "Glm4vMoeForConditionalGeneration": "Glm4vMoeTextModel",
+    "GlmOcrForConditionalGeneration": "GlmOcrTextModel",
+    "GotOcr2ForConditionalGeneration": "Qwen2Model",
     "Idefics3ForConditionalGeneration": "LlamaModel",
     "InternVLForConditionalGeneration": "Qwen2Model",
+    "Kimi_K25ForConditionalGeneration": "DeepseekV3Model",
+    "LightOnOcrForConditionalGeneration": "Qwen3Model",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "LlavaForConditionalGeneration": "LlamaModel",
     "LlavaNextForConditionalGeneration": "LlamaModel",
     "LlavaNextVideoForConditionalGeneration": "LlamaModel",
@@ -23,4 +31,7 @@ WRAPPED_MODELS: dict[str, str] = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5TextModel",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeTextModel",
     "SmolVLMForConditionalGeneration": "LlamaModel",
+    "VideoLlavaForConditionalGeneration": "LlamaModel",
+    "VipLlavaForConditionalGeneration": "LlamaModel",
+    "VoxtralForConditionalGeneration": "LlamaModel",
 }

@@ -77,7 +77,8 @@ def tower_names(model: nn.Module) -> list[str]:
     if wrapper is None:
         return []
     names = {id(module): name for name, module in wrapper.named_modules()}
-    kept = [text_path(wrapper), names[id(wrapper.get_output_embeddings())]]
+    text, head = text_path(wrapper), names[id(wrapper.get_output_embeddings())]
+    kept = [text] if head.startswith(f"{text}.") else [text, head]
     around = {"", *(".".join(name.split(".")[:depth]) for name in kept for depth in range(1, name.count(".") + 1))}
     return [
         name for name, _ in wrapper.named_modules() if name and name not in (*kept, *around) and name.rpartition(".")[0] in around
