@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import StageLayers
 from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
 from hf_longctx.plan.core.types import LayerRange, RankPlan
@@ -95,6 +94,6 @@ def activation_problem(model: PreTrainedModel) -> str:
     except ValueError as error:
         return str(error)
     is_cut = any(isinstance(module, StageLayers) for module in model.modules())
-    if len(layers) != (num_layers := num_attention_layers(model)) and not is_cut:
+    if len(layers) != (num_layers := model.config.get_text_config().num_hidden_layers) and not is_cut:
         return f"{type(model).__name__} has {len(layers)} layers, but calls attention {num_layers} times"
     return head_problem(model)

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
 from hf_longctx.hf.models.quantised import settle_quantised
-from hf_longctx.hf.models.states.patching import patch_mixers, restore_mixers
+from hf_longctx.hf.models.states.patching import mixers_of, num_calls, patch_mixers, restore_mixers
 from hf_longctx.hf.models.wrapped.text import restore_text, serve_text, text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
@@ -122,7 +122,10 @@ def _class_forward(layer: Any, *args: Any, longctx: GroupContext | None = None, 
 
 
 def num_attention_layers(model: PreTrainedModel) -> int:
-    """Number of calls in one forward that get the plan: of attention, or of a mixer with a state in its place."""
+    """Number of calls in one forward that get the plan: of attention, and of mixers with a state."""
+    text = text_part(model)
+    if mixers_of(text):
+        return num_calls(text)
     return int(model.config.get_text_config().num_hidden_layers)
 
 

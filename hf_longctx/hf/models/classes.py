@@ -50,6 +50,7 @@ TESTED_MODELS: tuple[str, ...] = (
     "ErnieForCausalLM",
     "Exaone4ForCausalLM",
     "ExaoneMoeForCausalLM",
+    "FalconH1ForCausalLM",
     "FlexOlmoForCausalLM",
     "FlintForCausalLM",
     "FuyuForCausalLM",
@@ -100,6 +101,7 @@ TESTED_MODELS: tuple[str, ...] = (
     "MoshiForCausalLM",
     "NanoChatForCausalLM",
     "NemotronForCausalLM",
+    "NemotronHForCausalLM",
     "OPTForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
@@ -170,7 +172,6 @@ REFUSALS = (
         "carries a state from token to token (linear attention, SSM, convolution), which plans neither reset at a new document "
         "nor pass on between ranks",
         (
-            "FalconH1ForCausalLM",
             "FalconMambaForCausalLM",
             "InklingForCausalLM",
             "Inkling2ForCausalLM",
@@ -178,7 +179,6 @@ REFUSALS = (
             "MambaForCausalLM",
             "Mamba2ForCausalLM",
             "MiniMaxForCausalLM",
-            "NemotronHForCausalLM",
             "Qwen4ExpForCausalLM",
             "RecurrentGemmaForCausalLM",
             "RwkvForCausalLM",

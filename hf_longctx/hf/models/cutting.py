@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
 from hf_longctx.hf.models.dropout.keyed_modules import outer_dropout
+from hf_longctx.hf.models.states.functions import family_of
+from hf_longctx.hf.models.states.patching import num_calls
 from hf_longctx.hf.models.wrapped.text import text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound
@@ -34,20 +36,24 @@ RANGES = "longctx_ranges"
 
 # words in names of config fields by which layers read more than hidden states from other layers
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
-_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
+_NORM_NAMES = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 _PROBE_TOKENS = 3
+# types of settings
+PLAIN = (bool, int, float, str, type(None))
 # decoder layers that return a tuple, hidden states first -> its length
-_TUPLES = {"BambaDecoderLayer": 2}
+_TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1}
 
 
 class Identity(nn.Module):
-    """Returns its first argument; replaces a module that is on another stage or in another layer range.
+    """Returns its first argument; replaces a module that is on another stage, in another layer range or left out.
 
-    replaced: that module. For a decoder layer that returns a tuple, the argument comes in a tuple of this length.
+    replaced: that module. Its plain settings are kept, since decoders read those of their layers. For a decoder layer that
+    returns a tuple, the argument comes in a tuple of this length.
     """
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
+        vars(self).update({name: value for name, value in vars(replaced).items() if isinstance(value, PLAIN)})
         known: int = getattr(replaced, "tuple_length", 0)
         self.tuple_length = known or _TUPLES.get(type(replaced).__name__, 0)
 
@@ -232,6 +238,7 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
         attention_layers=tuple(part.num_layers for part in parts[stage]),
         hidden_size=int(pieces.decoder.config.hidden_size),
         hidden_dtype=hidden_dtype(model),
+        calls=_calls(pieces, parts[stage]),
         tied=next(name for name, value in model.named_parameters() if value is ends[stage].weight) if is_tied else "",
         dropout=keys_of(model),
     )
@@ -252,9 +259,21 @@ def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
     _bind_parts(pieces, [ranges], 0)
     size, dtype = int(pieces.decoder.config.hidden_size), hidden_dtype(model)
     return tuple(
-        StageModel(model, stage, len(ranges), (own.num_layers,), size, dtype, first_part=stage, dropout=keys_of(model))
+        StageModel(
+            *(model, stage, len(ranges), (own.num_layers,), size, dtype),
+            first_part=stage,
+            dropout=keys_of(model),
+            calls=_calls(pieces, [own]),
+        )
         for stage, own in enumerate(ranges)
     )
+
+
+def _calls(pieces: Pieces, ranges: Sequence[LayerRange]) -> tuple[int, ...]:
+    """Number of calls in each layer range that get the plan; empty unless layers have mixers with a state."""
+    layers = list(getattr(pieces.decoder, pieces.layers))
+    owned = (layers[own.first_layer : own.first_layer + own.num_layers] for own in ranges)
+    return tuple(sum(map(num_calls, each)) for each in owned) if family_of(pieces.model) else ()
 
 
 def check_ranges(parts: Ranges, num_layers: int) -> None:

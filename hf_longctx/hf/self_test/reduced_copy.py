@@ -21,9 +21,9 @@ from torch import nn
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
-from hf_longctx.hf.models.cutting import Identity
+from hf_longctx.hf.models.cutting import PLAIN, Identity
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
-from hf_longctx.hf.models.states.patching import leave_kernels_out
+from hf_longctx.hf.models.states.patching import leave_kernels_out, mixers_of
 from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 from hf_longctx.hf.models.wrapped.text import tower_names, tower_parameters
 from hf_longctx.hf.self_test.independent import independent_copy
@@ -34,7 +34,6 @@ NUM_TOKEN_IDS = 1024
 _STEP, _LONGEST_STEP = "floor_scale", 8
 # settings that differ between layers without changing the computation
 _NUMBERS = ("layer_idx", "training")
-_PLAIN = (bool, int, float, str, type(None))
 _NOISE = 0.02
 # attributes of a module that hold hooks
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -42,14 +41,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _LIBRARIES = ("accelerate", "hf_longctx", "peft", "torch", "transformers", "trl")
 # attributes with a replaced forward; accelerate keeps one that it wrapped in the second
 _FORWARDS = ("forward", "_original_forward")
-
-
-class SkippedLayer(Identity):
-    """Replaces a layer that the copy leaves out; keeps the layer's plain settings, since decoders read them."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, _PLAIN)})
 
 
 @dataclass
@@ -92,9 +83,9 @@ def reduced_copy(
     to which longer windows are shortened. Weights that are all zero get noise, since zeros would hide what passes through them.
     """
     is_cut, layers, kept = _layers_and_kept(model, boundaries)
-    memo: dict[int, Any] = {id(layer): SkippedLayer(layer) for place, layer in enumerate(layers) if place not in kept}
+    memo: dict[int, Any] = {id(layer): Identity(layer) for place, layer in enumerate(layers) if place not in kept}
     base: Any = base_of(model)
-    memo |= {id(tower): SkippedLayer(tower) for tower in map(base.get_submodule, tower_names(base))}
+    memo |= {id(tower): Identity(tower) for tower in map(base.get_submodule, tower_names(base))}
     num_token_ids = _cut_vocabulary(base, memo)
     if dtype is not None:
         # four-bit layers multiply in a fixed precision, so replace them by their unpacked weights
@@ -122,8 +113,10 @@ def reduced_copy(
         num_token_ids,
         len(layers),
         was_shortened,
-        # all layers call attention equally often, in some classes twice
-        num_attention_layers(base_of(copied)) * len(kept) // len(layers),
+        # all layers call attention equally often, in some classes twice; those with a state may do so
+        num_attention_layers(base_of(copied))
+        if mixers_of(copied)
+        else num_attention_layers(base_of(copied)) * len(kept) // len(layers),
         is_cut,
     )
 
@@ -219,10 +212,10 @@ def _package(function: Any) -> str:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(isinstance(each, _PLAIN) for each in value.values())
+        return all(isinstance(each, PLAIN) for each in value.values())
     if isinstance(value, list | tuple):
-        return all(isinstance(each, _PLAIN) for each in value)
-    return isinstance(value, _PLAIN)
+        return all(isinstance(each, PLAIN) for each in value)
+    return isinstance(value, PLAIN)
 
 
 def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:

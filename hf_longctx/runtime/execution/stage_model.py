@@ -31,7 +31,8 @@ class StageModel:
     """One stage of `num_stages`, or the whole model if `num_stages` is 1.
 
     model: holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
-    attention_layers: number of attention calls in every part. Parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`.
+    attention_layers: number of layers in every part. calls: number of calls of attention and of mixers with a state in every
+    part; empty if each layer has one. Parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`.
     tied: on the first and the last stage of a model with tied embeddings, the name of the parameter that is tied to the other
     stage's; their gradients are summed. first_part: number of the stage's first part within `model`; it differs from 0 only if
     `model` holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
@@ -48,6 +49,7 @@ class StageModel:
     first_part: int = 0
     off: tuple[str, ...] = ()
     dropout: DropoutKeys | None = None
+    calls: tuple[int, ...] = ()
 
     @property
     def num_parts(self) -> int:
@@ -80,7 +82,7 @@ class StageModel:
                 **starts, position_ids=inputs.position_ids, attention_mask=mask, use_cache=False, return_dict=True, **keywords
             )
         if context is not None:
-            context.check_calls(self.attention_layers[part])
+            context.check_calls((self.calls or self.attention_layers)[part])
         if self.is_last(part):
             logits: Tensor = output.logits
             return logits

@@ -43,6 +43,8 @@ pytestmark = newest
 Step = tuple[float, dict[str, Tensor]]
 QWEN, OLMO = ModelCase("qwen3_5", num_layers=4), ModelCase("olmo_hybrid", num_kv_heads=4, num_layers=4)
 BAMBA, KIMI, LFM = ModelCase("bamba", num_layers=4), ModelCase("kimi_linear"), ModelCase("lfm3", num_layers=4)
+# attention and a state in every layer
+BOTH = ModelCase("falcon_h1", num_layers=4)
 FAMILIES = pytest.mark.parametrize("case", [QWEN, OLMO, BAMBA, KIMI, LFM], ids=lambda case: case.family)
 GROUPED = pytest.mark.parametrize("case", [QWEN, BAMBA, KIMI, LFM], ids=lambda case: case.family)
 # tokens that transformers' torch code of the gated delta rule computes at once
@@ -151,7 +153,7 @@ def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -
         return [stage_step_on_rank(case, plan_json, rows)[:2] for plan_json in plans_json]
 
 
-@pytest.mark.parametrize("case", [QWEN, LFM], ids=lambda case: case.family)
+@pytest.mark.parametrize("case", [QWEN, LFM, BOTH], ids=lambda case: case.family)
 def test_stages_match(ranks, case: ModelCase) -> None:
     plans = [
         pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=4),

@@ -178,7 +178,7 @@ def staged_step(name: str, lora: Lora = ()) -> Step:
     whole_model = patched(name, lora)
     if problems := stage_problems(whole_model):
         raise Refused(problems[0])
-    num_layers = num_attention_layers(whole_model)
+    num_layers = whole_model.config.get_text_config().num_hidden_layers
     parts = even_parts(2, 1, num_layers)
     plan = sliced_plan(LENGTHS, WHOLE)
     (group,) = plan.micro_batches[0].groups
@@ -222,7 +222,7 @@ def local_outcome(name: str, lora: Lora = ()) -> Outcome:
     model = build(name, lora)
     if problems := setup_problems(model, None, LongContextConfig(), 2, (1, 2)):
         raise AssertionError(f"{name} is refused: {problems}")
-    assert model_spec(model).num_layers == num_attention_layers(model)
+    assert model_spec(model).num_layers == model.config.get_text_config().num_hidden_layers
     with wide_floats():
         expected = reference(name, lora)
         outcome.run("packed", lambda: lone_step(patched(name, lora), sliced_plan(LENGTHS, WHOLE)), expected)

@@ -72,6 +72,7 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.3},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "FalconH1ForCausalLM": _MAMBA | {"mamba_d_ssm": 64},
     "FlintForCausalLM": {"mlp_only_layers": [0]},
     "FuyuForCausalLM": {
         "text_config": {
@@ -98,7 +99,11 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
     "LagunaForCausalLM": {"num_attention_heads_per_layer": [4, 4, 4]},
     "Lfm2ForCausalLM": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
-    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "NemotronHForCausalLM": {
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+    },
     "RoCBertForCausalLM": {
         "pronunciation_vocab_size": 64,
         "shape_vocab_size": 64,

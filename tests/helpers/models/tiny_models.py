@@ -168,6 +168,8 @@ STATE_FAMILIES: dict[str, Any] = {
     ),
     # two groups serve four heads in the families of Mamba 2
     "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM, {**_SCAN, "attn_layer_indices": [3]}),
+    # both attention and a state in every layer
+    "falcon_h1": (transformers.FalconH1Config, transformers.FalconH1ForCausalLM, {**_SCAN, "mamba_d_ssm": 64}),
     "kimi_linear": (
         transformers.KimiLinearConfig,
         transformers.KimiLinearForCausalLM,

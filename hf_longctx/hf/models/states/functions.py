@@ -145,7 +145,8 @@ class StateFamily:
     names: beginnings of the names of the classes. mixer: what follows them in the name of the mixer class. functions: names of
     the functions that the mixer's forward calls, once each. layer_type: its name in the config's `layer_types`. heads: field of
     the config with the number of heads that have a state of their own; empty if the mixer has a convolution alone. fused:
-    function that may do everything at once, which plans leave out; empty if there is none.
+    function that may do everything at once, which plans leave out; empty if there is none. plain_types: types of layers that
+    mix no tokens.
     """
 
     names: tuple[str, ...]
@@ -154,6 +155,7 @@ class StateFamily:
     layer_type: str
     heads: str
     fused: str = ""
+    plain_types: tuple[str, ...] = ()
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -166,14 +168,17 @@ class StateFamily:
         return tuple(f"{name}ForCausalLM" for name in self.names)
 
 
-def _mamba2(name: str, mixer: str, heads: str) -> StateFamily:
+def _mamba2(
+    name: str, mixer: str, heads: str, layer_type: str = "linear_attention", plain_types: tuple[str, ...] = ()
+) -> StateFamily:
     return StateFamily(
         names=(name,),
         mixer=mixer,
         functions=("causal_conv1d_fn", "mamba2_chunk_scan"),
-        layer_type="linear_attention",
+        layer_type=layer_type,
         heads=heads,
         fused="mamba2_split_conv1d_scan_combined",
+        plain_types=plain_types,
     )
 
 
@@ -204,6 +209,8 @@ FAMILIES = (
     ),
     _mamba2("Bamba", "Mixer", "mamba_n_heads"),
     _mamba2("GraniteMoeHybrid", "MambaLayer", "mamba_n_heads"),
+    _mamba2("FalconH1", "Mixer", "mamba_n_heads", layer_type="hybrid"),
+    _mamba2("NemotronH", "Mamba2Mixer", "mamba_num_heads", plain_types=("moe", "mlp")),
 )
 # class of a mixer -> its family
 MIXERS: dict[str, StateFamily] = {mixer: family for family in FAMILIES for mixer in family.mixers}

@@ -35,6 +35,13 @@ def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module).__name__ in MIXERS}
 
 
+def num_calls(module: nn.Module) -> int:
+    """Number of mixers and of attention layers in `module`, each of which gets the plan once in a forward."""
+    mixers = mixers_of(module).values()
+    others = (each for each in module.modules() if each not in mixers)
+    return len(mixers) + sum(type(each).__name__.endswith("Attention") for each in others)
+
+
 def patch_mixers(model: nn.Module) -> None:
     """Gives every mixer of `model` a forward that knows plans. Idempotent."""
     for mixer in mixers_of(model).values():
