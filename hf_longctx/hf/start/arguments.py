@@ -60,10 +60,10 @@ _SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rm
 
 _TRAINER_ARGUMENTS = {
     "data_collator": "plans decide what is packed together; leave it out and pass a dataset with input_ids and labels",
-    "compute_metrics": "evaluation returns the loss only; compute other metrics from the saved checkpoint",
+    "compute_metrics": "evaluation returns loss, token accuracy and entropy, and predict() adds the log-probability of every row",
     "compute_loss_func": "pass the loss of a token as token_loss=..., of which a step takes the mean over label tokens",
     "model_init": "pass a model",
-    "preprocess_logits_for_metrics": "leave it out; evaluation returns the loss only",
+    "preprocess_logits_for_metrics": "leave it out; logits never exist as a whole",
 }
 
 

@@ -1,9 +1,10 @@
 """Support for TRL's trainers: some run under full plans, some under the callback alone, the others are refused with a reason.
 
-`SFTTrainer` prepares model and dataset inside its own constructor, so a mixin in front of it checks them afterwards. Its loss is
-the token mean of the cross-entropy, and so is the loss of plans. Plans therefore replace its `compute_loss`, `training_step` and
-`prediction_step`, which would only add entropy and token accuracy to the log. `DPOTrainer` needs log-probabilities of pairs of
-whole sequences, which an exchange around each forward gives it (`stock/exchange.py`). TRL is never imported here.
+`SFTTrainer` prepares model and dataset inside its own constructor, so a mixin in front of it checks them afterwards. Its loss
+is the token mean of the cross-entropy, and so is the loss of plans. Plans therefore replace its `compute_loss`, `training_step`
+and `prediction_step`, which would only add entropy and token accuracy to the log (evaluations under plans log both).
+`DPOTrainer` needs log-probabilities of pairs of whole sequences, which an exchange around each forward gives it
+(`stock/exchange.py`). TRL is never imported here.
 """
 
 from __future__ import annotations

@@ -34,20 +34,35 @@ class RowScores:
 
     rows: rows of the dataset. positions: index of the predicted token in its document, which is the number of tokens it was
     predicted from; a row that was split is several documents. losses: cross-entropy in nats. is_right: whether the token was
-    the likeliest one.
+    the likeliest one. entropies: of the distribution over the token, in nats. weights: of the token in the loss that is trained.
     """
 
     rows: IntArray
     positions: IntArray
     losses: NDArray[np.float64]
     is_right: NDArray[np.bool_]
+    entropies: NDArray[np.float64]
+    weights: NDArray[np.float64]
 
     @classmethod
     def joined(cls, parts: Sequence[RowScores]) -> RowScores:
         """The label tokens of all parts, in order."""
-        empty = cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_))
-        names = ("rows", "positions", "losses", "is_right")
+        empty = cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
+        names = ("rows", "positions", "losses", "is_right", "entropies", "weights")
         return cls(*(np.concatenate([getattr(part, name) for part in (empty, *parts)]) for name in names))
+
+    def sums(self) -> NDArray[np.float64]:
+        """Sums over the tokens with a weight: weighted losses, weights, losses, ones, right ones, entropies. Shape [6]."""
+        is_learnt = self.weights > 0
+        losses, weights = self.losses[is_learnt], self.weights[is_learnt]
+        counts = losses.sum(), is_learnt.sum(), self.is_right[is_learnt].sum(), self.entropies[is_learnt].sum()
+        return np.array([(weights * losses).sum(), weights.sum(), *counts])
+
+    def by_row(self, num_rows: int) -> NDArray[np.float64]:
+        """For every row of the dataset: the sum of the log-probabilities of its label tokens, their number, the right ones, and
+        the sum of their entropies. Shape [4, num_rows]."""
+        columns = (-self.losses, np.ones(len(self.rows)), self.is_right, self.entropies)
+        return np.stack([np.bincount(self.rows, column, num_rows) for column in columns])
 
 
 def step_scores(
@@ -62,7 +77,7 @@ def step_scores(
             # dummy tokens have no label, so any row will do
             rows_T = rows[np.asarray(step.sequences, dtype=np.int64)[sequences_T]]
             held = inputs[index]
-            parts.append(_labelled(rows_T, held.position_ids[0], held.shift_labels[0], chunk_scores))
+            parts.append(_labelled(rows_T, held, chunk_scores))
     return RowScores.joined(parts)
 
 
@@ -89,9 +104,9 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
             forget_documents(model)
             ids_T = torch.as_tensor(row["input_ids"], dtype=torch.int64)
             labels_T = shift(torch.as_tensor(row["labels"] if "labels" in row else row["input_ids"], dtype=torch.int64))
-            scores = score(ids_T.unsqueeze(0).to(device), labels_T.unsqueeze(0))
-            rows_T = np.full(len(ids_T), number, dtype=np.int64)
-            parts.append(_labelled(rows_T, torch.arange(len(ids_T)), labels_T, scores))
+            document = ChunkInputs(*(each.unsqueeze(0) for each in (ids_T, torch.arange(len(ids_T)), labels_T)))
+            scores = score(document.input_ids.to(device), document.shift_labels)
+            parts.append(_labelled(np.full(len(ids_T), number, dtype=np.int64), document, scores))
     model.train(was_training)
     return RowScores.joined(parts)
 
@@ -118,12 +133,13 @@ def _scorer(model: nn.Module) -> Iterator[Any]:
         head.unbind()
 
 
-def _labelled(rows_T: IntArray, positions_T: Tensor, shift_labels_T: Tensor, scores: TokenScores) -> RowScores:
-    is_label_T = (shift_labels_T != IGNORE_INDEX).cpu().numpy()
+def _labelled(rows_T: IntArray, inputs: ChunkInputs, scores: TokenScores) -> RowScores:
+    is_label_T = (inputs.shift_labels[0] != IGNORE_INDEX).cpu().numpy()
     # the label at position p is the token at p + 1
-    positions = positions_T.cpu().numpy()[is_label_T] + 1
-    losses, is_right = scores.losses_T.cpu().numpy(), scores.is_right_T.cpu().numpy()
-    return RowScores(rows_T[is_label_T], positions, losses[is_label_T], is_right[is_label_T])
+    positions_T = inputs.position_ids[0].cpu().numpy() + 1
+    found = (scores.losses_T.cpu().numpy(), scores.is_right_T.cpu().numpy(), scores.entropies_T.cpu().numpy())
+    weights_T = np.ones(len(rows_T)) if inputs.loss_weights is None else inputs.loss_weights[0].cpu().numpy()
+    return RowScores(*(each[is_label_T] for each in (rows_T, positions_T, *found, weights_T)))
 
 
 def _token_sequences(chunk: Chunk, group: SequenceGroup, position: int) -> IntArray:

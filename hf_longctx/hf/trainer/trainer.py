@@ -19,6 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
@@ -194,21 +195,10 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """Computes, under plans, the mean loss over all label tokens of the set (`eval_loss`), as training does.
 
         Weights of tokens and `token_loss` count as in training. `eval_perplexity`, its exponential, is there only if the loss is
-        the mean cross-entropy.
+        the mean cross-entropy. `eval_mean_token_accuracy` and `eval_entropy` are means over tokens that are learnt; with
+        `token_loss` only `predict` computes them, since they take a second forward.
         """
-        self.callback_handler.eval_dataloader = dataloader
-        loss_sum, total_weight, num_label_tokens, num_samples = 0.0, 0.0, 0, 0
-        with self._explained(), self._evaluating():
-            for executor, forwards, batch in self._planned_forwards(dataloader):
-                loss_sum += float(executor.evaluate(*forwards))
-                total_weight += batch["total_weight"]
-                num_label_tokens += batch["num_label_tokens"]
-                num_samples += len(batch["step"].sequences)
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss = loss_sum / (total_weight or 1)
-        metrics = {f"{metric_key_prefix}_loss": loss}
-        if self.longctx_run.token_loss is None and total_weight == num_label_tokens:
-            metrics[f"{metric_key_prefix}_perplexity"] = math.exp(min(loss, 700.0))
+        metrics, num_samples, _ = self._evaluated(dataloader, metric_key_prefix)
         no_predictions: Any = None
         return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
 
@@ -226,9 +216,25 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
                 parts.append(step_scores(batch["step"], batch["chunks"], executor.score(*forwards), rows))
         return RowScores.joined(parts)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: plans return losses, not logits."""
-        raise ValueError("predict() is not supported yet; use evaluate(), or load the saved model with transformers")
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Scores every row of a set under plans, without logits. Collective over all ranks.
+
+        `predictions` is a structured array with one entry per row, equal on all ranks: `log_prob` (the sum of the
+        log-probabilities of the row's label tokens, by cross-entropy), `num_tokens` (how many these are), `num_right` (those that
+        were the likeliest), and `entropy` (the sum over them). Metrics are those of an evaluation.
+        """
+        dataloader = eval_loader(self.longctx_run, "test_dataset", read_columns(type(self), test_dataset))
+        metrics, _, scores = self._evaluated(dataloader, metric_key_prefix, wants_scores=True)
+        sums = scores.by_row(len(test_dataset))
+        totals = np.reshape(sums_over_ranks(sums.ravel().tolist(), self.longctx_run.control), sums.shape)
+        kinds: Any = [("log_prob", "f8"), ("num_tokens", "i8"), ("num_right", "i8"), ("entropy", "f8")]
+        predictions = np.zeros(len(test_dataset), dtype=kinds)
+        for (name, _), values in zip(kinds, totals, strict=True):
+            predictions[name] = values
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(predictions=predictions, label_ids=None, metrics=metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs as `Trainer` does, and adds means over the steps since the last log: seconds, tokens per second, padding."""
@@ -381,6 +387,36 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             # without a backward nothing is saved: policies only make tiles, and no host memory is needed
             rank_plan = forward_only(batch["step"].plan.for_rank(run.pool.rank))
             yield executor, (rank_plan, batch["chunks"], run.activations.engine(model, rank_plan)), batch
+
+    def _evaluated(
+        self, dataloader: DataLoader[Any], prefix: str, wants_scores: bool = False
+    ) -> tuple[dict[str, float], int, RowScores]:
+        """Metrics of a set over all ranks, its number of sequences, and the scores that this rank holds if they are wanted."""
+        self.callback_handler.eval_dataloader = dataloader
+        rows = dataloader.dataset.index.rows  # type: ignore[attr-defined]
+        token_loss = self.longctx_run.token_loss
+        sums, loss_sum, total_weight, num_samples = np.zeros(6), 0.0, 0.0, 0
+        kept: list[RowScores] = []
+        with self._explained(), self._evaluating():
+            for executor, forwards, batch in self._planned_forwards(dataloader):
+                if token_loss is not None:
+                    loss_sum += float(executor.evaluate(*forwards))
+                if token_loss is None or wants_scores:
+                    scores = step_scores(batch["step"], batch["chunks"], executor.score(*forwards), rows)
+                    sums += scores.sums()
+                    kept += [scores] * wants_scores
+                total_weight += batch["total_weight"]
+                num_samples += len(batch["step"].sequences)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        weighted, weight, loss, num_tokens, num_right, entropy = sums_over_ranks(sums.tolist(), self.longctx_run.control)
+        mean = (weighted / (weight or 1)) if token_loss is None else loss_sum / (total_weight or 1)
+        metrics = {f"{prefix}_loss": mean}
+        if token_loss is None and weighted == loss:
+            metrics[f"{prefix}_perplexity"] = math.exp(min(mean, 700.0))
+        if num_tokens:
+            metrics[f"{prefix}_mean_token_accuracy"] = num_right / num_tokens
+            metrics[f"{prefix}_entropy"] = entropy / num_tokens
+        return metrics, num_samples, RowScores.joined(kept)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -237,12 +237,12 @@ def _loss_of_tile(logits_1tV: Tensor, targets: Targets) -> Tensor:
 
 @torch.no_grad()
 def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...]) -> TokenScores:
-    losses_T = torch.zeros(labels_1T.shape[1], dtype=torch.float64, device=labels_1T.device)
+    losses_T, entropies_T = torch.zeros(2, labels_1T.shape[1], dtype=torch.float64, device=labels_1T.device)
     is_right_T = torch.zeros_like(losses_T, dtype=torch.bool)
     for tile in tiles:
         scores = token_scores(run(x_1TC[:, tile], tile), labels_1T[:, tile])
-        losses_T[tile], is_right_T[tile] = scores.losses_T, scores.is_right_T
-    return TokenScores(losses_T, is_right_T)
+        losses_T[tile], is_right_T[tile], entropies_T[tile] = scores.losses_T, scores.is_right_T, scores.entropies_T
+    return TokenScores(losses_T, is_right_T, entropies_T)
 
 
 def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, tiled: _Tiled) -> tuple[Tensor, Gradients]:

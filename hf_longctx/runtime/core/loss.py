@@ -7,6 +7,7 @@ what a user's `TokenLoss` returns. The executor, the tiled output head and the e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 
 IGNORE_INDEX = -100
+# tokens whose probabilities exist at once when tokens are scored
+_SCORED_TOKENS = 1024
 
 
 @runtime_checkable
@@ -142,19 +145,34 @@ class TokenScores:
 
     losses_T: cross-entropy, computed in at least fp32 and stored as fp64; 0 for tokens without a label.
     is_right_T: whether the label was the most likely token; False without a label.
+    entropies_T: entropy in nats of the distribution over the next token, computed and stored like losses; 0 without a label.
     """
 
     losses_T: Tensor
     is_right_T: Tensor
+    entropies_T: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenScores]) -> TokenScores:
+        """The scores of consecutive tokens."""
+        names = ("losses_T", "is_right_T", "entropies_T")
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 @torch.no_grad()
 def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor) -> TokenScores:
     """Scores of every token of a shard; their losses add up to `summed_cross_entropy`."""
-    logits_TV, labels_T = wide_logits(logits_1TV), shift_labels_1T.reshape(-1)
-    is_right_T = logits_TV.argmax(-1) == labels_T
-    losses_T = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
-    return TokenScores(losses_T.double(), is_right_T)
+    logits_TV, labels_T = logits_1TV.reshape(-1, logits_1TV.shape[-1]), shift_labels_1T.reshape(-1)
+    pairs = zip(logits_TV.split(_SCORED_TOKENS), labels_T.split(_SCORED_TOKENS), strict=True)
+    return TokenScores.joined([_scores(wide_logits(logits_tV), labels_t) for logits_tV, labels_t in pairs])
+
+
+def _scores(logits_tV: Tensor, labels_t: Tensor) -> TokenScores:
+    is_right_t = logits_tV.argmax(-1) == labels_t
+    losses_t = F.cross_entropy(logits_tV, labels_t, ignore_index=IGNORE_INDEX, reduction="none")
+    # 0 for a token of probability 0, whose logarithm is infinite
+    entropies_t = torch.special.entr(F.softmax(logits_tV, dim=-1)).sum(-1).where(labels_t != IGNORE_INDEX, 0)
+    return TokenScores(losses_t.double(), is_right_t, entropies_t.double())
 
 
 def step_loss(loss_sum: Tensor, total_weight: float) -> Tensor:
