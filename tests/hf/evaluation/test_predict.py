@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def predict(rows: Any, config: dict[str, Any], limits: dict[str, Any], loss: str = "") -> tuple[Any, dict[str, float], Any]:
-    """What `predict` finds for rows, and the metrics of it and of `evaluate`."""
+    """Predictions and metrics of `predict` for rows, and the metrics of `evaluate`."""
     more = {"token_loss": focal} if loss else {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(CASE, ROWS, folder, {**config, **limits}, {"per_device_eval_batch_size": 2}, **more)
