@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import AutoPeftModelForCausalLM
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts
 from hf_longctx.hf.start.losses import loss_name
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, STEP_FILE, ModelOrder, watched
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import Targets, summed_loss
+from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.parameters.finite import nonfinite_names
 
 
@@ -35,6 +39,7 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
     tell(f"step {content['step']}, whose loss was {content['loss']}, on {device} as plain transformers, model {source}")
     if (trained := content.get("loss_of_a_token", plain := loss_name(None))) != plain:
         tell(f"the run trained {trained}, which is not saved with the step; losses here are cross-entropy")
+    drop, num_documents = _dropout_of(model, content), 0
     for number, saved in enumerate(content["plans"]):
         plan = plan_from_json(json.dumps(saved["plan"]))
         tell(f"plan {number}: {plan.layout}, {len(plan.lengths)} sequences")
@@ -45,7 +50,8 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
             weights = [tokens["loss_weights"]] if "loss_weights" in tokens else None
             weights_1T = None if weights is None else torch.tensor(weights, dtype=torch.float64, device=device)
             targets = Targets.of(ChunkInputs(ids_1T, ids_1T, labels_1T, weights_1T))
-            with watched(model, 0, found), torch.autocast(device.type, torch.bfloat16, enabled=content["bf16"]):
+            masks = drop(num_documents + sequence, ids_1T)
+            with masks, watched(model, 0, found), torch.autocast(device.type, torch.bfloat16, enabled=content["bf16"]):
                 loss = summed_loss(model(input_ids=ids_1T, use_cache=False).logits, targets)
             loss.backward()
             gradients = nonfinite_names(model, of_gradients=True)
@@ -56,8 +62,26 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
                 if gradients:
                     tell(f"  {len(gradients)} weights get gradients that are not finite, the last of them {gradients[-1]}")
                 return False
+        num_documents += len(plan.lengths)
     tell("every loss and gradient is finite: the fault is in the plan or was in the machine; please report the step")
     return True
+
+
+def _dropout_of(model: nn.Module, content: dict[str, Any]) -> Callable[[int, Tensor], AbstractContextManager[None]]:
+    """Function of (number of a sequence in the step, its tokens [1, T]); in its context dropout draws the masks of the run."""
+    if "dropout" not in content:
+        return lambda document, ids_1T: nullcontext()
+    key_dropouts(model)
+    keys = keys_of(model)
+    assert keys is not None
+    keys.seed = content["dropout"]["seed"]
+    keys.begin_step(content["dropout"]["step"], {})
+
+    def drop(document: int, ids_1T: Tensor) -> AbstractContextManager[None]:
+        positions_T = torch.arange(ids_1T.shape[1], device=ids_1T.device)
+        return keys.of_pieces([(len(positions_T), document)], positions_T.view(1, -1)).running()
+
+    return drop
 
 
 def _read(file: Path) -> dict[str, Any]:

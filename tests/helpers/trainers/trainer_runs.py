@@ -138,7 +138,7 @@ def make_trainer(
     args = training_arguments(folder, **{"per_device_train_batch_size": 8 // num_ranks, **(arguments or {})})
     settings = {"report_steps": False, "timeline_steps": 0, "self_test": False, **(config or {})}
     return LongContextTrainer(
-        model=build_model(case),
+        model=kwargs.pop("model", None) or build_model(case),
         args=args,
         train_dataset=datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows,
         longctx_config=LongContextConfig(**settings),

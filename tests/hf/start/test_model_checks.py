@@ -44,14 +44,15 @@ def test_a_class_that_was_never_tested_is_refused_with_tested_ones(name: str) ->
     assert "use a class that docs/models.md calls exact" in problem and "Qwen3ForCausalLM" in problem
 
 
-def bamba() -> PreTrainedModel:
-    sizes = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1], "pad_token_id": 0}
-    return transformers.BambaForCausalLM(transformers.BambaConfig(**LLAMA_SHAPE, **sizes))
+def minimax() -> PreTrainedModel:
+    types = ["linear_attention", "full_attention"]
+    return transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**LLAMA_SHAPE, layer_types=types, num_local_experts=2))
 
 
 def test_a_class_with_a_state_is_refused_with_the_layer_that_has_it() -> None:
-    (problem,) = problems_at_start(bamba())
-    assert problem.startswith("model class BambaForCausalLM is not supported: model.layers.0.mamba (BambaMixer) carries a state")
+    (problem,) = problems_at_start(minimax())
+    place = "model.layers.0.self_attn (MiniMaxLightningAttention)"
+    assert problem.startswith(f"model class MiniMaxForCausalLM is not supported: {place} carries a state")
 
 
 def test_tokens_that_see_later_ones_are_refused_by_layer() -> None:
@@ -432,9 +433,9 @@ def test_adapters_that_are_not_tested_are_refused_by_name(name: str) -> None:
 
 
 def test_an_untested_model_under_adapters_is_refused_by_its_own_class() -> None:
-    model = bamba()
+    model = minimax()
     (problem,) = problems_at_start(lora(model))
-    assert problem.startswith("model class BambaForCausalLM is not supported: ")
+    assert problem.startswith("model class MiniMaxForCausalLM is not supported: ")
 
 
 def test_a_merged_adapter_is_accepted_as_the_remedy_says() -> None:

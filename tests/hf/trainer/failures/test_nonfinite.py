@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models.reference import random_rows
-from helpers.models.tiny_models import ModelCase
+from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.stock_runs import make_stock_trainer
@@ -74,13 +75,21 @@ def train(
     folder: str,
     arguments: dict[str, Any] | None = None,
     slow_s: float = 0.0,
+    rate: float = 0.0,
 ) -> tuple[str, list[Any], Any, Any, list[Any]]:
     """Message of the error that stops the run, weights before each step, the last weights, finished steps, and the log.
 
-    slow_s: seconds by which rank 0 is slower to write a model. With it, the message ends in what the rank finds written.
+    rate: share of values that dropout drops. slow_s: seconds by which rank 0 is slower to write a model. With it, the message
+    ends in what the rank finds written.
     """
-    case = ModelCase(promoted=True, num_layers=4 if "interleave" in config else 2)
-    trainer = make_trainer(case, rows, folder, {"tokens_per_rank": 96, **config}, {**ARGUMENTS, **(arguments or {})})
+    case = ModelCase("phi3" if rate else "llama", promoted=True, num_layers=4 if "interleave" in config else 2)
+    settings = {"tokens_per_rank": 96, **config}, {**ARGUMENTS, **(arguments or {})}
+    if rate:
+        model = build_model(case)
+        model = type(model)(type(model.config)(**{**model.config.to_dict(), "resid_pdrop": rate})).double()
+        trainer = make_trainer(case, rows, folder, *settings, model=model)
+    else:
+        trainer = make_trainer(case, rows, folder, *settings)
     callback, message = Poison(what), ""
     trainer.add_callback(callback)
     if slow_s and trainer.args.process_index == 0:
@@ -287,6 +296,19 @@ def test_the_saved_step_is_replayed_alone(ranks, rows: Rows, tmp_path: Path, cap
     said = capsys.readouterr().out
     assert "first output that is not finite: model.layers.1.self_attn.o_proj" in said
     assert "sequence 0:" in said
+
+
+def test_a_replay_drops_the_values_that_the_run_dropped(ranks, rows: Rows, tmp_path: Path, capsys) -> None:
+    # the loss of the step is finite, so that it can be compared
+    accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    ranks(2).run(train, rows, {}, "norm", str(tmp_path), accumulated, 0.0, 0.4)
+    folder = tmp_path / f"nonfinite-step-{BAD_STEP + 1}"
+    assert main(["replay", str(folder)]) == 0
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "summed loss" in line]
+    saved = json.loads((folder / "step.json").read_text())
+    labels = [label for plan in saved["plans"] for each in plan["sequences"] for label in each["shift_labels"]]
+    assert len(saved["plans"]) == 2 and len(losses) == 8
+    assert sum(losses) / sum(label >= 0 for label in labels) == pytest.approx(float(saved["loss"]), rel=1e-5)
 
 
 def test_a_step_that_is_finite_alone_says_so(ranks, rows: Rows, tmp_path: Path, capsys) -> None:
