@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models.tiny_models import ModelCase, build_model
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from hf_longctx.hf.calibration import calibrate as module
 from hf_longctx.hf.calibration.calibrate import Calibration, CalibrationRequest, calibrate, chunk_samples
-from hf_longctx.hf.calibration.shapes import model_config
+from hf_longctx.hf.calibration.shapes import few_layers, model_config
 from hf_longctx.hf.calibration.text import calibration_text
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
@@ -161,3 +161,12 @@ def test_a_model_whose_attention_is_not_tested_is_refused() -> None:
     config.attention_dropout = 0.25
     with pytest.raises(ValueError, match=r"attention_dropout is 0\.25"):
         module.build_model(config, torch.device("cpu"), "float32")
+
+
+def test_the_measured_layers_of_a_hybrid_are_mixed_as_all_of_them_are() -> None:
+    # one of four layers has attention, which the first six layers would not have
+    assert few_layers(Qwen3_5TextConfig(num_hidden_layers=32)) == 4
+    assert few_layers(Qwen3_5TextConfig(num_hidden_layers=3)) == 3
+    assert few_layers(LlamaConfig(num_hidden_layers=32)) == 6
+    with pytest.raises(ValueError, match="give its config"):
+        model_config("qwen3.5-9b")
