@@ -223,8 +223,8 @@ def attention_kernel(function: Callable[[], Any], device: torch.device) -> str:
         if is_cuda:
             torch.cuda.synchronize(device)
     events = [event for event in found.key_averages() if any(word in event.key.lower() for word in _ATTENTION)]
-    # autograd nodes include the time of the kernels and operators under them: leave them out
+    # leave out autograd nodes and operators that only choose among others; those that compute begin with an underscore
     kind = torch.autograd.DeviceType.CUDA if is_cuda else torch.autograd.DeviceType.CPU
-    events = [e for e in events if e.device_type == kind and (is_cuda or e.key.startswith("aten::"))]
+    events = [e for e in events if e.device_type == kind and (is_cuda or e.key.startswith("aten::_"))]
     longest = max(events, key=lambda e: e.self_device_time_total if is_cuda else e.self_cpu_time_total, default=None)
     return "-" if longest is None else longest.key.removeprefix("aten::")[:60]
