@@ -168,7 +168,8 @@ def render_chat(
         return _rendered(tokenizer, some, tools, row, chat_template=other, add_generation_prompt=is_prompted)[0]
 
     text = render(messages, False, template)
-    end_tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    added = [each.content for each in tokenizer.added_tokens_decoder.values() if each.special]
+    end_tokens = {*tokenizer.all_special_tokens, *added}
     try:
         spans = assistant_spans(text, messages, template, render, end_tokens)
     except UnprovenError as error:
@@ -211,6 +212,11 @@ def _read_message(message: Message, where: str) -> Message:
         message = {"role": _ROLES[speaker], "content": message.pop("value", None), **message}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where} is {message!r:.60}, expected {{role: ..., content: ...}} or {{from: ..., value: ...}}")
+    if off := [key for key in ("weight", "train", "training") if message.get(key, 1) != 1]:
+        raise DataError(
+            f"{where} has {off[0]!r}: {message[off[0]]!r}, which is not supported, and to ignore it would change what is "
+            f"trained; remove the key, or give labels of your own"
+        )
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" and "text" in part for part in content):

@@ -428,7 +428,7 @@ def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntAr
             for row in np.flatnonzero(counts != lengths)
         ]
         if not problems and len(values):
-            positions = pc.fill_null(values, -1).to_numpy().astype(np.int64)
+            positions = pc.fill_null(values.cast(pa.int64(), safe=False), -1).to_numpy()
             before = np.concatenate([[-1], positions[:-1]])
             before[(row_ends - lengths)[lengths > 0]] = -1
             wrong = np.flatnonzero((positions != 0) & ((before < 0) | (positions != before + 1)))
@@ -441,7 +441,7 @@ def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntAr
                 )
     if "seq_lengths" in table.column_names:
         counts, values = _list_lengths(table["seq_lengths"]), _values(table["seq_lengths"])
-        sizes = pc.fill_null(values, 0).to_numpy().astype(np.int64)
+        sizes = pc.fill_null(values.cast(pa.int64(), safe=False), 0).to_numpy()
         sums = np.concatenate([[0], np.cumsum(sizes)])
         ends = np.cumsum(counts)
         totals = sums[ends] - sums[ends - counts]
@@ -465,7 +465,7 @@ def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntAr
 def _documents(table: pa.Table) -> IntArray | None:
     """Lengths of the documents of all rows without problems; None if rows are not packed."""
     if "seq_lengths" in table.column_names:
-        return _values(table["seq_lengths"]).to_numpy().astype(np.int64)
+        return _values(table["seq_lengths"]).cast(pa.int64(), safe=False).to_numpy()
     if "position_ids" not in table.column_names:
         return None
     positions = _values(table["position_ids"]).to_numpy()
@@ -534,7 +534,8 @@ def _placeholder_problems(name: str, first_row: int, column: pa.ChunkedArray, pl
     # Arrow gives the items of empty lists the type null
     if not placeholders or values.type == pa.null():
         return []
-    found = pc.index(pc.is_in(values, value_set=pa.array(placeholders, pa.int64()).cast(values.type, safe=False)), True).as_py()
+    wide = values.cast(pa.int64(), safe=False)
+    found = pc.index(pc.is_in(wide, value_set=pa.array(placeholders, pa.int64())), True).as_py()
     if found < 0:
         return []
     row = int(np.searchsorted(np.cumsum(_list_lengths(column)), found, side="right"))

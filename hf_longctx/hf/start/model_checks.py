@@ -38,6 +38,7 @@ _UNUSED_CHANCES = (
 _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
     "is_encoder_decoder": (False, "use a decoder-only model"),
     "add_cross_attention": (False, "set it to False, cross attention is not supported"),
+    "z_loss_coefficient": (0.0, "set it to 0.0, plans train cross-entropy alone"),
 }
 
 

@@ -27,6 +27,7 @@ from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers
+from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems
@@ -237,7 +238,9 @@ class LongContextCallback(TrainerCallback):
         num_layers, timeout_s = num_attention_layers(model), config.collective_timeout_s
 
         def enter_dropout(plan: StepPlan) -> DropoutKeys | None:
+            check_rates(model)
             if run.dropout is not None:
+                run.dropout.seed = args.seed
                 run.dropout.begin_forward(trainer.state.global_step, plan.step, len(plan.lengths))
             return run.dropout
 

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import transformers
 from transformers import default_data_collator
 
+from hf_longctx.hf.data.scan import PACKED
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 _BATCH_ROWS = 1000
@@ -32,16 +33,16 @@ def collator_problems(collator: Any, dataset: Any) -> list[str]:
     """
     kind, name = type(collator), getattr(collator, "__name__", type(collator).__name__)
     if kind is transformers.DataCollatorWithFlattening:
-        return _flattening_problems(collator)
+        return _flattening_problems(collator) + _packing_problems(name, dataset)
     if kind is transformers.DataCollatorForSeq2Seq:
-        return _label_problems(name, dataset) + _seq2seq_problems(collator)
+        return _label_problems(name, dataset) + _seq2seq_problems(collator) + _packing_problems(name, dataset)
     if kind is transformers.DataCollatorForLanguageModeling:
-        return _language_modeling_problems(collator, dataset)
+        return _language_modeling_problems(collator, dataset) + _packing_problems(name, dataset)
     if (kind.__module__, kind.__name__) == _TRL:
         # this collator pads on the right without labels, or flattens documents and masks the first label of each
         return []
     if kind in _PADDING or collator is default_data_collator:
-        return _label_problems(name, dataset)
+        return _label_problems(name, dataset) + _packing_problems(name, dataset)
     return [
         f"data_collator is {name}, which is not tested, so plans might learn other tokens; use one of {_KNOWN} and do the rest "
         f"in the dataset (dataset.map), or use the callback without `attach`"
@@ -55,6 +56,16 @@ def _label_problems(name: str, dataset: Any) -> list[str]:
             f"labels, or use DataCollatorWithFlattening or DataCollatorForLanguageModeling(mlm=False)"
         ]
     return []
+
+
+def _packing_problems(name: str, dataset: Any) -> list[str]:
+    columns = getattr(dataset, "column_names", None) or ()
+    return [
+        f"train_dataset has a column {column!r}, by which plans would divide rows into documents, but {name} does not; remove "
+        f"the column, or use LongContextTrainer"
+        for column in PACKED
+        if column in columns
+    ][:1]
 
 
 def _seq2seq_problems(collator: Any) -> list[str]:

@@ -103,7 +103,7 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
         raise ValueError(
             "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would give equal weight "
             "to ranks instead of tokens; keep average_tokens_across_devices=True and the trainer's own get_batch_samples, with "
-            "'labels' in the batch"
+            "'labels' in the batch; some multimodal classes take no such number, so call callback.attach(trainer) for them"
         )
     if inputs.get("cu_seq_lens_q") is not None and inputs.get("position_ids") is None:
         raise ValueError("the batch marks documents by cu_seq_lens_q alone; let the collator return position_ids too")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import AutoPeftModelForCausalLM
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts
 from hf_longctx.hf.start.losses import loss_name
@@ -33,7 +34,7 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
     content = _read(folder / STEP_FILE)
     source = model_folder or folder / MODEL_FOLDER
     is_adapter = (source / "adapter_config.json").exists()
-    model: Any = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(source)
+    model: Any = AutoPeftModelForCausalLM.from_pretrained(source, is_trainable=True) if is_adapter else _whole_model(source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).train()
     tell(f"step {content['step']}, whose loss was {content['loss']}, on {device} as plain transformers, model {source}")
@@ -65,6 +66,12 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
         num_documents += len(plan.lengths)
     tell("every loss and gradient is finite: the fault is in the plan or was in the machine; please report the step")
     return True
+
+
+def _whole_model(source: Path) -> Any:
+    """The saved model, of the class that wrote it, which a multimodal model's config does not map to a causal one."""
+    (name, *_) = AutoConfig.from_pretrained(source).architectures or ("AutoModelForCausalLM",)
+    return getattr(transformers, name, AutoModelForCausalLM).from_pretrained(source)
 
 
 def _dropout_of(model: nn.Module, content: dict[str, Any]) -> Callable[[int, Tensor], AbstractContextManager[None]]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hf_longctx.hf.data.collator import PlannedStep, shift
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.data.scan import PACKED
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.classes import class_problem
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.layers import head_problem, output_head
 from hf_longctx.hf.models.quantised import settle_quantised
@@ -117,7 +119,8 @@ def _scorer(model: nn.Module) -> Iterator[Any]:
 
     Afterwards the model has its own head again.
     """
-    if head_problem(model):
+    # only the forwards of tested classes are known to leave the head's logits as they are
+    if head_problem(model) or class_problem(base_of(model)):
         yield lambda ids_1T, labels_1T: token_scores(model(input_ids=ids_1T, use_cache=False).logits, labels_1T.to(ids_1T.device))
         return
     head = OutputHead(output_head(model))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,7 +84,8 @@ class Run:
     control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
     reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
     lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
-    cross-entropy. dropout: keys of the model's dropout modules; None if it has none.
+    cross-entropy. dropout: keys of the model's dropout modules; None if it has none. thaw: undoes the freezing of a
+    multimodal model's towers. Idempotent.
     """
 
     config: LongContextConfig
@@ -103,6 +104,7 @@ class Run:
     all_stages: tuple[StageModel, ...] = ()
     token_loss: TokenLoss | None = None
     dropout: DropoutKeys | None = None
+    thaw: Callable[[], None] = lambda: None
 
     @property
     def pool(self) -> GroupPool:
@@ -167,7 +169,8 @@ def start_run(request: RunRequest) -> Run:
         patch_model(model)
         if (dropout := keys_of(model)) is not None:
             dropout.seed = args.seed
-        undo.callback(freeze_towers(model))
+        thaw = freeze_towers(model)
+        undo.callback(thaw)
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
         if test is None or request.datasets is None:
@@ -212,6 +215,7 @@ def start_run(request: RunRequest) -> Run:
             all_stages=all_stages,
             token_loss=token_loss,
             dropout=dropout,
+            thaw=thaw,
         )
 
 

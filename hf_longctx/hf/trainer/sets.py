@@ -76,6 +76,7 @@ class SequenceSets:
         """The sequences of a set after truncation or splitting; a set that was not given at the start is checked now."""
         known, scan = self._scans.get(name, (None, None))
         if scan is None or known is not dataset:
+            self._told.discard(name)
             raise_together(stream_problems({name: dataset}, self.config, self.args), self.control)
             scan = self._scan({name: dataset})[name]
             problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self.control)
@@ -84,7 +85,7 @@ class SequenceSets:
             self._scans[name] = (dataset, scan)
         limit = self.longest_sequence
         index = SequenceIndex.build(scan.lengths, limit, self.config.long_sequences, scan.documents)
-        if self.args.process_index == 0 and known is not None and name not in self._told:
+        if self.args.process_index == 0 and name not in self._told:
             self._told.add(name)
             _tell_cuts(name, scan.sequence_lengths, index, limit)
         return index

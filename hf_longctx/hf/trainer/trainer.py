@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.models.dropout.keyed_modules import check_rates
+from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import (
@@ -128,6 +130,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._check_loss()
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor, self._guard = None, NonfiniteGuard(self.longctx_run)
+        self.longctx_run.thaw()
+        thaw = freeze_towers(cast(nn.Module, self.model))
         try:
             with self._stop.during_training(self.args, lambda: self.state.global_step), self._ending_saving():
                 self._open_saving()
@@ -141,6 +145,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             self._chosen = None
             self.longctx_run.recorder.resume(None)
             self.longctx_run.release_model()
+            thaw()
 
     @property
     def stopped_by(self) -> str:
@@ -246,7 +251,9 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
 
     def _key_dropout(self, plans: Sequence[StepPlan]) -> None:
         """Numbers the sequences of an optimizer step through all of its plans, for the masks of dropout."""
+        check_rates(cast(nn.Module, self.model))
         if self.longctx_run.dropout is not None:
+            self.longctx_run.dropout.seed = self.args.seed
             counts = accumulate((len(plan.lengths) for plan in plans), initial=0)
             numbers = dict(zip((plan.step for plan in plans), counts, strict=False))
             self.longctx_run.dropout.begin_step(self.state.global_step, numbers)

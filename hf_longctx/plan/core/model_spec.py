@@ -346,7 +346,7 @@ def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, 
         has_experts = [kind == "sparse" for kind in types]
     if (layers := config.get("moe_layers")) is not None:
         has_experts = [layer in layers for layer in range(num_layers)]
-    share = sum(has_experts) / num_layers
+    share = sum(has_experts) / max(1, num_layers)
     shared = int(config.get("shared_expert_intermediate_size") or size * int(config.get("n_shared_experts") or is_llama4))
     passed = chosen * size + shared
     idle = 3 * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size

@@ -100,6 +100,8 @@ def test_keys_that_arrow_added_are_dropped_at_every_depth() -> None:
         ([{"role": "user", "content": [{"type": "image"}]}], "has the content .*image.* expected text or parts"),
         ([{"from": "alice", "value": "a"}], "message 0 is from the unknown speaker 'alice'; use one of human, user, gpt"),
         ([{"from": "human", "text": "a"}], "has the content None, expected text"),
+        ([{"role": "assistant", "content": "a", "weight": 0}], "message 0 has 'weight': 0, which is not supported"),
+        ([{"role": "assistant", "content": "a", "train": False}], "message 0 has 'train': False, which is not supported"),
     ],
 )
 def test_malformed_messages_are_refused_with_their_row(value: Any, message: str) -> None:

@@ -115,3 +115,17 @@ def test_weights_that_a_mix_would_drop_are_refused(column: str) -> None:
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2], column: [1.0, 2.0]}])
     with pytest.raises(DataError, match=f"has a column '{column}', which mixing would drop"):
         mix_datasets([rows, rows])
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("completion_mask", [0, 1]), ("attention_mask", [1, 0]), ("attention_mask", [1, 2])]
+)
+def test_columns_that_say_what_is_trained_are_refused(column: str, value: list[int]) -> None:
+    masked = numbered(0, 2).add_column(column, [value, value])
+    with pytest.raises(DataError, match=column):
+        mix_datasets([masked, numbered(10, 2, labels=True)])
+
+
+def test_masks_of_ones_are_no_reason_to_refuse() -> None:
+    whole = numbered(0, 2).add_column("attention_mask", [[1, 1], [1, 1]])
+    assert len(mix_datasets([whole, numbered(10, 2, labels=True)])) == 4

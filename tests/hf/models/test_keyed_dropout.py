@@ -10,6 +10,7 @@ import torch
 from helpers.models.tiny_models import ModelCase, build_model
 
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
+from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
 
 CASE = ModelCase(lora=(("r", 2), ("lora_dropout", 0.5), ("target_modules", ["q_proj"])))
@@ -65,3 +66,18 @@ def test_the_modules_are_given_back() -> None:
     restore_attention(model, name)
     assert keys_of(model) is None
     assert {key: set(vars(module)) for key, module in model.named_modules()} == own
+
+
+def test_a_second_run_on_one_model_shares_its_keys() -> None:
+    model, keys = patched()
+    patch_model(model)
+    assert keys_of(model) is keys
+
+
+def test_a_rate_raised_later_is_refused_by_name() -> None:
+    model, _ = patched()
+    check_rates(model)
+    layer = model.get_submodule("base_model.model.model.layers.1.mlp")
+    layer.late = torch.nn.Dropout(0.2)
+    with pytest.raises(ValueError, match=r"dropout model.layers.1.mlp.late drops now, but dropped nothing when the run started"):
+        check_rates(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from transformers import DataCollatorWithFlattening, Gemma3ForConditionalGenerat
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
 from hf_longctx.hf.data import scan
 from hf_longctx.hf.data.scan import row_tokens, scan_dataset
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
 from hf_longctx.hf.models.wrapped.text import freeze_towers, placeholder_ids, text_part, tower_names, tower_parameters
 
 IMAGE = 63
@@ -72,6 +74,8 @@ def test_training_is_that_of_plain_transformers_and_leaves_towers_alone(plain_we
         trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     after = weights_of(model)
+    # towers are frozen while a training lasts
+    assert all(parameter.requires_grad for parameter in model.parameters())
     assert max(relative_error(after[name], plain_weights[name]) for name in after) <= 1e-10
     check_towers(model, before, after)
     saved = weights_of(Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "saved", dtype=torch.float64))
@@ -140,6 +144,21 @@ def test_a_forward_under_a_plan_refuses_images() -> None:
     patch_model(model)
     with pytest.raises(ValueError, match="Gemma3Model got pixel_values under a plan"):
         model(input_ids=torch.tensor([[5]]), pixel_values=torch.zeros(1, 3, 2, 2), longctx=object())
+
+
+def test_the_forward_keeps_its_signature_and_that_of_a_user_is_refused() -> None:
+    model = gemma3()
+    stock = inspect.signature(model.model.forward)
+    model.model.forward = lambda **keywords: None
+    with pytest.raises(ValueError, match=r"the forward of model \(Gemma3Model\) was replaced"):
+        patch_model(model)
+    del model.model.forward
+    name = attention_name(model)
+    patch_model(model)
+    assert inspect.signature(model.model.forward) == stock
+    assert pickle.loads(pickle.dumps(model.model)).forward is not None
+    restore_attention(model, name)
+    assert "forward" not in vars(model.model)
 
 
 def test_parts_of_a_multimodal_model_are_told_apart() -> None:

@@ -55,6 +55,13 @@ def test_a_class_with_a_state_is_refused_with_the_layer_that_has_it() -> None:
     assert problem.startswith(f"model class MiniMaxForCausalLM is not supported: {place} carries a state")
 
 
+def test_a_loss_that_plans_do_not_train_is_refused() -> None:
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1], "pad_token_id": 0}
+    config = transformers.BambaConfig(**LLAMA_SHAPE, **sizes, z_loss_coefficient=0.1)
+    (problem,) = problems_at_start(transformers.BambaForCausalLM(config))
+    assert problem.startswith("z_loss_coefficient is 0.1, which is not supported; set it to 0.0, plans train cross-entropy alone")
+
+
 def test_tokens_that_see_later_ones_are_refused_by_layer() -> None:
     shape = {name: value for name, value in LLAMA_SHAPE.items() if name != "num_key_value_heads"}
     model = transformers.ElectraForCausalLM(transformers.ElectraConfig(**shape, embedding_size=32, hidden_dropout_prob=0.1))

@@ -26,6 +26,7 @@ def tokenizer(pad_token: str = "64", padding_side: str = "right") -> PreTrainedT
 
 LABELLED = datasets.Dataset.from_list(random_rows([5, 3, 8, 1]))
 UNLABELLED = LABELLED.remove_columns("labels")
+PACKED_ROWS = LABELLED.add_column("seq_lengths", [[len(ids)] for ids in LABELLED["input_ids"]])
 EQUAL = datasets.Dataset.from_list(random_rows([6, 6, 6]))
 
 ACCEPTED: dict[str, tuple[Any, Any]] = {
@@ -78,6 +79,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         "label_pad_token_id=0, which would be learnt",
     ),
     "separator": (transformers.DataCollatorWithFlattening(separator_id=0), LABELLED, "separator_id=0"),
+    "packed": (default_data_collator, PACKED_ROWS, "has a column 'seq_lengths', by which plans would divide rows"),
+    "packed, flattened": (transformers.DataCollatorWithFlattening(), PACKED_ROWS, "has a column 'seq_lengths'"),
     "no positions": (
         transformers.DataCollatorWithFlattening(return_position_ids=False),
         LABELLED,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite
+from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, keys_of
 
 # fields of a config whose dropout is all in modules that see hidden states; the tests run each of them
 KEYED_FIELDS: dict[str, tuple[str, ...]] = {
@@ -35,12 +35,12 @@ KEYED_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def key_dropouts(model: nn.Module) -> None:
-    """Gives every dropout module of `model` masks by token. Idempotent."""
-    keys = DropoutKeys()
+    """Gives every dropout module of `model` masks by token. Idempotent; all runs of a model share its keys."""
+    keys = keys_of(model) or DropoutKeys()
     for name, module in _dropouts(model):
         vars(module)[SITE] = DropoutSite(keys, name)
         # a plain method, so that it works on a copy of the model too
-        vars(module)["forward"] = MethodType(_forward, module)
+        vars(module)["forward"] = MethodType(forward, module)
 
 
 def release_dropouts(model: nn.Module) -> None:
@@ -48,6 +48,15 @@ def release_dropouts(model: nn.Module) -> None:
     for module in model.modules():
         if vars(module).pop(SITE, None) is not None:
             vars(module).pop("forward", None)
+
+
+def check_rates(model: nn.Module) -> None:
+    """Raises ValueError for a dropout module whose rate was raised from 0 since the start of the run."""
+    if late := [name for name, module in _dropouts(model) if SITE not in vars(module)]:
+        raise ValueError(
+            f"dropout {late[0]} drops now, but dropped nothing when the run started, so its masks would depend on the plan; set "
+            f"its rate before the trainer is made"
+        )
 
 
 def dropout_problems(model: nn.Module) -> list[str]:
@@ -78,7 +87,7 @@ def _dropouts(model: nn.Module) -> list[tuple[str, nn.Dropout]]:
     return [(name, each) for name, each in base_of(model).named_modules() if type(each) is nn.Dropout and each.p]
 
 
-def _forward(module: Any, x: Tensor) -> Tensor:
+def forward(module: Any, x: Tensor) -> Tensor:
     """The forward of a dropout module: masks by token under a plan."""
     site: DropoutSite = vars(module)[SITE]
     if not module.training or not module.p:

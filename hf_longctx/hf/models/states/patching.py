@@ -97,6 +97,12 @@ def _problem(name: str, mixer: nn.Module) -> str:
             f"the forward of {where} does not call {' and '.join(missing)} in this version of transformers, so its states cannot "
             f"be passed on; use the newest version that docs/models.md names"
         )
+    family = MIXERS[type(mixer).__name__]
+    if foreign := [each for each in family.functions if isinstance(inspect.unwrap(function.__globals__[each]), nn.Module)]:
+        return (
+            f"{where} calls {foreign[0]} through the package kernels, whose numbers are not tested under plans; set "
+            f"USE_HUB_KERNELS=0 in the environment before transformers is imported"
+        )
     return ""
 
 

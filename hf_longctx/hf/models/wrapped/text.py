@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,8 @@ from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
 
 # attribute of the module around a text model: the text model's name there
 _TEXT = "_longctx_text"
+# attribute of that module while its forward, or one around it, is ours
+_SERVED = "_longctx_served"
 # keywords that every text model takes, some of them without naming them
 _PASSED = ("longctx", PART_KEYWORD, "num_items_in_batch", "return_dict", "shift_labels")
 # keywords that hold no input of a tower, so that a text model which does not take them may go without
@@ -115,16 +118,25 @@ def serve_text(model: nn.Module) -> None:
         return
     parent, _, name = text_path(wrapper).rpartition(".")
     around = wrapper.get_submodule(parent)
+    own = vars(around).get("forward")
+    if own is not None and _SERVED not in vars(around):
+        raise ValueError(
+            f"the forward of {parent or 'the model'} ({type(around).__name__}) was replaced, which plans of a multimodal model "
+            f"would leave out; remove it, and if mixed precision of accelerate has done it, use LongContextTrainer or `attach`"
+        )
     # a string and a plain method, so that they work on a copy of the model too
     vars(around)[_TEXT] = name
-    vars(around)["forward"] = MethodType(_forward, around)
+    if own is None:
+        vars(around)["forward"] = MethodType(_served(type(around)), around)
+    vars(around)[_SERVED] = True
 
 
 def restore_text(model: nn.Module) -> None:
     """Undoes `serve_text`. Idempotent."""
     for module in model.modules():
-        if vars(module).pop(_TEXT, None) is not None:
+        if vars(module).pop(_TEXT, None) is not None and _is_served(module):
             del vars(module)["forward"]
+            del vars(module)[_SERVED]
 
 
 def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
@@ -136,9 +148,25 @@ def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
     return tuple(sorted({value for value in found if isinstance(value, int) and value >= 0}))
 
 
+def _served(kind: Any) -> Callable[..., Any]:
+    """`_forward` with name and signature of the class's own forward, which trainers read."""
+
+    @wraps(kind.forward)
+    def forward(around: Any, *args: Any, **keywords: Any) -> Any:
+        return _forward(around, *args, **keywords)
+
+    vars(forward)[_SERVED] = True
+    return forward
+
+
+def _is_served(module: nn.Module) -> bool:
+    # not by the function, since sharding changes the module's class
+    return _SERVED in vars(getattr(vars(module).get("forward"), "__func__", object))
+
+
 def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
     """The forward of the module around a text model: that of its class, or under a plan that of the text model."""
-    if keywords.get("longctx") is None and PART_KEYWORD not in keywords:
+    if (keywords.get("longctx") is None and PART_KEYWORD not in keywords) or _TEXT not in vars(around):
         return type(around).forward(around, *args, **keywords)
     text = getattr(around, vars(around)[_TEXT])
     taken = {*_PASSED, *inspect.signature(type(text).forward).parameters}
