@@ -402,18 +402,24 @@ def _table_problems(
             f"value per token, or remove the column"
             for row in np.flatnonzero(mask_lengths != lengths)
         ]
-        bounds = pc.min_max(_values(table["attention_mask"])).as_py()
-        # 0 or False
-        if bounds["min"] is not None and not bounds["min"]:
-            problems.append(
-                f"{name} is padded (attention_mask holds zeros); tokenise without padding: rows of any length can be packed"
-            )
-        if bounds["max"] is not None and bounds["max"] > 1:
-            problems.append(
-                f"{name} numbers the documents of its rows in attention_mask, up to {bounds['max']}; give the lengths of every "
-                f"row's documents in a column 'seq_lengths' instead, and remove the column"
-            )
+        problems += mask_problems(name, table["attention_mask"])
     return lengths, problems + _packing_problems(name, first_row, table, lengths)
+
+
+def mask_problems(name: str, column: pa.ChunkedArray) -> list[str]:
+    """Reports a column `attention_mask` that marks padding or numbers documents."""
+    bounds, problems = pc.min_max(_values(column)).as_py(), []
+    # also False
+    if bounds["min"] is not None and bounds["min"] < 1:
+        problems.append(
+            f"{name} is padded (attention_mask holds zeros); tokenise without padding: rows of any length can be packed"
+        )
+    if bounds["max"] is not None and bounds["max"] > 1:
+        problems.append(
+            f"{name} numbers the documents of its rows in attention_mask, up to {bounds['max']}; give the lengths of every "
+            f"row's documents in a column 'seq_lengths' instead, and remove the column"
+        )
+    return problems
 
 
 def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntArray) -> list[str]:

@@ -26,7 +26,7 @@ from hf_longctx.hf.data.chat import (
     read_tools,
     render_chat,
 )
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS, PACKED, WEIGHTS, column_problem
+from hf_longctx.hf.data.scan import LOSS_WEIGHTS, PACKED, WEIGHTS, column_problem, mask_problems
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
@@ -100,10 +100,6 @@ def tokenise_chat(
     return _mapped(dataset, encoder, _TOKENS_AND_LABELS, "message of the assistant")
 
 
-# smallest and largest value of a mask without padding; none if all rows are empty
-_UNPADDED = ({"min": 1, "max": 1}, {"min": True, "max": True}, {"min": None, "max": None})
-
-
 def joined(texts: Sequence[str | None], separator: str) -> str:
     """Joins the texts of a row's columns into one document."""
     return separator.join(text for text in texts if text)
@@ -120,11 +116,8 @@ def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
         raise DataError(problem)
     if "attention_mask" in dataset.column_names:
         for table in dataset.select_columns(["attention_mask"]).with_format("arrow").iter(1000):
-            if pc.min_max(pc.list_flatten(table["attention_mask"])).as_py() not in _UNPADDED:
-                raise DataError(
-                    "a dataset has an attention_mask of other values than 1, which mixing would drop; tokenise without padding, "
-                    "with one document per row, or remove the column"
-                )
+            if problems := mask_problems("a dataset", table["attention_mask"]):
+                raise DataError(problems[0])
     features = _TOKENS_AND_LABELS if has_labels else _TOKENS
     if has_labels and "labels" not in dataset.column_names:
         tokens = dataset.select_columns(["input_ids"])

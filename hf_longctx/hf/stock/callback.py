@@ -29,13 +29,14 @@ from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.routers import has_balance
+from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems
 from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_problems
 from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
-from hf_longctx.hf.stock.guarded import keep_workers, lend, sender, take_back
+from hf_longctx.hf.stock.guarded import lend, sender, take_back
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck

@@ -7,9 +7,7 @@ heartbeats. A callback's events tell it too late about most of this, and never o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,8 +17,7 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.ranks.fork_server import start_fork_server
-from hf_longctx.hf.ranks.stop_signals import listening_flag, outlive_signals
+from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 
 # attributes that the mixin sets on a trainer
@@ -70,24 +67,6 @@ def take_back(trainer: Trainer) -> None:
         trainer.__class__ = type(trainer).__bases__[1]
         for name in set(_OWN) & set(vars(trainer)):
             delattr(trainer, name)
-
-
-def keep_workers(loader: Any) -> None:
-    """Lets workers that a loader of torch starts from now on outlive a signal to all processes, as the rank does. Idempotent."""
-    # accelerate wraps the loader that starts the workers
-    inner = getattr(loader, "base_dataloader", loader)
-    if not isinstance(inner, DataLoader) or not inner.num_workers:
-        return
-    start_fork_server(inner.multiprocessing_context)
-    first = inner.worker_init_fn
-    if not (isinstance(first, partial) and first.func is _begin_worker):
-        inner.worker_init_fn = partial(_begin_worker, first=first, is_listening=listening_flag())
-
-
-def _begin_worker(worker: int, first: Callable[[int], Any] | None, is_listening: Any) -> None:
-    outlive_signals(is_listening)
-    if first is not None:
-        first(worker)
 
 
 def sender() -> tuple[Trainer, dict[str, Any]]:

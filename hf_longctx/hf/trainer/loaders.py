@@ -16,8 +16,7 @@ from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.data.scan import token_rows
 from hf_longctx.hf.data.streaming import PlannedStream, StreamBatches, is_stream
 from hf_longctx.hf.ranks.agreement import raise_together
-from hf_longctx.hf.ranks.fork_server import start_fork_server
-from hf_longctx.hf.ranks.stop_signals import listening_flag, outlive_signals
+from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.trainer.run import Run
 
 
@@ -69,10 +68,8 @@ def eval_loader(run: Run, name: str, dataset: Any) -> DataLoader[Any]:
 
 def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataLoader[Any]:
     args, num_workers = run.args, run.args.dataloader_num_workers
-    begin = partial(_begin_worker, num_workers=num_workers, rank=args.process_index, is_listening=listening_flag())
-    if num_workers:
-        start_fork_server(args.dataloader_multiprocessing_context)
-    return LongContextDataLoader(
+    seed = partial(seed_worker, num_workers=num_workers, rank=args.process_index)
+    loader = LongContextDataLoader(
         rows,
         batch_sampler=steps,
         collate_fn=LongContextCollator(),
@@ -82,17 +79,10 @@ def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataL
         # every evaluation makes a new loader, whose persistent workers would outlive it
         persistent_workers=args.dataloader_persistent_workers and steps.explore,
         multiprocessing_context=args.dataloader_multiprocessing_context,
-        worker_init_fn=begin if num_workers else None,
+        worker_init_fn=seed if num_workers else None,
     )
-
-
-def _begin_worker(worker: int, num_workers: int, rank: int, is_listening: Any) -> None:
-    """Seeds a loader's worker, and lets it go on when a terminal or a job sends a request to stop to the whole process group.
-
-    The rank obeys such a request at the end of its step, which still needs the worker's batches.
-    """
-    outlive_signals(is_listening)
-    seed_worker(worker, num_workers=num_workers, rank=rank)
+    keep_workers(loader)
+    return loader
 
 
 def _stream_loader(run: Run, stream: Any, global_step: Callable[[], int]) -> DataLoader[Any]:
