@@ -29,6 +29,7 @@ from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.routers import has_balance
+from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems
@@ -233,6 +234,7 @@ class LongContextCallback(TrainerCallback):
             )
         run = start_run(RunRequest(config, model, args, processing_class, problems, control=self._control))
         undo.callback(run.close)
+        undo.callback(freeze_towers(model))
         self._replicas = ReplicaCheck(config, run)
         undo.callback(setattr, self, "_replicas", None)
         trainer.longctx_config, trainer.longctx_run, trainer._replicas = config, run, self._replicas

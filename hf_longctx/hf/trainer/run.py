@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.routers import RouterRuntime
-from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, differing_settings, raise_together
@@ -84,8 +83,7 @@ class Run:
     control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
     reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
     lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
-    cross-entropy. dropout: keys of the model's dropout modules; None if it has none. thaw: undoes the freezing of a
-    multimodal model's towers. Idempotent.
+    cross-entropy. dropout: keys of the model's dropout modules; None if it has none.
     """
 
     config: LongContextConfig
@@ -104,7 +102,6 @@ class Run:
     all_stages: tuple[StageModel, ...] = ()
     token_loss: TokenLoss | None = None
     dropout: DropoutKeys | None = None
-    thaw: Callable[[], None] = lambda: None
 
     @property
     def pool(self) -> GroupPool:
@@ -169,8 +166,6 @@ def start_run(request: RunRequest) -> Run:
         patch_model(model)
         if (dropout := keys_of(model)) is not None:
             dropout.seed = args.seed
-        thaw = freeze_towers(model)
-        undo.callback(thaw)
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
         if test is None or request.datasets is None:
@@ -215,7 +210,6 @@ def start_run(request: RunRequest) -> Run:
             all_stages=all_stages,
             token_loss=token_loss,
             dropout=dropout,
-            thaw=thaw,
         )
 
 

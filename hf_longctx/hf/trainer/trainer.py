@@ -130,7 +130,6 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._check_loss()
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor, self._guard = None, NonfiniteGuard(self.longctx_run)
-        self.longctx_run.thaw()
         thaw = freeze_towers(cast(nn.Module, self.model))
         try:
             with self._stop.during_training(self.args, lambda: self.state.global_step), self._ending_saving():
