@@ -29,10 +29,7 @@ class MemoryCopy:
     """This rank's part of a checkpoint in host memory; the trainer saves into `folder`, which has the checkpoint's name."""
 
     def __init__(self, name: str) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_FOLDER))
-        # the lock ends with the process, so `remove_left_copies` knows which folders nobody uses
-        self._lock = os.open(self.root, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.root, self._lock = _make_locked_folder()
         self.folder = self.root / name
         self.folder.mkdir()
         self._files: dict[Path, BinaryIO] = {}
@@ -110,6 +107,27 @@ def remove_left_copies() -> None:
             pass
         finally:
             os.close(lock)
+
+
+def _make_locked_folder() -> tuple[Path, int]:
+    """Makes a folder in host memory and locks it; makes another if a second job's `remove_left_copies` was faster than the lock.
+
+    The lock ends with the process, so `remove_left_copies` knows which folders nobody uses.
+    """
+    while True:
+        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_FOLDER))
+        try:
+            lock = os.open(root, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        if root.exists():
+            return root, lock
+        os.close(lock)
 
 
 def _free(file: BinaryIO) -> None:

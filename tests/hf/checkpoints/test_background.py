@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -174,6 +175,24 @@ def test_memory_of_a_rank_that_was_killed_is_freed_at_the_next_start() -> None:
     process.join()
     remove_left_copies()
     assert not root.exists()
+
+
+def test_a_job_that_starts_just_now_does_not_take_the_memory_of_a_copy(monkeypatch) -> None:
+    make_folder = tempfile.mkdtemp
+    cleanings = iter([True])
+
+    def make_and_be_seen(**options: Any) -> str:
+        folder = make_folder(**options)
+        if next(cleanings, False):
+            remove_left_copies()
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_be_seen)
+    copy = MemoryCopy("checkpoint-1")
+    assert next(cleanings, None) is None
+    remove_left_copies()
+    assert copy.folder.is_dir()
+    copy.drop()
 
 
 class AddsFile(TrainerCallback):
