@@ -93,7 +93,7 @@ def scan_dataset(
     unusable, the result has a problem and no lengths.
 
     `name`: the name of the dataset in messages, for example "train_dataset". `show_progress`: show a bar if reading takes longer
-    than a second. `placeholders`: token ids that stand for images, sound or video, which no row may have.
+    than a second. `placeholders`: token ids for padding, images, sound or video that no row may have.
     """
     if (unusable := _unusable(dataset, name)) is not None:
         return DatasetScan(np.zeros(0, dtype=np.int64), "", [unusable])
@@ -535,7 +535,7 @@ def _weight_problems(name: str, first_row: int, column: pa.ChunkedArray, lengths
 
 
 def _placeholder_problems(name: str, first_row: int, column: pa.ChunkedArray, placeholders: tuple[int, ...]) -> list[str]:
-    """Reports the first row with a token that stands for an image, sound or video."""
+    """Reports the first row with a token that stands for an image, sound or video, or for padding."""
     values = _values(column)
     # Arrow gives the items of empty lists the type null
     if not placeholders or values.type == pa.null():
@@ -546,8 +546,8 @@ def _placeholder_problems(name: str, first_row: int, column: pa.ChunkedArray, pl
         return []
     row = int(np.searchsorted(np.cumsum(_list_lengths(column)), found, side="right"))
     return [
-        f"{name} row {first_row + row} has token {values[found]}, which stands for an image, sound or video, but plans train "
-        f"rows of text alone; remove such rows, for example with dataset.filter"
+        f"{name} row {first_row + row} has token {values[found]}, which stands for an image, sound or video, or for padding, but "
+        f"plans train rows of text alone; remove such rows, for example with dataset.filter"
     ]
 
 

@@ -46,7 +46,7 @@ class StreamRules:
     """Rules by which rows become sequences, and sequences become global batches. Equal rules and rows give equal batches.
 
     A sequence has at most `max_length` tokens, which is a setting, and at most `room_tokens`, which is what memory holds.
-    placeholders: token ids that no row may have, since they stand for images, sound or video.
+    placeholders: token ids that no row may have, since they stand for padding, images, sound or video.
     """
 
     name: str

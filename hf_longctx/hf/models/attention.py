@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
+from hf_longctx.hf.models.older.positions import count_from_padding, ignore_padding
 from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.hf.models.states.patching import mixers_of, num_calls, patch_mixers, restore_mixers
 from hf_longctx.hf.models.wrapped.text import restore_text, serve_text, text_part
@@ -49,14 +50,15 @@ def patch_model(model: PreTrainedModel) -> None:
     """Switches `model` to the registered attention function that falls back to its present implementation. Idempotent.
 
     Of a multimodal model only the text model is switched. Also lets rotary embeddings that depend on a document's length read
-    that length from the plan's context, lets mixers with a state along the sequence start it anew at each document, lets dropout
-    draw its masks by token, lets layers that would drop the context hand it to their attention, and keeps bitsandbytes' forward
-    from changing quantised weights.
+    that length from the plan's context, lets models that count positions from their padding token do so, lets mixers with a
+    state along the sequence start it anew at each document, lets dropout draw its masks by token, lets layers that would drop
+    the context hand it to their attention, and keeps bitsandbytes' forward from changing quantised weights.
     Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
     """
     serve_text(model)
     text: PreTrainedModel = text_part(model)
     follow_documents(text)
+    count_from_padding(text)
     patch_mixers(text)
     key_dropouts(model)
     for layer in text.modules():
@@ -94,6 +96,7 @@ def restore_attention(model: Any, name: str | None) -> None:
         text_part(model).set_attn_implementation(name)
         restore_text(model)
         ignore_documents(model)
+        ignore_padding(model)
         restore_mixers(model)
         release_dropouts(model)
         for layer in model.modules():

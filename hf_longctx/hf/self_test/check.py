@@ -33,7 +33,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ import torch.distributed as dist
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import shorten_limits
+from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
@@ -175,7 +176,7 @@ class SelfTest:
     def _compare(self, place: RunPlace, forward: str) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
         """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans."""
         exact, pool = Specimen(self.exact, False, self.setup, place), place.pool
-        rows = _rows(self.lengths, self.exact.num_token_ids)
+        rows = _rows(self.lengths, self.exact.num_token_ids, absent_token_ids(base_of(self.exact.model).config))
         probes = exact.probes(self.lengths)
         # slices leave their states at these places
         spans = {(span.sequence, span.start) for probe in probes for span in _spans(probe.plan) if span.start}
@@ -300,12 +301,16 @@ def _spans(plan: StepPlan) -> Iterator[Span]:
             yield from chunk.spans
 
 
-def _rows(lengths: Sequence[int], num_token_ids: int) -> Rows:
-    """Documents of random tokens, equal on every rank; some tokens have no label, so that ranks have different label counts."""
+def _rows(lengths: Sequence[int], num_token_ids: int, absent: Collection[int]) -> Rows:
+    """Documents of random tokens, equal on every rank; some tokens have no label, so that ranks have different label counts.
+
+    absent: token ids that no row may have.
+    """
     generator = random.Random(0)
+    known = [token for token in range(num_token_ids) if token not in absent]
     rows = []
     for length in lengths:
-        ids = [generator.randrange(num_token_ids) for _ in range(length)]
+        ids = [generator.choice(known) for _ in range(length)]
         labels = [IGNORE_INDEX if generator.random() < _MASKED_SHARE else token for token in ids]
         rows.append({"input_ids": ids, "labels": [*labels[:-1], ids[-1]]})
     return rows

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
 from hf_longctx.hf.models.cutting import stage_problems
+from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.models.routers import has_balance
@@ -441,11 +442,12 @@ def setup_problems(
         return problems
     problems += user_code_problems(model, config)
     text = model.config.get_text_config()
-    positions = text.max_position_embeddings
+    positions = max_positions(text)
     if config.max_length is not None and config.max_length > positions and not grows(text):
+        padding = f" (those after the one of its padding token, {first - 1})" if (first := first_position(text)) else ""
         problems.append(
-            f"max_length {config.max_length} is above the model's max_position_embeddings {positions}; lower max_length, or "
-            f"load the model with a config that extend_positions(config, {config.max_length}) made"
+            f"max_length {config.max_length} is above the model's max_position_embeddings {positions}{padding}; lower "
+            f"max_length, or load the model with a config that extend_positions(config, {config.max_length}) made"
         )
     vocabulary = len(processing_class) if hasattr(processing_class, "__len__") else 0
     if vocabulary > text.vocab_size:

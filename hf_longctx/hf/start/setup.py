@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapters
+from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
 from hf_longctx.hf.models.states.functions import family_of
-from hf_longctx.hf.models.wrapped.text import placeholder_ids
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
@@ -52,7 +52,7 @@ class RunSetup:
 
     ranges: layer ranges of every pipeline stage; without a pipeline there is one stage. max_length: the most tokens of a
     sequence by the settings. room_tokens: the most tokens of a sequence that memory holds. placeholders: token ids that stand
-    for images, sound or video, which no row may have.
+    for padding, images, sound or video, which no row may have.
     """
 
     costs: CostModel
@@ -201,7 +201,7 @@ class _SetupBasis:
         room_tokens = tokens_per_rank * degrees[-1]
         if is_pipeline:
             room_tokens = _longest_in_stages(min(self.max_length, room_tokens * len(ranges)), costs, planner)
-        placeholders = placeholder_ids(base_of(self.model).config)
+        placeholders = absent_token_ids(base_of(self.model).config)
         return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
 
     def _tokens_per_rank(

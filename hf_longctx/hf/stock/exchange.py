@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.wrapped.text import placeholder_ids
+from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
@@ -286,7 +286,7 @@ class SequenceExchange:
             return None
         self.num_forwards += 1
         with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
-            documents, owned = self._agree(args, kwargs, placeholder_ids(base_of(model).config))
+            documents, owned = self._agree(args, kwargs, absent_token_ids(base_of(model).config))
             plan = self._plan([length for lengths in owned for length in lengths])
             exchange = TokenExchange(plan, owned, self.pool.rank)
             rows_T2, positions_T = exchange.run(documents, self.pool.everyone)
@@ -383,8 +383,8 @@ class SequenceExchange:
             documents = read_documents(kwargs)
             if found := sorted(set(placeholders) & set(documents.rows_T2[:, 0].tolist())):
                 raise ValueError(
-                    f"the batch has token {found[0]}, which stands for an image, sound or video, but plans train rows of text "
-                    f"alone; remove such rows, for example with dataset.filter"
+                    f"the batch has token {found[0]}, which stands for an image, sound or video, or for padding, but plans train "
+                    f"rows of text alone; remove such rows, for example with dataset.filter"
                 )
             if documents.lengths and (longest := max(documents.lengths)) > self.max_length:
                 raise ValueError(

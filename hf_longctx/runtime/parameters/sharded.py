@@ -65,12 +65,21 @@ def _new_mesh(world: dist.ProcessGroup, device_type: str, shard_ranks: int, time
 def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh, fp32_gradients: bool = True) -> None:
     """Shards `model` in place over `mesh`: each module of a class in `layer_classes` as one unit, then the rest as another.
 
-    Tied embeddings are in the last unit and so remain one parameter. `fp32_gradients`: gradients of half-precision weights are
+    A module that shares a parameter with the rest of the model, such as a tied embedding, belongs to the last unit, so that the
+    parameter remains one. `fp32_gradients`: gradients of half-precision weights are
     accumulated, and summed over ranks, in fp32. Every rank's backward must reach the same parameters, or FSDP2 silently adds up
     gradients of different ones; plans ensure it by sending at least one chunk per rank through the whole model. Raises
     ValueError if no module belongs to one of the classes.
     """
-    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    layers = [
+        module
+        for path, module in model.named_modules()
+        if type(module).__name__ in layer_classes
+        and all(name.startswith(f"{path}.") for parameter in module.parameters() for name in names[id(parameter)])
+    ]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layers of class {', '.join(layer_classes) or '(none named)'} to shard")
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())

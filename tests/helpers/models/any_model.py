@@ -59,7 +59,11 @@ _SIZES: dict[str, Any] = {
 }
 # settings that a class needs in addition to or instead of `_SIZES`; None leaves the class's default
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+# rows have no padding token
+_FROM_PADDING = {"vocab_size": VOCAB_SIZE + 1, "pad_token_id": VOCAB_SIZE}
 _OF_CLASS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("CamembertForCausalLM", "Data2VecTextForCausalLM", "RobertaForCausalLM"), _FROM_PADDING),
+    **dict.fromkeys(("RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM"), _FROM_PADDING),
     "BambaForCausalLM": _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
     "CohereCompassForCausalLM": {
         "logit_scale": 0.0625,
@@ -123,7 +127,7 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         **{"no_rope_layers": [1, 1, 0, 0], "moe_layers": [0, 2], "intermediate_size": 16},
     },
     "MllamaForCausalLM": {"cross_attention_layers": [1]},
-    "XmodForCausalLM": {"default_language": "en_XX"},
+    "XmodForCausalLM": _FROM_PADDING | {"default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_decoder_layers", "encoder_layers")

@@ -32,7 +32,7 @@ NO_DEFAULT = (
     *("CohereCompassForCausalLM", "DbrxForCausalLM", "Dots1ForCausalLM", "HunYuanDenseV1ForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "Lfm2MoeForCausalLM", "MinistralForCausalLM", "NemotronForCausalLM"),
 )
-AT_LEAST_EXACT = 106
+AT_LEAST_EXACT = 113
 
 
 def marked(names: tuple[str, ...] | list[str], fast: tuple[str, ...] = FAST) -> list:

@@ -1,0 +1,1 @@
+"""Model classes older than transformers' common interfaces for positions and attention: what they need to run under plans."""

@@ -1,0 +1,59 @@
+"""Positions of models that count from the number of their padding token, such as RoBERTa.
+
+Their first position is `pad_token_id` + 1, and they number the tokens of a row themselves, leaving out padding tokens. Plans
+number the tokens of every document from 0 and never pad. So `models.attention.patch_model` lets the module around the embeddings
+add the number of the first position to the positions that it gets with a plan. A row with a padding token inside would be
+numbered differently, so such rows are refused where data is read (`absent_token_ids`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from hf_longctx.hf.models.wrapped.text import placeholder_ids
+
+# model types whose embeddings count positions from the padding token
+_FROM_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+# attribute of the module around the embeddings that holds the handle of its hook
+_HANDLE = "_longctx_position_handle"
+
+
+def first_position(config: PretrainedConfig) -> int:
+    """The number that the model gives to the position of a document's first token."""
+    text = config.get_text_config()
+    return int(text.pad_token_id) + 1 if text.model_type in _FROM_PADDING else 0
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """The most tokens of a document for which the model has positions."""
+    text = config.get_text_config()
+    return int(text.max_position_embeddings) - first_position(text)
+
+
+def absent_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """Token ids that no row may have: those that stand for images, sound, video, or for padding that moves positions."""
+    return (*placeholder_ids(config), *([text.pad_token_id] if first_position(text := config.get_text_config()) else []))
+
+
+def count_from_padding(model: Any) -> None:
+    """Lets a model that counts positions from its padding token do so under plans too. Idempotent."""
+    inner: nn.Module = model.base_model
+    if first_position(model.config) and _HANDLE not in vars(inner):
+        # not on the model itself, whose arguments a hook of the callback may replace later
+        setattr(inner, _HANDLE, inner.register_forward_pre_hook(_shift, with_kwargs=True))
+
+
+def ignore_padding(model: Any) -> None:
+    """Undoes `count_from_padding`. Idempotent."""
+    for module in model.modules():
+        if (handle := vars(module).pop(_HANDLE, None)) is not None:
+            handle.remove()
+
+
+def _shift(inner: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if keywords.get("longctx") is None:
+        return None
+    return args, {**keywords, "position_ids": keywords["position_ids"] + first_position(inner.config)}
