@@ -47,6 +47,7 @@ hf.config  hf.checkpoints
 hf.planning
 hf.data
 hf.start
+hf.log_probs
 hf.self_test  hf.calibration
 hf.trainer
 hf.stock  hf.evaluation

@@ -13,12 +13,12 @@ from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
-from hf_longctx.hf.models.routers import has_balance, spread_problems
+from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.stages import Ranges, loaded_ranges
-from hf_longctx.hf.start.trl import is_planned, is_replaced, trainer_problems, trl_class
+from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, trainer_problems, trl_class
 from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.planner_config import GroupMethod, check_degrees
@@ -115,8 +115,12 @@ def run_problems(
     trainer: type, config: LongContextConfig, model: Any, args: TrainingArguments, trainer_arguments: dict[str, Any]
 ) -> list[str]:
     """Problems with the arguments of a trainer of the class `trainer` that runs full plans."""
-    problems = argument_problems(args, trainer_arguments) + trainer_problems(trainer, args, config)
-    return problems + placement_problems(model, config, args, trainer_arguments) + evaluation_problems(args)
+    if keeps_loader := is_scored(trainer):
+        # its collator makes the batches
+        trainer_arguments = {name: value for name, value in trainer_arguments.items() if name != "data_collator"}
+    problems = argument_problems(args, trainer_arguments, not keeps_loader) + trainer_problems(trainer, args, config)
+    problems += placement_problems(model, config, args, trainer_arguments)
+    return problems if keeps_loader else problems + evaluation_problems(args)
 
 
 def evaluation_problems(args: TrainingArguments) -> list[str]:
@@ -193,7 +197,7 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
     behind = [cls for cls in mro[mro.index(mixin) + 1 :] if not any(issubclass(base, cls) for base in known)]
     problems: list[str] = []
     if trl_class(trainer) is not None and not is_planned(trainer):
-        # `trainer_problems` refuses this class as a whole
+        # `trainer_problems` refuses this class as a whole, or its own loop runs
         return problems
     for name in (name for names in replaced for name in names["anywhere"]):
         owner = next((cls for cls in mro if name in vars(cls)), None)
@@ -291,10 +295,6 @@ def placement_problems(
         )
     if config.shard_ranks is not None and args.world_size % config.shard_ranks:
         problems.append(f"shard_ranks {config.shard_ranks} does not divide the {args.world_size} ranks; choose a divisor")
-    if config.expert_ranks is not None:
-        if args.world_size % config.expert_ranks:
-            problems.append(f"expert_ranks {config.expert_ranks} does not divide the {args.world_size} ranks; choose a divisor")
-        problems += spread_problems(model, config.expert_ranks)
     if (name := str(getattr(args.optim, "value", args.optim))) not in _SHARDED_OPTIMIZERS:
         problems.append(
             f"optim={name!r} is not tested with parameters={config.parameters!r}; use one of {', '.join(_SHARDED_OPTIMIZERS)}, "

@@ -34,11 +34,13 @@ def activation_budget(
     is_shared: bool,
     device: torch.device,
     control: dist.ProcessGroup | None,
+    reference_bytes: int = 0,
 ) -> ActivationBudget:
     """Bytes that every rank has left for activations beside the model's states; collective.
 
-    With stages, these are the states of the stage that has most of them. is_shared: ranks may share sequences. Raises ValueError
-    if `host_gib` asks for more host memory than is available.
+    With stages, these are the states of the stage that has most of them. is_shared: ranks may share sequences. reference_bytes:
+    bytes of the weights of a reference model, which is divided among ranks as the model is. Raises ValueError if `host_gib` asks
+    for more host memory than is available.
     """
     spec, cluster = costs.model, costs.cluster
     own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
@@ -46,7 +48,9 @@ def activation_budget(
     everyone = gather_objects((own_bytes, *own_host_bytes), control)
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
     byte_model = ByteModel(spec)
-    left_bytes = max(0, usable_bytes - byte_model.most_states(ranges, costs.parameters, costs.shard_ranks))
+    states = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
+    reference = reference_bytes * states // max(1, byte_model.states())
+    left_bytes = max(0, usable_bytes - states - reference)
     if config.host_gib is None:
         # a share of all memory, not of what is free, so that a resumed run gets the same budget
         host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0

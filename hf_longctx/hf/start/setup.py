@@ -105,11 +105,12 @@ def choose_setup(
     degrees: tuple[int, ...],
     control: dist.ProcessGroup | None,
     dataset: Any = None,
+    reference_bytes: int = 0,
 ) -> RunSetup:
     """Chooses cost model, limits and stages for `model` on the ranks of `control`; collective over these ranks.
 
-    dataset: the training set, whose lengths decide on pipeline stages. Raises ValueError if the model's states leave no room for
-    a single token.
+    dataset: the training set, whose lengths decide on pipeline stages. reference_bytes: bytes of a reference model. Raises
+    ValueError if the model's states leave no room for a single token.
     """
     launch = LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
@@ -129,7 +130,7 @@ def choose_setup(
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
-    basis = _SetupBasis(config, model, args, degrees, control, costs, config.max_length or spec.max_positions)
+    basis = _SetupBasis(config, model, args, degrees, control, costs, config.max_length or spec.max_positions, reference_bytes)
     if (loaded := loaded_ranges(model)) is not None or config.stages == 1:
         return basis.with_stages(loaded or balanced_ranges(costs, 1, ()))
     lengths = sampled_lengths(dataset, basis.max_length, control)
@@ -164,6 +165,7 @@ class _SetupBasis:
     control: dist.ProcessGroup | None
     costs: CostModel
     max_length: int
+    reference_bytes: int
 
     def with_stages(self, ranges: Ranges) -> RunSetup:
         """The setup with these layer ranges on the stages. Collective."""
@@ -174,18 +176,14 @@ class _SetupBasis:
         lend_stages = config.lend_stages and is_pipeline
         costs = replace(
             self.costs,
-            model=replace(
-                self.costs.model,
-                keeps_all_stages=lend_stages,
-                experts=replace(self.costs.model.experts, num_ranks=config.expert_ranks or 1),
-            ),
+            model=replace(self.costs.model, keeps_all_stages=lend_stages),
             # rings cannot run slices, which pipelines need
             method="ulysses" if is_pipeline else group_method(config, self.model),
             parameters=parameters,
             shard_ranks=shard_ranks,
         )
         is_shared = degrees[-1] > 1
-        budget = activation_budget(config, costs, ranges, is_shared, self.args.device, self.control)
+        budget = activation_budget(config, costs, ranges, is_shared, self.args.device, self.control, self.reference_bytes)
         activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
         tokens_per_rank = self._tokens_per_rank(costs, budget, activations, is_shared)
         planner = PlannerConfig(
@@ -304,7 +302,7 @@ def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parame
     """How parameters live on `num_ranks` ranks, and how many ranks share one copy; a single rank has the whole model."""
     if config.parameters == "replicated" or num_ranks == 1:
         return "replicated", 1
-    return config.parameters, config.shard_ranks or config.expert_ranks or num_ranks
+    return config.parameters, config.shard_ranks or num_ranks
 
 
 def open_plan_source(

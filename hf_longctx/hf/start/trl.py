@@ -1,9 +1,11 @@
 """Support for TRL's trainers: some run under full plans, some under the callback alone, the others are refused with a reason.
 
-`SFTTrainer` prepares model and dataset inside its own constructor, so a mixin in front of it checks them afterwards. Its loss
-is the token mean of the cross-entropy, and so is the loss of plans. Plans therefore replace its `compute_loss`, `training_step`
-and `prediction_step`, which would only add entropy and token accuracy to the log (evaluations under plans log both).
-`DPOTrainer` needs log-probabilities of pairs of whole sequences, which an exchange around each forward gives it
+TRL's trainers prepare model and dataset inside their own constructors, so a mixin in front of them checks both afterwards. The
+loss of `SFTTrainer` is the token mean of the cross-entropy, and so is the loss of plans. Plans therefore replace its
+`compute_loss`, `training_step` and `prediction_step`, which would only add entropy and token accuracy to the log (evaluations
+under plans log both). The losses of `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` are functions of
+log-probabilities of tokens. These trainers keep their loaders and their losses, and plans compute the log-probabilities and train
+them (`log_probs/two_passes.py`). Under the callback alone, an exchange around each forward serves `SFTTrainer` and `DPOTrainer`
 (`stock/exchange.py`). TRL is never imported here.
 """
 
@@ -12,15 +14,20 @@ from __future__ import annotations
 from typing import Any
 
 import datasets
+from torch import nn
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.scan import LOSS_WEIGHTS, WEIGHTS
+from hf_longctx.hf.models.adapters import is_adapted
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
 
 # add a trainer only together with its runs in tests/hf/trainer/test_trl_trainers.py
 _PLANNED = "SFTTrainer"
+# trainers whose loss is a function of log-probabilities of tokens; those that generate the tokens themselves
+_SCORED = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+_GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
 # columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
 _READ = ("input_ids", "labels", "seq_lengths")
@@ -44,22 +51,129 @@ def is_replaced(cls: type) -> bool:
     return cls.__name__ == _PLANNED and trl_class(cls) is cls
 
 
+def is_scored(cls: type) -> bool:
+    """Whether `cls` is a trainer of TRL whose loss is a function of log-probabilities of tokens, or a subclass of one."""
+    found = trl_class(cls)
+    return found is not None and found.__name__ in _SCORED
+
+
 def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> list[str]:
     """Reasons why a trainer of TRL cannot run full plans with these arguments; empty for trainers that are not of TRL."""
     found = trl_class(trainer)
     if found is None:
         return []
+    if is_scored(trainer):
+        return trl_problems() + offloading_problems(args) + _scored_problems(found.__name__, args, config)
     if not is_planned(trainer):
-        remedy = (
-            "pass LongContextCallback(config) in callbacks=[...] and leave LongContextMixin and attach out"
-            if found.__name__ == "DPOTrainer"
-            else "use SFTTrainer, the trainer of TRL that runs full plans"
-        )
         return [
             f"{found.__name__} computes its loss from whole sequences, or generates them, but full plans train the token mean of "
-            f"the cross-entropy; {remedy}"
+            f"the cross-entropy; use SFTTrainer, {', '.join(_SCORED)}, the trainers of TRL that run full plans"
         ]
     return trl_problems() + offloading_problems(args) + _sft_problems(args, config)
+
+
+def attach_problems(trainer: type) -> list[str]:
+    """Reason why full plans cannot be attached to a trainer of TRL that has been built."""
+    if not is_scored(trainer):
+        return []
+    name = getattr(trl_class(trainer), "__name__", "")
+    return [
+        f"attach does not serve {name}, whose reference model would have to run under plans too; write class "
+        f"Mine(LongContextMixin, {trainer.__name__}), or, for DPOTrainer, use the callback in callbacks=[...] alone"
+    ]
+
+
+def scored_temperature(trainer: Any) -> float:
+    """The temperature of the distribution whose log-probabilities a trainer of TRL trains."""
+    return float(getattr(trainer, "temperature", 1.0)) if _generates(trl_class(type(trainer))) else 1.0
+
+
+def _generates(found: type | None) -> bool:
+    return found is not None and found.__name__ in _GENERATING
+
+
+# argument of TRL -> its supported values, and why no other is
+_SCORED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_vllm": ((False,), "weights would have to be sent to vLLM's processes, which is not tested; generate with transformers"),
+    "use_transformers_continuous_batching": ((False,), "its paged attention replaces the model's; generate without it"),
+    "use_transformers_paged": ((False, None), "its paged attention replaces the model's; generate without it"),
+    "cast_lm_head_to_fp32": ((False,), "it replaces the output head, whose tiles compute losses in fp32 anyway; leave it out"),
+    "entropy_coef": ((0.0,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
+    "use_adaptive_entropy": ((False,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
+    "sync_ref_model": ((False,), "updates of the reference model are not tested under plans; leave it out"),
+}
+
+
+def _scored_problems(name: str, args: Any, config: LongContextConfig) -> list[str]:
+    problems = []
+    for argument, (allowed, why) in _SCORED_ARGUMENTS.items():
+        if (value := getattr(args, argument, allowed[0])) not in allowed:
+            problems.append(f"{argument}={value!r} is not supported with {name}: {why}")
+    for setting, default in (("tokens_per_step", None), ("long_sequences", "error"), ("lookahead_batches", None)):
+        if (own := getattr(config, setting)) != default:
+            problems.append(
+                f"{setting}={own!r} has no effect, since {name} draws its batches itself; leave it out"
+                + (
+                    ""
+                    if setting == "lookahead_batches"
+                    else ", and set per_device_train_batch_size and max_length of its arguments"
+                )
+            )
+    if factor := getattr(args, "label_smoothing_factor", 0):
+        problems.append(f"label_smoothing_factor={factor!r} has no effect on the loss of {name}; leave it out")
+    if name in _GENERATING and config.parameters != "replicated":
+        problems.append(
+            f"parameters={config.parameters!r} gathers weights on all ranks at a time, but {name} generates on every rank for as "
+            f"long as its own completions are; use parameters='replicated', with LoRA if memory is short"
+        )
+    if name in _GENERATING and config.stages != 1:
+        problems.append(
+            f"stages={config.stages!r} leaves every rank a part of the model, with which {name} cannot generate; use stages=1"
+        )
+    return problems
+
+
+def scored_trainer_problems(trainer: Any) -> list[str]:
+    """Reasons why a trainer of TRL with a loss of log-probabilities cannot run under plans, once it has prepared its model."""
+    model, name = trainer.model, getattr(trl_class(type(trainer)), "__name__", "")
+    problems = []
+    if getattr(trainer, "_is_vision_dataset", False) or hasattr(trainer.processing_class, "image_processor"):
+        problems.append(f"{name} was given images or a processor for images, but plans run rows of text alone; pass a tokenizer")
+    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
+        problems.append(f"{name} with tools or environments is not tested under plans; leave them out")
+    if getattr(trainer, "rollout_func", None) is not None:
+        problems.append(f"{name} with a rollout_func is not tested under plans; let it generate with transformers")
+    if getattr(trainer, "aux_loss_enabled", False):
+        problems.append(
+            f"{name} adds the balancing loss of the experts, which it would compute from each rank's tokens alone; set "
+            f"router_aux_loss_coef=0.0"
+        )
+    if drops := [where for where, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
+        problems.append(
+            f"{drops[0]} drops, so old and new log-probabilities of a token would differ by chance; set disable_dropout=True"
+        )
+    return problems + _reference_problems(name, model, getattr(trainer, "ref_model", None))
+
+
+def _reference_problems(name: str, model: Any, reference: Any) -> list[str]:
+    """Problems with a reference model, which runs under the plans of the policy."""
+    if reference is None:
+        return []
+    if is_adapted(model):
+        return [
+            f"{name} was given adapters and a ref_model; leave ref_model out: with its adapters switched off, the model is its "
+            f"own reference"
+        ]
+    own, other = (each.config.get_text_config() for each in (model, reference))
+    fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "layer_types")
+    differing = [field for field in fields if getattr(own, field, None) != getattr(other, field, None)]
+    if type(model) is not type(reference) or differing:
+        return [
+            f"ref_model is {type(reference).__name__} and the model {type(model).__name__}"
+            + (f", and they differ in {', '.join(differing)}" if differing else "")
+            + "; plans of the model serve its reference too, so give both the same class and shape"
+        ]
+    return []
 
 
 def prepared_model_problems(model: Any) -> list[str]:

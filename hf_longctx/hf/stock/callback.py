@@ -34,7 +34,7 @@ from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems
 from hf_longctx.hf.start.losses import trainer_loss_problems
-from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_problems
+from hf_longctx.hf.start.trl import alone_problems, attach_problems, read_columns, trainer_problems
 from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
 from hf_longctx.hf.stock.guarded import lend, sender, take_back
@@ -335,7 +335,7 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
 def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     """Problems with a built trainer: settings that plans would ignore."""
     problems = argument_problems(trainer.args, {"model_init": trainer.model_init}) + _signal_problems(trainer.args)
-    if outside := trainer_problems(type(trainer), trainer.args, config):
+    if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
     problems += collator_problems(trainer.data_collator, trainer.train_dataset)
     if config.parameters != "replicated":

@@ -12,23 +12,23 @@ Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, read_documents
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
-from hf_longctx.hf.start.losses import WAY_OUT
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.output_head import check_untouched
@@ -38,111 +38,8 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
 from hf_longctx.runtime.dropout.keys import DropoutKeys
 from hf_longctx.runtime.execution.executor import no_mask
 
-# keywords of a batch that are kept, and keywords that the plan replaces by its own
-_KEPT = ("num_items_in_batch", "return_dict", "use_cache")
-_REPLACED = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "seq_idx")
-_REPLACED_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# TRL's keyword for a forward that returns values per token, and the names of these
-_FUSED = "fused_lm_head"
+# names of TRL's values per token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-
-@dataclass(frozen=True)
-class LocalDocuments:
-    """The documents of one rank's batch, one after the other.
-
-    rows_T2: token id and label of the next token, int64. kept_BS: marks where the batch has these tokens; the rest is padding.
-    """
-
-    rows_T2: Tensor
-    lengths: list[int]
-    kept_BS: Tensor
-
-
-def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
-    """Reads the documents of the batch that the model would get; labels are shifted inside each document, before any cut.
-
-    A padded batch is [B, S], with an attention_mask that is zero on padding. A flattened batch has position_ids that restart at
-    0 in every document. Raises ValueError for a batch from which the model alone would have learnt something else.
-    """
-    _refuse_unknown(inputs)
-    input_ids_BS, mask_BS, positions_BS = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    assert input_ids_BS is not None
-    if mask_BS is not None and mask_BS.dim() != 2:
-        raise ValueError(f"attention_mask has {mask_BS.dim()} dimensions; give one value per token, 0 for padding")
-    kept_BS = torch.ones_like(input_ids_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
-    starts_BS = kept_BS & ~torch.nn.functional.pad(kept_BS, (1, 0))[:, :-1]
-    if int(starts_BS.sum(dim=1).max()) > 1:
-        raise ValueError("attention_mask has holes between tokens of a row; mask only padding before or after the tokens")
-    if positions_BS is not None:
-        starts_BS = _document_starts(positions_BS.expand_as(kept_BS), starts_BS, kept_BS, mask_BS is not None)
-    labels_BS = _next_labels(inputs, kept_BS, starts_BS)
-    (bounds,) = torch.nonzero(starts_BS[kept_BS], as_tuple=True)
-    ends = [*bounds.tolist(), int(kept_BS.sum())]
-    lengths = [end - start for start, end in pairwise(ends)]
-    return LocalDocuments(torch.stack([input_ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths, kept_BS)
-
-
-def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
-    known = (*_KEPT, *_REPLACED, *_REPLACED_FLASH, _FUSED)
-    if unknown := [name for name, value in inputs.items() if value is not None and name not in known]:
-        raise ValueError(
-            f"the batch holds {', '.join(unknown)}, which a plan does not send to other ranks; remove it from the dataset or "
-            f"the collator"
-        )
-    # a fused head reads shift_labels; other models make no loss without labels, even if they get shift_labels
-    has_labels = inputs.get("labels") is not None or (inputs.get(_FUSED) and inputs.get("shift_labels") is not None)
-    if inputs.get("input_ids") is None or not has_labels:
-        raise ValueError(
-            f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels' or use "
-            f"DataCollatorWithFlattening; if the trainer took the labels out for compute_loss_func or a compute_loss of its own, "
-            f"{WAY_OUT}"
-        )
-    # for a fused head the trainer computes the mean over tokens itself
-    if inputs.get("num_items_in_batch") is None and not inputs.get(_FUSED):
-        raise ValueError(
-            "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would give equal weight "
-            "to ranks instead of tokens; keep average_tokens_across_devices=True and the trainer's own get_batch_samples, with "
-            "'labels' in the batch; some multimodal classes take no such number, so call callback.attach(trainer) for them"
-        )
-    if inputs.get("cu_seq_lens_q") is not None and inputs.get("position_ids") is None:
-        raise ValueError("the batch marks documents by cu_seq_lens_q alone; let the collator return position_ids too")
-
-
-def _document_starts(positions_BS: Tensor, rows_BS: Tensor, kept_BS: Tensor, has_mask: bool) -> Tensor:
-    """Marks where documents start: at the first token of each row, and where positions restart.
-
-    Raises ValueError unless positions count up in between.
-    """
-    starts_BS = rows_BS | (kept_BS & (positions_BS == 0))
-    if has_mask and bool((starts_BS != rows_BS).any()):
-        raise ValueError(
-            "the batch has an attention_mask and position_ids that restart inside a row: with a mask, documents of one row "
-            "attend to each other; leave the mask out to keep them apart"
-        )
-    counted_BS = torch.nn.functional.pad(positions_BS[:, 1:] - positions_BS[:, :-1] == 1, (1, 0), value=True)
-    if not bool((counted_BS | starts_BS | ~kept_BS).all()):
-        raise ValueError("position_ids do not count up from 0 in every document; use those of DataCollatorWithFlattening")
-    return starts_BS
-
-
-def _next_labels(inputs: Mapping[str, Any], kept_BS: Tensor, starts_BS: Tensor) -> Tensor:
-    """The label of the next token of the same document, for every token [B, S]."""
-    if (given_BS := inputs.get("shift_labels")) is not None:
-        shifted_BS: Tensor = given_BS
-        if bool((shifted_BS[~kept_BS] != IGNORE_INDEX).any()):
-            raise ValueError(f"shift_labels has labels on padding, which would be learnt; set them to {IGNORE_INDEX}")
-        return shifted_BS
-    labels_BS: Tensor = inputs["labels"]
-    if bool((labels_BS[~kept_BS] != IGNORE_INDEX).any()):
-        raise ValueError(f"the batch has labels on padding, which would be learnt; set them to {IGNORE_INDEX} in the collator")
-    if bool((labels_BS[:, 1:][starts_BS[:, 1:]] != IGNORE_INDEX).any()):
-        raise ValueError(
-            f"the first token of a document has a label, and would be learnt from what stands before it in its row (padding on "
-            f"the left, or another document); pad on the right, or set that label to {IGNORE_INDEX}"
-        )
-    # after a document's last token comes padding, or the next document's first token, whose label is masked
-    return torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class TokenExchange:
@@ -291,14 +188,14 @@ class SequenceExchange:
             exchange = TokenExchange(plan, owned, self.pool.rank)
             rows_T2, positions_T = exchange.run(documents, self.pool.everyone)
         labels_1T, positions_1T = rows_T2[:, 1].unsqueeze(0), positions_T.unsqueeze(0)
-        is_fused = bool(kwargs.get(_FUSED))
+        is_fused = bool(kwargs.get(FUSED))
         self._returning = (exchange, documents) if is_fused else None
         dropout = self.enter_dropout(plan)
         context, is_summed = self._begin(model, plan, labels_1T, is_fused)
         self._context = context.placed(positions_1T, dropout)
         self._during.enter_context(self._context.running())
         # models compute a loss only from labels, and do not shift labels if they get shifted ones too
-        names = ("return_dict",) if is_summed else ("num_items_in_batch", "return_dict", _FUSED)
+        names = ("return_dict",) if is_summed else ("num_items_in_batch", "return_dict", FUSED)
         kept: dict[str, Any] = {name: kwargs[name] for name in names if name in kwargs}
         self._num_items = kwargs["num_items_in_batch"] if is_summed else None
         return (), {

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import sequences_per_step
 from hf_longctx.hf.data.streaming import is_stream
-from hf_longctx.hf.start.trl import read_columns
+from hf_longctx.hf.start.trl import is_scored, read_columns
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.run import Run
 
@@ -28,13 +28,20 @@ class PlannedDataMixin(_TrainerBase):
     longctx_run: Run
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Planned steps of the training set; not sharded again by accelerate, since every rank draws the same steps."""
+        """Planned steps of the training set; not sharded again by accelerate, since every rank draws the same steps.
+
+        A trainer of TRL that keeps its own batches keeps its own loader.
+        """
+        if is_scored(type(self)):
+            return super().get_train_dataloader()
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset; pass one to the trainer")
         return train_loader(self.longctx_run, self.train_dataset, lambda: self.state.global_step)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Planned steps of an evaluation set, in its order; a set given here is checked like the sets given at the start."""
+        if is_scored(type(self)):
+            return super().get_eval_dataloader(eval_dataset)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
@@ -45,6 +52,8 @@ class PlannedDataMixin(_TrainerBase):
 
         The lengths of a stream are unknown, so for a stream it is the number without a token budget.
         """
+        if is_scored(type(self)):
+            return super().get_total_train_batch_size(args)
         if self.longctx_config.tokens_per_step is None or is_stream(self.train_dataset):
             return sequences_per_step(args)
         lengths = self.longctx_run.sets.index("train_dataset", self.train_dataset).lengths

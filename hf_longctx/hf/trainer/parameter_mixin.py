@@ -42,6 +42,12 @@ class PlacedModel(nn.Module):
         """The model's own forward."""
         return self.module(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the model, such as `generate`, which trainers of TRL look up here."""
+        if name == "module" or name in vars(self)["_modules"]:
+            return super().__getattr__(name)
+        return getattr(self.module, name)
+
 
 class ParameterMixin(CheckpointMixin):
     """The part of `LongContextMixin` about parameters; the run is started before any of it is used."""

@@ -24,7 +24,7 @@ from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenScores, token_scores
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores, token_scores
 
 # tokens per tile of the output head if no plan sets it
 _TILE_TOKENS = 1024
@@ -121,12 +121,14 @@ def _scorer(model: nn.Module) -> Iterator[Any]:
     """
     # only the forwards of tested classes are known to leave the head's logits as they are
     if head_problem(model) or class_problem(base_of(model)):
-        yield lambda ids_1T, labels_1T: token_scores(model(input_ids=ids_1T, use_cache=False).logits, labels_1T.to(ids_1T.device))
+        yield lambda ids_1T, labels_1T: token_scores(
+            model(input_ids=ids_1T, use_cache=False).logits, labels_1T.to(ids_1T.device), Scoring()
+        )
         return
     head = OutputHead(output_head(model))
 
     def score(ids_1T: Tensor, labels_1T: Tensor) -> TokenScores:
-        with head.scoring(labels_1T, _TILE_TOKENS) as scores:
+        with head.scoring(labels_1T, _TILE_TOKENS, Scoring()) as scores:
             model(input_ids=ids_1T, use_cache=False)
         return scores[0]
 

@@ -56,7 +56,8 @@ class RunRequest:
 
     problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; None if a stock
     loader reads them, and then every plan has one micro-batch. control: the process group that `meet` returned, if it was
-    called before. token_loss: the user's loss of a token, if there is one.
+    called before. token_loss: the user's loss of a token, if there is one. reference: the reference model of a loss of
+    log-probabilities, which is whole; see `reference_run`.
     """
 
     config: LongContextConfig
@@ -67,6 +68,7 @@ class RunRequest:
     datasets: Mapping[str, Any] | None = None
     control: dist.ProcessGroup | None = None
     token_loss: TokenLoss | None = None
+    reference: nn.Module | None = None
 
     def problems_of_loss(self, control: dist.ProcessGroup | None) -> list[str]:
         """Problems with the loss, also if it differs between ranks. Collective."""
@@ -155,7 +157,10 @@ def start_run(request: RunRequest) -> Run:
     token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss)
     # with a loss of its own, a run leaves out the forward's on purpose
     forward = user_forward(model) if token_loss is None else ""
-    setup = choose_setup(config, model, args, degrees, control, (request.datasets or {}).get("train_dataset"))
+    beside = request.reference.parameters() if request.reference is not None else ()
+    reference_bytes = sum(weight.nbytes for weight in beside)
+    train_dataset = (request.datasets or {}).get("train_dataset")
+    setup = choose_setup(config, model, args, degrees, control, train_dataset, reference_bytes)
     sets = SequenceSets(config, args, setup, control)
     if request.datasets is None:
         setup = replace(setup, planner=replace(setup.planner, one_micro_batch=True))
@@ -213,6 +218,24 @@ def start_run(request: RunRequest) -> Run:
         )
 
 
+def reference_run(run: Run, model: Any) -> Run:
+    """A run of a second model of the same class and shape beside that of `run`, for forwards under the same plans.
+
+    It ends with `run`. Patches the model's attention and cuts it into the same stages.
+    """
+    run.undo.callback(restore_attention, model, attention_name(model))
+    patch_model(model)
+    model.eval()
+    stage = _own_stage(run.setup, model)
+    is_last = stage.stage == run.setup.num_stages - 1
+    activations, routers = (
+        ActivationRuntime(run.args.device, 0, run.source.set_copy_rate, is_last),
+        RouterRuntime(run.args.device),
+    )
+    run.undo.callback(activations.close)
+    return replace(run, stage=stage, activations=activations, routers=routers, all_stages=(), dropout=None)
+
+
 def _warn_of_forward(forward: str, args: TrainingArguments) -> None:
     """Tells what becomes of the loss of a user's forward, where no self-test compares it with cross-entropy."""
     if forward and args.process_index == 0:
@@ -254,7 +277,7 @@ def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArgument
 def _placement(
     config: LongContextConfig, args: TrainingArguments, stage: StageModel, mesh: DeviceMesh | None, pool: GroupPool
 ) -> Placement:
-    shards = None if mesh is None else Shards(mesh, args.device, config.fp32_gradients, config.expert_ranks is not None)
+    shards = None if mesh is None else Shards(mesh, args.device, config.fp32_gradients)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool)
     return ReplicatedPlacement() if shards is None else ShardedPlacement(shards)

@@ -33,6 +33,8 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.log_probs.loader import LoaderCheck
+from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
@@ -45,20 +47,29 @@ from hf_longctx.hf.start.arguments import (
     run_problems,
 )
 from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
-from hf_longctx.hf.start.trl import prepared_model_problems, read_columns, trainer_problems, trl_class
+from hf_longctx.hf.start.trl import (
+    is_scored,
+    prepared_model_problems,
+    read_columns,
+    scored_temperature,
+    scored_trainer_problems,
+    trainer_problems,
+    trl_class,
+)
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.loaders import eval_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
-from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
+from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, start_run
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
+from hf_longctx.runtime.core.loss import LabelSmoothing, TemperedCrossEntropy, TokenLoss
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
 from hf_longctx.runtime.parameters.finite import nonfinite_names
+from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +87,10 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
     _guard: NonfiniteGuard
     # plans of the present optimizer step, until the first of them runs
     _plans_of_step: list[Any]
+    # forwards of a trainer whose loss is a function of log-probabilities; None for all others
+    _two_passes: TwoPasses | None = None
+    # the run of its reference model, if it has one
+    _reference: Run | None = None
 
     def __init__(
         self,
@@ -97,7 +112,10 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """
         config = longctx_config if longctx_config is not None else LongContextConfig()
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        given = {"data_collator": data_collator, "processing_class": processing_class, **datasets, **kwargs}
+        given = {"processing_class": processing_class, **datasets, **kwargs}
+        if data_collator is not None:
+            # some trainers of TRL take none
+            given["data_collator"] = data_collator
         if trl_class(type(self)) is None:
             args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
             problems = run_problems(type(self), config, model, args, {"data_collator": data_collator, **kwargs})
@@ -114,7 +132,9 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             # a trainer of TRL makes the model and the sets ready itself
             with without_jit_checkpoint(args):
                 super().__init__(model=model, args=args, **given)
-            self._start(replace(self._request_of_prepared(kwargs, control), token_loss=token_loss))
+            self._start(self._request_of_prepared(kwargs, control, token_loss))
+            if is_scored(type(self)):
+                self._start_two_passes()
         self._report()
         self._log_to_output_dir()
 
@@ -143,7 +163,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         finally:
             self._chosen = None
             self.longctx_run.recorder.resume(None)
-            self.longctx_run.release_model()
+            self._release_models()
             thaw()
 
     @property
@@ -155,7 +175,12 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """The plans of one optimizer step, and the number of their label tokens over all ranks, or the sum of their weights."""
         self._guard.begin()
         with self._explained():
-            batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+            if self._two_passes is not None:
+                self._two_passes.forget()
+                # ranks agree whether to stop
+                self._label_sums([], self._stop)
+                return batches, num_items
             self._plans_of_step = batches
             self._key_dropout([batch["step"].plan for batch in batches if "step" in batch])
             return batches, self._label_sums(batches, self._stop)[0]
@@ -165,10 +190,41 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
 
         Parts add up to the mean over the label tokens of all ranks and plans; the last plan reduces the gradients of all. Raises
         FloatingPointError, on every rank, before an optimizer could use a loss or gradients that are not finite.
+
+        A loss of log-probabilities, of a trainer of TRL, is that of the batches which all ranks loaded, as a mean over ranks.
         """
+        if self._two_passes is not None:
+            return self._step_in_two_passes(self._two_passes, model, inputs, num_items_in_batch)
         assert isinstance(num_items_in_batch, float)
         model.train()
         self._switch_optimizer("train")
+        return self._run_plan(inputs, num_items_in_batch, self.accelerator.sync_gradients)
+
+    def _step_in_two_passes(self, passes: TwoPasses, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
+        """The trainer's own step, whose backward ends at log-probabilities; then plans train these. Returns the mean loss."""
+        # made here, since inside a forward FSDP2 keeps weights gathered
+        self._training_executor()
+        with self._explained():
+            own_loss = super().training_step(model, inputs, num_items)
+            if self._reference is not None:
+                # frees weights that its forward has gathered
+                self._reference.placement.prepare(self._reference.stage.model)
+            loss = own_loss.double().reshape(1)
+            loss = sum_over_ranks(loss, self.longctx_run.pool.everyone)[0] / self.longctx_run.pool.num_ranks
+            batches = list(passes.second_pass())
+        if not batches:
+            raise ValueError(f"the loss of {type(self).__name__} reads no log-probabilities of the model, so nothing is trained")
+        for place, batch in enumerate(batches):
+            is_last = place == len(batches) - 1
+            part = loss if is_last else torch.zeros_like(loss)
+            counted = self._run_plan(batch, 1.0, is_last and self.accelerator.sync_gradients, part)
+        return counted.to(own_loss.dtype)
+
+    def _run_plan(self, inputs: dict[str, Any], total_weight: float, reduce: bool, loss: Tensor | None = None) -> Tensor:
+        """Runs a plan forward and backward; returns the loss as `Trainer` adds it up.
+
+        reduce: the plan is the last of its optimizer step. loss: the loss to report in place of that of the tokens.
+        """
         run, plan = self.longctx_run, inputs["step"].plan
         rank_plan = plan.for_rank(run.pool.rank)
         executor = self._training_executor()
@@ -178,8 +234,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
                 # experts are balanced over all plans of the step, so route all of them before the first plan runs
                 executor.route([(b["step"].plan.for_rank(run.pool.rank), b["chunks"]) for b in self._plans_of_step], engine)
             self._plans_of_step = []
-            reduce, predicted_bytes = self.accelerator.sync_gradients, plan.estimate.peak_bytes
-            result = executor.run(rank_plan, inputs["chunks"], num_items_in_batch, reduce, predicted_bytes, engine)
+            result = executor.run(rank_plan, inputs["chunks"], total_weight, reduce, plan.estimate.peak_bytes, engine)
+            result = result if loss is None else replace(result, loss=loss)
             if not self._guard.plan_done(inputs["step"], inputs["chunks"], engine, result, reduce):
                 self._refuse_step(executor)
         run.report.step_done(plan, result)
@@ -201,7 +257,13 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         Weights of tokens and `token_loss` count as in training. `eval_perplexity`, its exponential, is there only if the loss is
         the mean cross-entropy. `eval_mean_token_accuracy` and `eval_entropy` are means over tokens that are learnt; with
         `token_loss` only `predict` computes them, since they take a second forward.
+
+        A trainer of TRL with a loss of log-probabilities keeps its own loop and metrics; its forwards run under plans.
         """
+        if self._two_passes is not None:
+            with self._explained(), self._evaluating():
+                self._placed_model()
+                return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         metrics, num_samples, _ = self._evaluated(dataloader, metric_key_prefix)
         no_predictions: Any = None
         return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
@@ -229,6 +291,10 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         log-probabilities of the row's label tokens, by cross-entropy), `num_tokens` (how many these are), `num_right` (those that
         were the likeliest), and `entropy` (the sum over them). Metrics are those of an evaluation.
         """
+        if self._two_passes is not None:
+            raise ValueError(
+                f"predict() of {type(self).__name__} would return whole logits, which plans never make; use evaluate()"
+            )
         dataloader = eval_loader(self.longctx_run, "test_dataset", read_columns(type(self), test_dataset))
         metrics, _, scores = self._evaluated(dataloader, metric_key_prefix, wants_scores=True)
         sums = scores.by_row(len(test_dataset))
@@ -280,6 +346,50 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._staged, self._chosen, self._saving, self._writers = None, None, None, None
         self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
+    def _start_two_passes(self) -> None:
+        """Lets the forwards of model and reference model that the trainer's own loss asks for run under plans."""
+        run = self.longctx_run
+        temperature = scored_temperature(self)
+        passes = TwoPasses(run.source, run.sets.longest_sequence, run.setup.placeholders, temperature)
+
+        def own_executor() -> StepExecutor:
+            model = self._placed_model()
+            return self._training_executor() if self.is_in_train else run.executor(model)
+
+        run.undo.callback(passes.bind(self.model, ScoredModel(own_executor, run.activations.engine), is_trained=True))
+        if (reference := getattr(self, "ref_model", None)) is not None:
+            second = reference_run(run, reference)
+            scored = ScoredModel(lambda: second.executor(reference), second.activations.engine)
+            run.undo.callback(passes.bind(reference, scored, is_trained=False))
+            second.placement.prepare(reference)
+            self._reference = second
+        self._two_passes = passes
+        self.add_callback(LoaderCheck())
+        self._placed_model()
+        if getattr(self, "precompute_ref_logps", False):
+            args: Any = self.args
+            batch_sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+            per_train, per_eval = (args.precompute_ref_batch_size or each for each in batch_sizes)
+            self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", per_train)
+            if isinstance(held_out := self.eval_dataset, dict):
+                held_out = {name: self._precompute_ref_logps(each, name, per_eval) for name, each in held_out.items()}
+            elif held_out is not None:
+                held_out = self._precompute_ref_logps(held_out, "eval", per_eval)
+            self.eval_dataset = held_out
+            self._release_models()
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL's method, whose forwards run under plans; TRL calls it in its constructor too, before a run is there."""
+        if self._two_passes is None:
+            return dataset
+        return super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
+
+    def _release_models(self) -> None:
+        """Gives model and reference model their own layers back, until the next plan."""
+        for run in (self.longctx_run, self._reference):
+            if run is not None:
+                run.release_model()
+
     def _report(self) -> None:
         """Adds the callbacks of the run, once `Trainer` is built."""
         self.add_callback(self.longctx_run.report)
@@ -297,19 +407,32 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """Checks the arguments of a trainer of TRL, before it makes its model and sets ready; returns the control group."""
         control = meet(self.longctx_config)
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        problems = argument_problems(args, given) + trainer_problems(type(self), args, self.longctx_config)
+        problems = argument_problems(args, given, draws_batches=not is_scored(type(self)))
+        problems += trainer_problems(type(self), args, self.longctx_config)
         problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
         raise_together(problems, control)
         return control
 
-    def _request_of_prepared(self, given: dict[str, Any], control: dist.ProcessGroup | None) -> RunRequest:
+    def _request_of_prepared(
+        self, given: dict[str, Any], control: dist.ProcessGroup | None, token_loss: TokenLoss | None
+    ) -> RunRequest:
         """The request of a trainer of TRL, with the model, the arguments and the sets that the trainer has made ready."""
         self.train_dataset = read_columns(type(self), self.train_dataset)
         self.eval_dataset = read_columns(type(self), self.eval_dataset)
         model: Any = self.model
         problems = run_problems(type(self), self.longctx_config, model, self.args, given) + prepared_model_problems(model)
         datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-        return RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
+        reference = None
+        if is_scored(type(self)):
+            problems += scored_trainer_problems(self)
+            if token_loss is not None:
+                problems.append(f"token_loss has no effect beside the loss of {type(self).__name__}; leave it out")
+            # the trainer's own loader reads its rows
+            datasets, reference = {}, getattr(self, "ref_model", None)
+            if (temperature := scored_temperature(self)) != 1:
+                token_loss = TemperedCrossEntropy(temperature)
+        request = RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
+        return replace(request, token_loss=token_loss, reference=reference)
 
     def _training_executor(self) -> StepExecutor:
         """The executor of the placed model, kept as long as the placed model is the same object."""
@@ -326,7 +449,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         if self.longctx_config.on_nonfinite == "skip" and has_good_weights:
             logger.warning("step %d is left out: its loss (%g) or gradients are not finite", number, self._guard.loss)
             return self._guard.skip(executor.model)
-        rows = None if is_stream(self.train_dataset) else self.longctx_run.sets.index("train_dataset", self.train_dataset).rows
+        has_rows = self._two_passes is None and not is_stream(self.train_dataset)
+        rows = None if not has_rows else self.longctx_run.sets.index("train_dataset", self.train_dataset).rows
         message = self._guard.explain(executor, number, rows)
         if self.args.should_save:
             # said before anything is written, since the disk may be full
@@ -431,7 +555,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             yield
         finally:
             if not self.is_in_train:
-                self.longctx_run.release_model()
+                self._release_models()
 
     def _switch_optimizer(self, mode: str) -> None:
         """Switches schedule-free optimizers to "train" or "eval", since they hold two sets of weights; ignores all others."""

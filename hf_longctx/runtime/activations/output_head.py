@@ -32,6 +32,7 @@ from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, tiles
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.core.loss import (
     IGNORE_INDEX,
+    Scoring,
     Targets,
     TokenLoss,
     TokenScores,
@@ -56,8 +57,9 @@ class _Order:
     targets: Targets
     tile_tokens: int
     keep_gradients: bool = False
-    # list that receives the scores of the tokens, if they are wanted
+    # list that receives the scores of the tokens, and how they are scored; both are given if scores are wanted
     scores: list[TokenScores] | None = None
+    scoring: Scoring | None = None
     num_calls: int = 0
 
 
@@ -102,10 +104,10 @@ class OutputHead:
             yield
 
     @contextmanager
-    def scoring(self, shift_labels_1T: Tensor, tile_tokens: int) -> Iterator[list[TokenScores]]:
+    def scoring(self, shift_labels_1T: Tensor, tile_tokens: int, scoring: Scoring) -> Iterator[list[TokenScores]]:
         """Context like `summing` for a forward without gradients; afterwards the list holds the scores of its tokens."""
         scores: list[TokenScores] = []
-        with self._ordered(_Order(Targets(shift_labels_1T), tile_tokens, scores=scores)):
+        with self._ordered(_Order(Targets(shift_labels_1T), tile_tokens, scores=scores, scoring=scoring)):
             yield scores
 
     @contextmanager
@@ -156,8 +158,8 @@ def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Ten
         for each in (targets.labels_1T, targets.weights_1T)
     )
     assert labels_1T is not None
-    if order.scores is not None:
-        order.scores.append(_scores_of_tiles(hidden_1TC, labels_1T, run, tiles))
+    if order.scores is not None and order.scoring is not None:
+        order.scores.append(_scores_of_tiles(hidden_1TC, labels_1T, run, tiles, order.scoring))
         return order.scores[-1].losses_T.sum()
     keeps = order.keep_gradients and torch.is_grad_enabled()
     tiled = _Tiled(run, tiles, parameters=tuple(parameters), token_loss=targets.token_loss)
@@ -236,13 +238,16 @@ def _loss_of_tile(logits_1tV: Tensor, targets: Targets) -> Tensor:
 
 
 @torch.no_grad()
-def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...]) -> TokenScores:
+def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...], scoring: Scoring) -> TokenScores:
     losses_T, entropies_T = torch.zeros(2, labels_1T.shape[1], dtype=torch.float64, device=labels_1T.device)
     is_right_T = torch.zeros_like(losses_T, dtype=torch.bool)
+    extras_2T = losses_T.new_zeros(2, len(losses_T) if scoring.with_extras else 0)
     for tile in tiles:
-        scores = token_scores(run(x_1TC[:, tile], tile), labels_1T[:, tile])
+        scores = token_scores(run(x_1TC[:, tile], tile), labels_1T[:, tile], scoring)
         losses_T[tile], is_right_T[tile], entropies_T[tile] = scores.losses_T, scores.is_right_T, scores.entropies_T
-    return TokenScores(losses_T, is_right_T, entropies_T)
+        if scoring.with_extras:
+            extras_2T[:, tile] = scores.extras_2T
+    return TokenScores(losses_T, is_right_T, entropies_T, extras_2T)
 
 
 def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, tiled: _Tiled) -> tuple[Tensor, Gradients]:

@@ -65,6 +65,17 @@ class LabelSmoothing:
 
 
 @dataclass(frozen=True, slots=True)
+class TemperedCrossEntropy:
+    """Cross-entropy of the distribution from which tokens are sampled at a temperature: that of logits / `temperature`."""
+
+    temperature: float
+
+    def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Losses [T]; 0 for tokens without a label."""
+        return F.cross_entropy(logits_TV / self.temperature, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+@dataclass(frozen=True, slots=True)
 class Targets:
     """Targets of the tokens of a shard: next-token labels, each with a weight, and the loss of one token.
 
@@ -140,39 +151,55 @@ def weighted(losses_T: Tensor, weights_1T: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """How tokens are scored: by the distribution of logits / `temperature`; with_extras: also `TokenScores.extras_2T`."""
+
+    temperature: float = 1.0
+    with_extras: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TokenScores:
     """Prediction quality of each token of a shard, without a graph, whatever loss is trained.
 
     losses_T: cross-entropy, computed in at least fp32 and stored as fp64; 0 for tokens without a label.
     is_right_T: whether the label was the most likely token; False without a label.
     entropies_T: entropy in nats of the distribution over the next token, computed and stored like losses; 0 without a label.
+    extras_2T: the mean of the (tempered) logits over the vocabulary, and the logarithm of the sum of squared probabilities;
+    empty unless `Scoring` asks for them.
     """
 
     losses_T: Tensor
     is_right_T: Tensor
     entropies_T: Tensor
+    extras_2T: Tensor
 
     @classmethod
     def joined(cls, parts: Sequence[TokenScores]) -> TokenScores:
         """The scores of consecutive tokens."""
-        names = ("losses_T", "is_right_T", "entropies_T")
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        names = ("losses_T", "is_right_T", "entropies_T", "extras_2T")
+        return cls(*(torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names))
 
 
 @torch.no_grad()
-def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor) -> TokenScores:
-    """Scores of every token of a shard; their losses add up to `summed_cross_entropy`."""
+def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor, scoring: Scoring) -> TokenScores:
+    """Scores of every token of a shard; at temperature 1 their losses add up to `summed_cross_entropy`."""
     logits_TV, labels_T = logits_1TV.reshape(-1, logits_1TV.shape[-1]), shift_labels_1T.reshape(-1)
     pairs = zip(logits_TV.split(_SCORED_TOKENS), labels_T.split(_SCORED_TOKENS), strict=True)
-    return TokenScores.joined([_scores(wide_logits(logits_tV), labels_t) for logits_tV, labels_t in pairs])
+    return TokenScores.joined([_scores(wide_logits(logits_tV), labels_t, scoring) for logits_tV, labels_t in pairs])
 
 
-def _scores(logits_tV: Tensor, labels_t: Tensor) -> TokenScores:
+def _scores(logits_tV: Tensor, labels_t: Tensor, scoring: Scoring) -> TokenScores:
+    if scoring.temperature != 1:
+        logits_tV = logits_tV / scoring.temperature
     is_right_t = logits_tV.argmax(-1) == labels_t
     losses_t = F.cross_entropy(logits_tV, labels_t, ignore_index=IGNORE_INDEX, reduction="none")
     # 0 for a token of probability 0, whose logarithm is infinite
     entropies_t = torch.special.entr(F.softmax(logits_tV, dim=-1)).sum(-1).where(labels_t != IGNORE_INDEX, 0)
-    return TokenScores(losses_t.double(), is_right_t, entropies_t.double())
+    extras_2t = losses_t.new_zeros(2, 0 if not scoring.with_extras else len(labels_t))
+    if scoring.with_extras:
+        extras_2t = torch.stack([logits_tV.mean(-1), (2 * F.log_softmax(logits_tV, dim=-1)).logsumexp(-1)])
+    return TokenScores(losses_t.double(), is_right_t, entropies_t.double(), extras_2t.double())
 
 
 def step_loss(loss_sum: Tensor, total_weight: float) -> Tensor:

@@ -19,7 +19,7 @@ from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import TokenLoss, TokenScores
+from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.host import RoundHost
@@ -146,13 +146,15 @@ class StepExecutor:
         total = self._run_forwards(plan, inputs, "evaluation", engine)
         return sum_over_ranks(total, self.pool.everyone)
 
-    def score(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> list[dict[int, TokenScores]]:
+    def score(
+        self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None, scoring: Scoring | None = None
+    ) -> list[dict[int, TokenScores]]:
         """Scores of this rank's shard of every chunk, for each micro-batch; empty on stages before the last.
 
         Collective, like `evaluate`.
         """
         scores: list[dict[int, TokenScores]] = []
-        self._run_forwards(plan, inputs, "evaluation", engine, scores=scores)
+        self._run_forwards(plan, inputs, "evaluation", engine, scoring=scoring or Scoring(), scores=scores)
         return scores
 
     def route(self, plans: Sequence[tuple[RankPlan, PlanInputs]], engine: ActivationEngine | None = None) -> None:
@@ -206,9 +208,10 @@ class StepExecutor:
         purpose: str,
         engine: ActivationEngine | None,
         is_counted: bool = False,
+        scoring: Scoring | None = None,
         scores: list[dict[int, TokenScores]] | None = None,
     ) -> Tensor:
-        """Runs the forwards of a plan; returns this rank's summed loss, or zero and fills `scores` where it is given.
+        """Runs the forwards of a plan; returns this rank's summed loss, or zero and fills `scores` if `scoring` is given.
 
         `purpose`: name of the run in error messages.
         """
@@ -221,9 +224,9 @@ class StepExecutor:
         for index, (group, stage) in enumerate(plan.rounds):
             self.parameters.enter_round(plan.parameters)
             forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
-            current = Round(host, group, stage, inputs[index], index, is_counted, wants_scores=scores is not None)
+            current = Round(host, group, stage, inputs[index], index, is_counted, scoring=scoring)
             total += current.run(forwards, f"{purpose} {plan.step}, round {index}")
-            if scores is not None and current.scores is not None:
+            if scores is not None:
                 scores.append(current.scores)
         self.parameters.free()
         return total

@@ -14,7 +14,7 @@ from hf_longctx.runtime.activations.output_head import check_untouched
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import Targets, TokenLoss, TokenScores, summed_loss, token_scores
+from hf_longctx.runtime.core.loss import Scoring, Targets, TokenLoss, TokenScores, summed_loss, token_scores
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
@@ -77,13 +77,19 @@ class RoundHost:
         return loss
 
     def score_chunk(
-        self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
+        self,
+        chunk: ChunkInputs,
+        context: GroupContext,
+        tile_tokens: int,
+        part: int,
+        hidden_1TC: Tensor | None,
+        scoring: Scoring,
     ) -> TokenScores:
         """Scores of this rank's shard; like `sum_chunk`, it makes whole logits only if it must."""
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
-            return token_scores(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
-        with head.scoring(chunk.shift_labels, tile_tokens) as scores:
+            return token_scores(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels, scoring)
+        with head.scoring(chunk.shift_labels, tile_tokens, scoring) as scores:
             self.forward_chunk(inputs, context, part, hidden_1TC)
         return scores[0]

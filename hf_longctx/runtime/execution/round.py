@@ -17,7 +17,7 @@ from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import TokenScores, step_loss
+from hf_longctx.runtime.core.loss import Scoring, TokenScores, step_loss
 from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.out_of_memory import explained
 from hf_longctx.runtime.execution.results import StepMemory
@@ -34,7 +34,7 @@ class Round:
     gradient the next layer range sends. A forward's input is a leaf, whose gradient goes to the layer range before.
 
     inputs: this rank's shard of every chunk. index: index of the micro-batch in the plan. is_counted: forwards count the tokens
-    that routers send to each expert. wants_scores: forwards put the scores of tokens into `scores`, by chunk, and make no loss.
+    that routers send to each expert. scoring: if given, forwards put scores of tokens into `scores`, by chunk, and make no loss.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Round:
         inputs: Sequence[ChunkInputs],
         index: int,
         is_counted: bool = False,
-        wants_scores: bool = False,
+        scoring: Scoring | None = None,
     ) -> None:
         self.host, self.group, self.stage, self.inputs = host, group, stage, inputs
         self.index, self.is_counted = index, is_counted
@@ -60,7 +60,7 @@ class Round:
         self.books: list[KVBook] = []
         self.state_book = StateBook()
         self.messages: RoundMessages | None = None
-        self.scores: dict[int, TokenScores] | None = {} if wants_scores else None
+        self.scoring, self.scores = scoring, dict[int, TokenScores]()
         self.total = torch.zeros((), dtype=torch.float64, device=host.device)
         self.handlers = {
             "F": self._forward,
@@ -115,8 +115,9 @@ class Round:
             return
         policy = self.policies.get(key)
         tile_tokens = policy.tile_tokens if policy is not None else 0
-        if self.scores is not None:
-            self.scores[action.chunk] = self.host.score_chunk(inputs, context, tile_tokens, action.part, hidden_1TC)
+        if self.scoring is not None:
+            found = self.host.score_chunk(inputs, context, tile_tokens, action.part, hidden_1TC, self.scoring)
+            self.scores[action.chunk] = found
             return
         is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
         loss_sum = self.host.sum_chunk(inputs, context, tile_tokens, is_backward_next, action.part, hidden_1TC)

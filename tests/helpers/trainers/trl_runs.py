@@ -10,11 +10,13 @@ import datasets
 import peft
 import torch
 import torch.distributed as dist
+import transformers
 from helpers.models.chats import conversation, word_tokenizer
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trainer_runs import LossRecorder
+from safetensors.torch import save_file
 
 from hf_longctx import LongContextCallback, LongContextMixin
 
@@ -31,15 +33,37 @@ LENGTHS = [(3, 40), (5, 6), (2, 9), (8, 3), (4, 14), (1, 5), (6, 21), (7, 2)] * 
 
 
 def rows_of(kind: str) -> datasets.Dataset:
-    """16 rows of text, of prompts and completions, of conversations, or of prompts with a chosen and a rejected answer."""
+    """16 rows of text, of prompts and completions, of conversations, of prompts with a chosen and a rejected answer, of prompts
+    with an answer and its label, or of prompts."""
     pairs = [(text(i, n), text(i + 5, m)) for i, (n, m) in enumerate(LENGTHS)]
     make: dict[str, Any] = {
         "text": lambda a, b: {"text": f"{a} {b}"},
         "completion": lambda a, b: {"prompt": a, "completion": f" {b}"},
         "chat": lambda a, b: {"messages": conversation(a, b, a, "hello")},
         "preference": lambda a, b: {"prompt": a, "chosen": f" {b}", "rejected": f" {b[: len(b) // 2]} hello"},
+        "unpaired": lambda a, b: {"prompt": a, "completion": f" {b}", "label": len(b) % 3 > 0},
+        "prompt": lambda a, b: {"prompt": a},
+        "prompt, rloo": lambda a, b: {"prompt": a},
     }
     return datasets.Dataset.from_list([make[kind](a, b) for a, b in pairs])
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Rewards that differ between the completions of a prompt."""
+    return [(3 * sum(ids) + len(ids)) % 7 / 7 for ids in completion_ids]
+
+
+def generating(base: Any) -> Any:
+    """A trainer of TRL whose completions follow from prompts and places alone: sampled ones depend on the number of ranks."""
+
+    class Tabled(base):
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+            first, eos = self.accelerator.process_index * len(prompt_ids), self.processing_class.eos_token_id
+            numbers = [sum(ids) + 3 * (first + place) for place, ids in enumerate(prompt_ids)]
+            made = [[*(6 + (number * (i + 2)) % 20 for i in range(3 + number % 9)), eos] for number in numbers]
+            return (made, None) if "GRPO" in base.__name__ else made
+
+    return Tabled
 
 
 def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
@@ -54,8 +78,12 @@ def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
             "train_sampling_strategy": "sequential",
         },
         **{"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "lr_scheduler_type": "linear"},
-        **{"gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "max_length": None},
+        **{"gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no"},
     }
+    if config_class.__name__ in ("GRPOConfig", "RLOOConfig"):
+        settings |= {"num_generations": 2, "max_completion_length": 12, "shuffle_dataset": False, "disable_dropout": True}
+    else:
+        settings["max_length"] = None
     return config_class(**{**settings, **changes})
 
 
@@ -70,9 +98,11 @@ def train_trl(
     import trl
 
     losses: list[float] = []
-    is_dpo = kind == "preference"
-    base: Any = trl.DPOTrainer if is_dpo else trl.SFTTrainer
-    config_class: Any = trl.DPOConfig if is_dpo else trl.SFTConfig
+    name = {"preference": "DPO", "unpaired": "KTO", "prompt": "GRPO", "prompt, rloo": "RLOO"}.get(kind, "SFT")
+    base: Any = getattr(trl, f"{name}Trainer")
+    samples = arguments.get("seed") is not None
+    if name in ("GRPO", "RLOO") and not samples:
+        base = generating(base)
 
     class Kept(base):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -89,12 +119,20 @@ def train_trl(
     model = build_model(replace(case, lora=()))
     if case.lora:
         settings["peft_config"] = peft.LoraConfig(task_type="CAUSAL_LM", **dict(case.lora))
-    elif is_dpo:
+    elif name in ("DPO", "KTO") and not arguments.get("precompute_ref_log_probs"):
         settings["ref_model"] = build_model(case).eval()
+    if name in ("GRPO", "RLOO"):
+        settings["reward_funcs"] = reward
     with tempfile.TemporaryDirectory() as folder:
+        if name in ("GRPO", "RLOO"):
+            # TRL loads the reference model from the model's folder
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(f"{folder}/base")
+            save_file(model.state_dict(), f"{folder}/base/model.safetensors", metadata={"format": "pt"})
+            model = type(model).from_pretrained(f"{folder}/base", dtype=model.dtype)
         trainer = trainer_class(
             model=model,
-            args=trl_arguments(config_class, folder, **arguments),
+            args=trl_arguments(getattr(trl, f"{name}Config"), folder, **arguments),
             train_dataset=rows_of(kind),
             processing_class=word_tokenizer(),
             callbacks=[callback] if how == "alone" else None,
@@ -105,6 +143,8 @@ def train_trl(
         recorder = LossRecorder()
         if how in ("mixin", "attached"):
             recorder.attach(trainer)
+        if samples:
+            transformers.set_seed(arguments["seed"])
         trainer.train()
     weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     return recorder.losses or losses, trainer.state.log_history, weights

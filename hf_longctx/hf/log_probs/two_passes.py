@@ -1,0 +1,279 @@
+"""A loss of log-probabilities under plans: one pass to know them, a second one that trains a weighted sum of them.
+
+Preference losses (DPO, KTO, ...) and policy losses (GRPO, RLOO) depend on the model through the log-probabilities of label
+tokens alone: L = f(l_1, ..., l_n). They mix tokens of different sequences, which a plan may put into different chunks, slices,
+groups and micro-batches, so L is known only when all forwards have ended. But its gradient by the weights is
+
+    dL = sum_t c_t dl_t     with     c_t = df / dl_t,
+
+and the numbers c_t are known before the first backward. So there are two passes. The first computes all l_t under a plan, without
+gradients, and sends each to the rank whose trainer loaded the row; the trainer's own code computes f from them, and autograd c_t.
+The second pass trains the token loss sum_t -c_t (-l_t) under the same plan, by the weights of tokens that every plan obeys. It is
+exact whatever f is, and costs one more forward. Other values of tokens that the trainer reads (entropies, mean logits) get no
+gradient, so a loss must not train them.
+
+A policy and its reference model run the same way; a reference has the first pass only.
+
+Shapes: B rows, S columns of this rank's batch, n tokens of all ranks, k values of a token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_longctx.hf.data.collator import PlannedStep, TokenSequence, chunk_inputs, step_batch
+from hf_longctx.hf.data.sampler import IntArray
+from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, read_documents
+from hf_longctx.hf.planning.source import PlanSource
+from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.plan.core.sharding import rank_pieces
+from hf_longctx.plan.core.types import Chunk, RankPlan, SequenceGroup, StepPlan
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores
+from hf_longctx.runtime.execution.checks import forward_only
+from hf_longctx.runtime.execution.executor import StepExecutor
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """Values that a forward with TRL's fused head returns, each [B, S - 1], 0 without a label; only `log_probs` has a gradient.
+
+    The names are TRL's.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+    mean_logits: Tensor
+    log_sum_sq_probs: Tensor
+    label_mask: Tensor
+    aux_loss: None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean cross-entropy of this rank's label tokens."""
+        return -self.log_probs.sum() / self.label_mask.sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """A model whose forwards run under plans: the executor of the moment, and the engine of its activation policies."""
+
+    executor: Callable[[], StepExecutor]
+    engine: Callable[[nn.Module, RankPlan], ActivationEngine | None]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The rows of all ranks under one plan.
+
+    rows_n2: token id and label of the next token, of all ranks' documents in order, on the host. firsts: number of the first
+    token of each document. own: this rank's tokens among them.
+    """
+
+    plan: StepPlan
+    documents: LocalDocuments
+    rows_n2: Tensor
+    firsts: list[int]
+    own: slice
+
+    def chunks(self, rank: int, weights_n: Tensor | None = None) -> list[list[ChunkInputs]]:
+        """The inputs of this rank's chunks, by micro-batch; weights_n: the weight of every label in the loss, on the host."""
+        _, position = self.plan.place(rank)
+        sequences = {}
+        for number, (first, length) in enumerate(zip(self.firsts, self.plan.lengths, strict=True)):
+            tokens = slice(first, first + length)
+            weights = None if weights_n is None else weights_n[tokens]
+            sequences[number] = TokenSequence(self.rows_n2[tokens, 0], self.rows_n2[tokens, 1], 0, weights)
+        rounds = self.plan.for_rank(rank).rounds
+        return [[chunk_inputs(chunk, group, position, sequences) for chunk in group.chunks] for group, _ in rounds]
+
+    def step(self, rank: int) -> PlannedStep:
+        """The planned step on this rank; its sequences are the documents."""
+        return PlannedStep(self.plan, tuple(range(len(self.plan.lengths))), rank)
+
+
+@dataclass(frozen=True)
+class _Untrained:
+    """A batch that waits for its second pass, and the log-probabilities [B, S - 1] in which its gradient gathers."""
+
+    batch: _Batch
+    log_probs_BS: Tensor
+
+
+class TwoPasses:
+    """Runs forwards of a trainer's models under plans, and makes the batches of the second pass.
+
+    All methods are collective over the ranks of `source`. max_length: the most tokens of a sequence. placeholders: token ids that
+    stand for images, sound or video. temperature: of the distribution whose log-probabilities are trained.
+    """
+
+    def __init__(self, source: PlanSource, max_length: int, placeholders: Collection[int], temperature: float = 1.0) -> None:
+        self.source, self.pool = source, source.pool
+        self.max_length, self.placeholders = max_length, frozenset(placeholders)
+        self.scoring = Scoring(temperature, with_extras=True)
+        self._num_plans = 0
+        self._waiting: list[_Untrained] = []
+
+    def bind(self, model: Any, scored: ScoredModel, is_trained: bool) -> Callable[[], None]:
+        """Lets calls of `model` with a fused head run under plans; returns a function that undoes it.
+
+        is_trained: whether calls with gradients are followed by a second pass; such a model refuses other calls with gradients
+        while it trains, since they would bypass the plans.
+        """
+        before, own = model.forward, vars(model).get("forward")
+
+        # the wrapped function's signature too, which `generate` reads
+        @functools.wraps(getattr(before, "__func__", before))
+        def forward(this: Any, *args: Any, **keywords: Any) -> Any:
+            if this is not model:
+                # a deep copy
+                return type(this).forward(this, *args, **keywords)
+            if keywords.get(FUSED):
+                return self.values(scored, args, keywords, torch.is_grad_enabled() and is_trained)
+            if is_trained and torch.is_grad_enabled() and this.training and "longctx" not in keywords:
+                raise ValueError(
+                    f"the loss called {type(this).__name__} without {FUSED}=True, so its gradient would bypass the plans; "
+                    f"compute it from values of a forward with {FUSED}=True, as TRL does, or call the model in torch.no_grad()"
+                )
+            return before(*args, **keywords)
+
+        vars(model)["forward"] = MethodType(forward, model)
+
+        def undo() -> None:
+            if own is None:
+                vars(model).pop("forward", None)
+            else:
+                vars(model)["forward"] = own
+
+        return undo
+
+    def values(self, scored: ScoredModel, args: Sequence[Any], inputs: dict[str, Any], is_trained: bool) -> TokenValues:
+        """The first pass: values of the tokens of this rank's batch, computed under one plan for the batches of all ranks.
+
+        is_trained: the log-probabilities are a leaf with a gradient, and the batch waits for `second_pass`. Raises ValueError on
+        every rank if some rank has a batch that plans cannot run.
+        """
+        batch = self._planned(args, inputs, explore=is_trained)
+        executor = scored.executor()
+        rank_plan = forward_only(batch.plan.for_rank(self.pool.rank))
+        engine = scored.engine(executor.model, rank_plan)
+        found = executor.score(rank_plan, batch.chunks(self.pool.rank), engine, self.scoring)
+        values_nk = self._from_all_ranks(batch, rank_plan, found)
+        documents = batch.documents
+        # TRL computes them in fp32
+        dtype = torch.promote_types(next(executor.model.parameters()).dtype, torch.float32)
+        labels_BS = torch.full_like(documents.kept_BS, IGNORE_INDEX, dtype=torch.int64)
+        labels_BS[documents.kept_BS] = documents.rows_T2[:, 1]
+        mask_BS = labels_BS != IGNORE_INDEX
+
+        def column(place: int) -> Tensor:
+            own_T = values_nk[batch.own, place].to(documents.rows_T2.device, dtype)
+            own_BS = own_T.new_zeros(mask_BS.shape).masked_scatter(documents.kept_BS, own_T)
+            return own_BS.where(mask_BS, 0)[:, :-1].contiguous()
+
+        losses_BS, is_right_BS, entropies_BS, mean_BS, squares_BS = map(column, range(5))
+        log_probs_BS = losses_BS.neg().requires_grad_(is_trained)
+        if is_trained:
+            self._waiting.append(_Untrained(batch, log_probs_BS))
+        return TokenValues(log_probs_BS, entropies_BS, is_right_BS.bool(), mean_BS, squares_BS, mask_BS[:, :-1])
+
+    def second_pass(self) -> Iterator[dict[str, Any]]:
+        """Yields the batches that wait, each with the weights of its tokens; their plans train the loss whose backward has run.
+
+        The loss is the mean over ranks, as DDP has it: each rank computed its own from its rows.
+        """
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            batch, rank = each.batch, self.pool.rank
+            slopes_BS = torch.zeros_like(each.log_probs_BS) if each.log_probs_BS.grad is None else each.log_probs_BS.grad
+            # the last column has no label
+            slopes_T = nn.functional.pad(slopes_BS, (0, 1))[batch.documents.kept_BS].double()
+            slopes_n = self._joined(slopes_T.unsqueeze(1), batch.own, len(batch.rows_n2)).squeeze(1).cpu()
+            # weights multiply cross-entropies, the negatives of log-probabilities
+            chunks = batch.chunks(rank, -slopes_n / self.pool.num_ranks)
+            yield step_batch(batch.step(rank), chunks)
+
+    def forget(self) -> None:
+        """Drops the batches of a step that was broken off."""
+        self._waiting = []
+
+    def _planned(self, args: Sequence[Any], inputs: dict[str, Any], explore: bool) -> _Batch:
+        """Reads this rank's batch, learns those of all others, and plans them."""
+        self._num_plans += 1
+        nothing = torch.zeros(0, 2, dtype=torch.int64)
+        documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
+        try:
+            documents = self._read(args, inputs)
+        except ValueError as error:
+            problem = str(error)
+        everyone = gather_objects((problem, documents.lengths), self.pool.control)
+        if problems := [f"rank {rank}: {found}" for rank, (found, _) in enumerate(everyone) if found]:
+            raise ValueError("a batch cannot run under a plan:\n" + "\n".join(problems))
+        lengths = [length for _, of_rank in everyone for length in of_rank]
+        before = sum(sum(of_rank) for _, of_rank in everyone[: self.pool.rank])
+        own = slice(before, before + sum(documents.lengths))
+        (plan,) = self.source.plans([(self._num_plans, lengths)], explore=explore)
+        rows_n2 = self._joined(documents.rows_T2, own, sum(lengths)).cpu()
+        return _Batch(plan, documents, rows_n2, [0, *accumulate(lengths)][:-1], own)
+
+    def _read(self, args: Sequence[Any], inputs: dict[str, Any]) -> LocalDocuments:
+        if args:
+            raise ValueError("the model was called with positional arguments; call it with keywords, as TRL does")
+        documents = read_documents(inputs)
+        if found := sorted(self.placeholders & set(documents.rows_T2[:, 0].tolist())):
+            raise ValueError(
+                f"the batch has token {found[0]}, which stands for an image, sound or video, but plans run rows of text alone; "
+                f"remove such rows, for example with dataset.filter"
+            )
+        if documents.lengths and (longest := max(documents.lengths)) > self.max_length:
+            raise ValueError(
+                f"the batch has a sequence of {longest} tokens, and {self.max_length} are the most that plans may have here; cut "
+                f"it (max_length or max_completion_length of TRL's arguments), or raise max_length of LongContextConfig"
+            )
+        return documents
+
+    def _from_all_ranks(self, batch: _Batch, plan: RankPlan, found: Sequence[dict[int, TokenScores]]) -> Tensor:
+        """The scores of all tokens, [n, 5], in the order of `rows_n2`: each is computed on one rank, the others add zero."""
+        num_tokens = len(batch.rows_n2)
+        values_nk = torch.zeros(num_tokens, 5, dtype=torch.float64, device=batch.documents.rows_T2.device)
+        _, position = batch.plan.place(self.pool.rank)
+        for (group, _), scores in zip(plan.rounds, found, strict=True):
+            for index, each in scores.items():
+                places_T = torch.from_numpy(_places(group.chunks[index], group, position, batch.firsts))
+                is_real_T = places_T >= 0
+                columns = torch.stack([each.losses_T, each.is_right_T.double(), each.entropies_T, *each.extras_2T], dim=1)
+                values_nk[places_T[is_real_T].to(values_nk.device)] = columns.to(values_nk.device)[is_real_T.to(values_nk.device)]
+        return self._joined(values_nk, slice(0, num_tokens), num_tokens)
+
+    def _joined(self, own_Tk: Tensor, own: slice, num_tokens: int) -> Tensor:
+        """The values of all ranks' tokens, [n, k], where this rank has those of `own`; the others' count as zero here."""
+        values_nk = own_Tk.new_zeros(num_tokens, own_Tk.shape[1])
+        values_nk[own] = own_Tk
+        if self.pool.everyone is not None:
+            dist.all_reduce(values_nk, group=self.pool.everyone)
+        return values_nk
+
+
+def _places(chunk: Chunk, group: SequenceGroup, position: int, firsts: Sequence[int]) -> IntArray:
+    """Number among all tokens, for every token [T] of `chunk` on the rank at `position`; -1 for dummy tokens."""
+    parts: list[IntArray] = [np.zeros(0, np.int64)]
+    for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
+        if piece.document < len(chunk.spans):
+            span = chunk.spans[piece.document]
+            first = firsts[span.sequence] + span.start + piece.start
+            parts.append(np.arange(first, first + piece.num_tokens))
+        else:
+            parts.append(np.full(piece.num_tokens, -1))
+    return np.concatenate(parts)

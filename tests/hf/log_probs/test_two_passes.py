@@ -1,0 +1,156 @@
+"""Any loss of log-probabilities has the gradients of one plain process under any plan, in fp64, on real gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models.reference import TOLERANCE, random_rows, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import LAYOUTS, plan_of
+from helpers.plans.policies import replayed, same_policy
+from helpers.plans.sliced_plans import cut, sliced_plan
+from helpers.ranks.rank_pool import RankFailure
+from helpers.ranks.rank_steps import group_pool
+from torch import Tensor
+
+from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.core.loss import TemperedCrossEntropy
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
+
+Rows = list[dict[str, list[int]]]
+
+
+def mixed_loss(log_probs_BS: Tensor, has_label_BS: Tensor) -> Tensor:
+    """A loss in which every token's slope depends on tokens of all other rows: by sums of rows, sorted, and by clipped ratios."""
+    sums_B = log_probs_BS.sum(dim=1)
+    pairs = F.softplus(0.1 * (sums_B.sort().values - sums_B.flip(0)))
+    ratios_BS = torch.exp(log_probs_BS + 3).clamp(max=1.2) * torch.tanh(sums_B).unsqueeze(1)
+    return pairs.mean() + (ratios_BS * has_label_BS).sum() / has_label_BS.sum().clamp(min=1)
+
+
+def padded(rows: Rows, side: str) -> dict[str, Tensor]:
+    """The rows as a padded batch; prompts are padded on the left where completions are generated."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def column(values: list[list[int]], filler: int) -> Tensor:
+        gaps = [[filler] * (longest - len(each)) for each in values]
+        return torch.tensor([gap + each if side == "left" else each + gap for each, gap in zip(values, gaps, strict=True)])
+
+    # the first token of a row is predicted from nothing
+    labels = column([[-100, *row["labels"][1:]] for row in rows], -100)
+    mask = column([[1] * len(row["input_ids"]) for row in rows], 0)
+    return {"input_ids": column([row["input_ids"] for row in rows], 0), "attention_mask": mask, "labels": labels}
+
+
+def plain_step(case: ModelCase, rows_of_ranks: list[Rows], temperature: float) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss over ranks and its gradients: plain Hugging Face on each row alone, and autograd through all of them at once."""
+    model = build_model(case)
+    losses = []
+    for rows in rows_of_ranks:
+        longest = max(len(row["input_ids"]) for row in rows)
+        found = []
+        for row in rows:
+            logits_TV = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
+            labels_T = torch.tensor(row["labels"][1:], dtype=torch.int64)
+            log_p_T = -F.cross_entropy(logits_TV / temperature, labels_T, ignore_index=-100, reduction="none")
+            found.append([F.pad(each, (0, longest - 1 - len(each))) for each in (log_p_T, (labels_T != -100).double())])
+        log_probs_BS, has_label_BS = map(torch.stack, zip(*found, strict=True))
+        losses.append(mixed_loss(log_probs_BS, has_label_BS))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class GivenPlan:
+    """A plan source that has one plan."""
+
+    def __init__(self, plan: StepPlan, pool: Any) -> None:
+        self.plan, self.pool = plan, pool
+
+    def plans(self, steps: Any, explore: bool) -> Iterator[StepPlan]:
+        assert [lengths for _, lengths in steps] == [list(self.plan.lengths)]
+        yield self.plan
+
+
+def two_passes_on_rank(
+    case: ModelCase, plan_json: str, rows_of_ranks: list[Rows], temperature: float, side: str, bypass: bool = False
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of this rank's rows, and the reduced gradients."""
+    pool, plan, cpu = group_pool(), plan_from_json(plan_json), torch.device("cpu")
+    model = build_model(case).train()
+    patch_model(model)
+    token_loss = TemperedCrossEntropy(temperature) if temperature != 1 else None
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, cpu, token_loss=token_loss)
+    engine = ActivationEngine(layer_modules(model), head=OutputHead(output_head(model)))
+    passes = TwoPasses(GivenPlan(plan, pool), 100, (), temperature)  # type: ignore[arg-type]
+    passes.bind(model, ScoredModel(lambda: executor, lambda model, plan: engine), is_trained=True)
+    batch = padded(rows_of_ranks[pool.rank], side)
+    output = model(**batch, **({} if bypass else {"fused_lm_head": True}))
+    # the reference pads its rows on the right
+    gaps_B1 = (batch["attention_mask"] == 0).sum(dim=1, keepdim=True) * (side == "left")
+    columns_S = torch.arange(output.log_probs.shape[1])
+    moved_BS = (columns_S + gaps_B1) % len(columns_S)
+    log_probs_BS, mask_BS = (each.gather(1, moved_BS) for each in (output.log_probs, output.label_mask))
+    loss = mixed_loss(log_probs_BS, mask_BS.double())
+    loss.backward()
+    for number, inputs in enumerate(passes.second_pass()):
+        assert not number
+        executor.run(plan.for_rank(pool.rank), inputs["chunks"], 1.0, engine=engine)
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sliced() -> StepPlan:
+    """One rank: a sequence in slices, the last one together with two others, replayed and with the loss in tiles."""
+    lengths = [31, 13, 2]
+    chunks = [*([span] for span in cut(0, (9, 12))), [(0, 21, 31), (1, 0, 13)], [(2, 0, 2)]]
+    return same_policy(sliced_plan(lengths, chunks), replayed(0.5), replayed(), tile_tokens=5)
+
+
+def of_layout(name: str, **settings: Any) -> StepPlan:
+    num_ranks, layout, lengths = LAYOUTS[name]
+    return plan_of(layout, lengths, num_ranks, **settings)
+
+
+# name -> (plan, temperature, side of the padding)
+PLANS = {
+    "slices, tiles": (sliced, 1.0, "right"),
+    "groups of several sizes": (lambda: of_layout("<2>,<1,1>,<2>"), 0.7, "left"),
+    "rings": (lambda: of_layout("<2>", ulysses=1), 1.0, "right"),
+}
+
+
+def dealt(plan: StepPlan) -> list[Rows]:
+    """Random rows of the plan's lengths, of which every rank loads its part."""
+    rows = random_rows(list(plan.lengths))
+    share = -(-len(rows) // plan.num_ranks)
+    return [rows[first : first + share] for first in range(0, len(rows), share)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_loss_that_mixes_rows_has_the_gradients_of_one_plain_process(ranks, name: str) -> None:
+    make, temperature, side = PLANS[name]
+    plan = make()
+    rows_of_ranks = dealt(plan)
+    expected_loss, expected = plain_step(ModelCase(), rows_of_ranks, temperature)
+    results = ranks(plan.num_ranks).run(two_passes_on_rank, ModelCase(), plan_to_json(plan), rows_of_ranks, temperature, side)
+    assert sum(loss for loss, _ in results) / len(results) == pytest.approx(expected_loss, rel=TOLERANCE)
+    for _, gradients in results:
+        assert gradients.keys() == expected.keys()
+        assert max(relative_error(gradients[key], expected[key]) for key in expected) <= TOLERANCE
+
+
+def test_a_forward_that_would_bypass_the_plans_is_refused(ranks) -> None:
+    plan = sliced()
+    with pytest.raises(RankFailure, match="its gradient would bypass the plans"):
+        ranks(1).run(two_passes_on_rank, ModelCase(), plan_to_json(plan), dealt(plan), 1.0, "right", True)
