@@ -102,8 +102,7 @@ class LongContextConfig:
         metadata={
             "help": "How a group of two or more ranks shares attention. 'ulysses': all-to-all between tokens and heads, at most "
             "as many ranks as heads. 'ring': keys and values pass from rank to rank, any degree. 'hybrid': Ulysses inside "
-            "blocks of ranks (as many as KV heads and node allow), a ring across. 'auto': the cheapest for every degree; Ulysses "
-            "for models with a state along the sequence, which have no rings."
+            "blocks of ranks (as many as KV heads and node allow), a ring across. 'auto': the cheapest for every degree."
         },
     )
     stages: Stages = field(

@@ -61,7 +61,7 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
         fitting = [(plan, "pipelines"), *((lent, "pipelines, lent") for lent in search.lent_plans(plan))]
         lower_bound_s = search.staged.lower_bound_s()
     else:
-        check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.most_shared_heads, costs.method)
+        check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
         problem = GroupingProblem.build(lengths, costs, config)
         fitting, lower_bound_s = group_plans(step, problem, planning), problem.lower_bound_s() + costs.coefficients.step_s
     plan, run, solver = choose(fitting, planning)

@@ -183,14 +183,14 @@ def remedies(memory: DeviceMemory, placement: Placement) -> tuple[Remedy, ...]:
 
 
 def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, DeviceMemory, Placement]]:
-    num_ranks, heads, now = placement.num_ranks, memory.model.most_shared_heads, placement.longest_tokens(memory)
+    num_ranks, heads, now = placement.num_ranks, memory.model.num_heads, placement.longest_tokens(memory)
     changes: list[tuple[str, DeviceMemory, Placement]] = []
     if placement.max_tokens_per_rank:
         changes.append(("leave --tokens-per-rank out", memory, replace(placement, max_tokens_per_rank=0)))
     allowed = default_degrees(num_ranks, heads, placement.method)
     if allowed[-1] > placement.degrees[-1]:
         changes.append((f"groups of up to {allowed[-1]} ranks: --degrees", memory, replace(placement, degrees=allowed)))
-    elif placement.degrees[-1] < num_ranks and memory.model.states.is_empty:
+    elif placement.degrees[-1] < num_ranks:
         wider = replace(placement, degrees=default_degrees(num_ranks, heads), method="auto")
         changes.append((f"groups of up to {num_ranks} ranks: --method auto", memory, wider))
     if placement.parameters != "sharded" and num_ranks > 1:
@@ -216,7 +216,7 @@ def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_to
 
     States that are sharded over all ranks, or held by a single rank, are sharded over all of the new ranks.
     """
-    heads = memory.model.most_shared_heads
+    heads = memory.model.num_heads
     is_widest = placement.degrees[-1] == default_degrees(placement.num_ranks, heads, placement.method)[-1]
     is_shared = placement.shard_ranks == placement.num_ranks
     wider = replace(

@@ -135,9 +135,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}")
     if min(request.degrees, default=1) < 1:
         raise ValueError(f"degrees {request.degrees} must be positive numbers of ranks, for example 1,2,4,8")
-    request = replace(request, method=_method(request, model))
-    degrees = request.degrees or default_degrees(request.num_ranks, model.most_shared_heads, request.method)
-    check_degrees(degrees, request.num_ranks, model.most_shared_heads, request.method)
+    degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
+    check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
     placement = _placement(request, memory, degrees, notes)
     costs = CostModel(
         model,
@@ -202,18 +201,6 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
             f"bytes are those of transformers' torch code, which runs them"
         )
     return _quantised(request, model), notes
-
-
-def _method(request: Request, model: ModelSpec) -> GroupMethod:
-    """How groups share tokens; without rings for a model whose layers carry states. Raises ValueError if rings are asked for."""
-    if model.states.is_empty:
-        return request.method
-    if request.method in ("ring", "hybrid"):
-        raise ValueError(
-            f"--method {request.method} spreads a sequence over a ring, but {request.model} has layers with a state along the "
-            f"sequence, which run in ulysses groups only; use auto or ulysses"
-        )
-    return "ulysses"
 
 
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:

@@ -112,13 +112,28 @@ def test_books_of_slices_and_forecasts_of_the_run_hold() -> None:
     assert result.memory.kv_book == keys_and_values + 4 * boundary == found.book
 
 
+def check_sent(ranks: Any, case: ModelCase, shape: GroupShape, lengths: list[int]) -> None:
+    """Asserts that ranks together send what the planner counts."""
+    plan = plan_of([[(shape.degree, tuple(range(len(lengths))))]], lengths, shape.degree, shape.ulysses)
+    model = model_spec(build_model(case))
+    cluster = ClusterSpec(shape.degree, shape.degree, GENERIC_CPU)
+    each = [mean_traffic(model, cluster, shape, sum(lengths), is_backward).num_bytes for is_backward in (False, True)]
+    found = ranks(shape.degree).run(sent_on_rank, case, plan, random_rows(lengths))
+    expected = [shape.degree * each[0], shape.degree * sum(each)]
+    assert [sum(one) for one in zip(*found, strict=True)] == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_ranks_send_what_the_planner_counts(ranks, dtype: torch.dtype) -> None:
-    case, lengths = replace(QWEN, dtype=dtype), [32, 16]
-    plan = plan_of([[(2, (0, 1))]], lengths, 2, 2)
-    model = model_spec(build_model(case))
-    cluster = ClusterSpec(2, 2, GENERIC_CPU)
-    each = [mean_traffic(model, cluster, GroupShape(2, 2), 48, is_backward).num_bytes for is_backward in (False, True)]
-    found = ranks(2).run(sent_on_rank, case, plan, random_rows(lengths))
     # ranks have equal heads and tokens; only the first sends the tokens before the second's
-    assert [sum(one) for one in zip(*found, strict=True)] == [2 * each[0], 2 * sum(each)]
+    check_sent(ranks, replace(QWEN, dtype=dtype), GroupShape(2, 2), [32, 16])
+
+
+@pytest.mark.parametrize("shape", [GroupShape(4), GroupShape(4, 2)], ids=["ring", "hybrid"])
+def test_ranks_that_pass_states_on_send_what_the_planner_counts(ranks, shape: GroupShape) -> None:
+    # states travel in fp32
+    check_sent(ranks, replace(QWEN, dtype=torch.bfloat16), shape, [64])
+
+
+def test_more_ranks_than_heads_send_what_the_planner_counts(ranks) -> None:
+    check_sent(ranks, ModelCase("qwen3_5_few", dtype=torch.bfloat16), GroupShape(4, 4), [64])

@@ -111,7 +111,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     model = build_model(few, device, precision)
     spec = model_spec(model, precision == "autocast")
     cluster = cluster_spec(device, num_ranks, ranks_per_node)
-    degrees = default_degrees(num_ranks, spec.most_shared_heads, "auto" if spec.states.is_empty else "ulysses")
+    degrees = default_degrees(num_ranks, spec.num_heads)
     pool = GroupPool(degrees, _TIMEOUT_S, control_group(_TIMEOUT_S))
     cluster = replace(cluster, hardware=measure_rates(pool, degrees, cluster, device))
     stop_at_s = time.monotonic() + request.stop_at_s - time.time()

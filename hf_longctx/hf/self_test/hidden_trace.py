@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.states.recurrence import RECURRENCE
+from hf_longctx.runtime.states.book import RECURRENCE
 
 # the two recorded quantities
 Kind = Literal["values", "gradients"]
@@ -29,7 +29,7 @@ Left = tuple[int, str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LeftState:
-    """A state, of all channels or of the heads of one rank: rank `index` of `num_ranks` that share the heads."""
+    """A state, of all channels or heads, or of the heads of one rank: rank `index` of `num_ranks` that share the heads."""
 
     state: Tensor
     index: int = 0
@@ -130,8 +130,9 @@ def state_differences(found: HiddenTrace, plain: HiddenTrace) -> dict[int, float
     for left, own in found.states.items():
         # a cache of transformers may keep a token more than the convolution reads
         expected = plain.states[left].state[..., -own.state.shape[-1] :]
-        if own.num_ranks > 1:
-            num_heads = expected.shape[1]
+        num_heads = expected.shape[1]
+        # ranks that pass states on have all heads
+        if own.state.shape[1] < num_heads:
             share = head_shares(num_heads, num_heads, own.num_ranks)[own.index]
             expected = expected[:, share.q_start : share.q_stop]
         scale, gap = float(expected.norm()), float((own.state - expected).norm())

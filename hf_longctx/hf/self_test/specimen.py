@@ -46,8 +46,7 @@ from hf_longctx.runtime.execution.lent_round import block_of
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.states.convolution import CONVOLUTION
-from hf_longctx.runtime.states.recurrence import RECURRENCE
+from hf_longctx.runtime.states.book import CONVOLUTION, RECURRENCE
 
 Rows = list[dict[str, list[int]]]
 

@@ -21,7 +21,7 @@ from hf_longctx.hf.start.stages import Ranges, loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, trainer_problems, trl_class
 from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
-from hf_longctx.plan.core.planner_config import GroupMethod, check_degrees
+from hf_longctx.plan.core.planner_config import check_degrees
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
 # argument -> the values that are supported, and the remedy for others
@@ -308,18 +308,12 @@ def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
     return num_ranks if config.stages == "auto" else max(1, num_ranks // config.stages)
 
 
-def group_method(config: LongContextConfig, model: Any) -> GroupMethod:
-    """How sequence groups of a run share tokens; without rings for a model with a state along the sequence."""
-    return "ulysses" if config.method == "auto" and family_of(base_of(model)) else config.method
-
-
 def least_heads(model: Any) -> int:
-    """Heads of the layer with the fewest, of attention or with states: the largest group of ranks that can share them."""
+    """Attention heads of the layer with the fewest: the largest group of ranks that can share them."""
     text = model.config.get_text_config()
     # heads may differ by layer
     heads: list[int] = list(getattr(text, "num_attention_heads_per_layer", None) or [text.num_attention_heads])
-    family = family_of(base_of(model))
-    return min([*heads, *([getattr(text, family.heads)] if family and family.heads else [])])
+    return min(heads)
 
 
 def _state_setting_problems(model: Any, config: LongContextConfig) -> list[str]:
@@ -328,11 +322,6 @@ def _state_setting_problems(model: Any, config: LongContextConfig) -> list[str]:
     if family is None:
         return []
     problems = []
-    if config.method in ("ring", "hybrid"):
-        problems.append(
-            f"method={config.method!r} spreads a document over a ring, but the {family.layer_type} layers of {name} pass their "
-            f"states on in ulysses groups only; use 'auto' or 'ulysses'"
-        )
     if config.lend_stages:
         problems.append(
             f"lend_stages=True lets ranks of several stages share a slice, but the {family.layer_type} layers of {name} do not "
@@ -460,7 +449,7 @@ def setup_problems(
             f"tokenizer or call model.resize_token_embeddings({vocabulary})"
         )
     try:
-        check_degrees(degrees, stage_ranks(config, num_ranks), least_heads(model), group_method(config, model))
+        check_degrees(degrees, stage_ranks(config, num_ranks), least_heads(model), config.method)
     except ValueError as error:
         problems.append(str(error))
     problems += stage_setting_problems(model, config, num_ranks)

@@ -23,12 +23,12 @@ from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.start.arguments import group_method, launch_problems, least_heads, setup_problems, stage_ranks
+from hf_longctx.hf.start.arguments import launch_problems, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import activation_budget, describe_states
 from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
@@ -81,8 +81,7 @@ def checked_degrees(
     """
     config_of_text = model.config.get_text_config() if hasattr(model, "config") else None
     heads = getattr(config_of_text, "num_attention_heads", args.world_size)
-    heads = least_heads(model) if family_of(base_of(model)) else heads
-    degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads, group_method(config, model))
+    degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads)
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
     problems += _hardware_problems(config.hardware)
     problems += setup_problems(model, processing_class, config, args.world_size, degrees)
@@ -92,10 +91,10 @@ def checked_degrees(
     return (config.static_degree,) if config.static_degree else degrees
 
 
-def _allowed_degrees(config: LongContextConfig, num_ranks: int, num_heads: int, method: GroupMethod) -> tuple[int, ...]:
+def _allowed_degrees(config: LongContextConfig, num_ranks: int, num_heads: int) -> tuple[int, ...]:
     if config.degrees == "all":
-        return all_degrees(num_ranks, num_heads, method)
-    return tuple(sorted(set(config.degrees or default_degrees(num_ranks, num_heads, method))))
+        return all_degrees(num_ranks, num_heads, config.method)
+    return tuple(sorted(set(config.degrees or default_degrees(num_ranks, num_heads, config.method))))
 
 
 def choose_setup(
@@ -178,7 +177,7 @@ class _SetupBasis:
             self.costs,
             model=replace(self.costs.model, keeps_all_stages=lend_stages),
             # rings cannot run slices, which pipelines need
-            method="ulysses" if is_pipeline else group_method(config, self.model),
+            method="ulysses" if is_pipeline else config.method,
             parameters=parameters,
             shard_ranks=shard_ranks,
         )

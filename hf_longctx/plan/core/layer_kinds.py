@@ -75,6 +75,9 @@ class StateSpec:
     Sent per token in a Ulysses group: read_size elements of each of read_heads heads, which several heads with a state read;
     own_size elements and own_wide fp32 elements of each head with a state; and back out_size elements of each.
 
+    Where ranks pass states on: carry_elements, fp32 elements for each head that say how tokens change an earlier state; and
+    carry_products, multiplications more of the scan for a token whose document begins on another rank.
+
     Saved per token for backward, by transformers' own torch functions, which plans run: saved_elements in the model's format,
     saved_wide in fp32, and copied_wide more in a model of fp32. work_wide: fp32 elements per token that are alive at once inside
     the forward of the scan. tile_tokens: the scan fills each document up to a multiple of these.
@@ -91,6 +94,8 @@ class StateSpec:
     own_size: int = 0
     own_wide: int = 0
     out_size: int = 0
+    carry_elements: int = 0
+    carry_products: int = 0
     saved_elements: int = 0
     saved_wide: int = 0
     copied_wide: int = 0
@@ -170,6 +175,9 @@ def _gated_delta_net(config: Mapping[str, Any]) -> StateSpec:
         own_size=value + 1,
         own_wide=1,
         out_size=value,
+        # values get one more column for each element of a key
+        carry_elements=key * key,
+        carry_products=heads * (3 * tile * key // 2 + 3 * key * key),
         saved_elements=2 * channels + 3 * values + heads,
         saved_wide=heads * (8 * key + 6 * value + 5 * tile + key * value // tile + 9),
         copied_wide=4 * heads * key,

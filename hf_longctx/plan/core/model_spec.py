@@ -195,11 +195,6 @@ class ModelSpec:
         )
 
     @property
-    def most_shared_heads(self) -> int:
-        """Most ranks that can share the heads of every layer."""
-        return min(self.num_heads, self.states.heads or self.num_heads)
-
-    @property
     def query_size(self) -> int:
         """Elements of all query heads of a token."""
         return self.num_heads * self.head_dim
@@ -273,6 +268,11 @@ class ModelSpec:
         return self.layer_parameters + round(self.states.share * self.states.scan_products)
 
     @property
+    def token_products(self) -> int:
+        """Multiplications of one token's forward through all layers and the output head."""
+        return self.num_layers * self.layer_products + self.vocab_size * self.hidden_size
+
+    @property
     def mixing_share(self) -> float:
         """The share of `layer_products` that comes before attention, or is the mixer of a layer with a state."""
         states, share = self.states, self.states.share
@@ -287,8 +287,7 @@ class ModelSpec:
     @property
     def head_share(self) -> float:
         """The output head's share of the matrix products of one token's forward."""
-        head = self.vocab_size * self.hidden_size
-        return head / (self.num_layers * self.layer_products + head)
+        return self.vocab_size * self.hidden_size / self.token_products
 
     @property
     def num_parameters(self) -> int:

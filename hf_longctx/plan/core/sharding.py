@@ -197,6 +197,47 @@ def seen_pieces(keys: tuple[Piece, ...], queries: tuple[Piece, ...], first_seen:
     return tuple(seen)
 
 
+def runs_of(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The pieces of one rank, those joined that follow each other both in the document and on the rank."""
+    runs: list[Piece] = []
+    for piece in pieces:
+        last = runs[-1] if runs else None
+        if last is not None and (last.document, last.stop, last.tokens.stop) == (piece.document, piece.start, piece.first):
+            runs[-1] = replace(last, stop=piece.stop)
+        else:
+            runs.append(piece)
+    return tuple(runs)
+
+
+def passes_states(num_blocks: int, block_ranks: int, num_heads: int) -> bool:
+    """Whether ranks of a group pass the states of `num_heads` heads on to each other, because they cannot share out the heads."""
+    return num_blocks > 1 or block_ranks > num_heads
+
+
+def state_readers(runs: tuple[tuple[Piece, ...], ...], going_on: Iterable[int] = ()) -> tuple[tuple[frozenset[int], ...], ...]:
+    """For every run of every rank, the other ranks that a layer with a state tells how the run changes it.
+
+    These hold later tokens of the document; if the document goes on in another chunk (`going_on`), they are all ranks.
+    """
+    last: dict[int, dict[int, int]] = {}
+    for rank, own in enumerate(runs):
+        for run in own:
+            starts = last.setdefault(run.document, {})
+            starts[rank] = max(run.start, starts.get(rank, 0))
+    everywhere = frozenset(going_on)
+    return tuple(
+        tuple(
+            frozenset(
+                other
+                for other in (range(len(runs)) if run.document in everywhere else last[run.document])
+                if other != rank and (run.document in everywhere or last[run.document][other] > run.start)
+            )
+            for run in own
+        )
+        for rank, own in enumerate(runs)
+    )
+
+
 def sequence_ends(chunks: Iterable[Chunk]) -> dict[int, int]:
     """The last token of every sequence that chunks hold slices of: where its last slice stops."""
     ends: dict[int, int] = {}

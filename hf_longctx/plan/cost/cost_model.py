@@ -26,7 +26,7 @@ from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
-from hf_longctx.plan.cost.traffic import Traffic, group_shapes, mean_traffic
+from hf_longctx.plan.cost.traffic import Traffic, added_products, group_shapes, mean_traffic
 
 # factor on the exchange time of groups larger than `favoured_degree`, to make the planner avoid them
 _AVOIDED = 1e3
@@ -238,6 +238,8 @@ class CostModel:
     def _pass_exchange_s(self, num_tokens: float, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> float:
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         seconds = costs.exchange_s(mean_traffic(self.model, self.cluster, shape, num_tokens, is_backward, near_ranks))
+        if added := added_products(self.model, shape):
+            seconds += costs.token_s * num_tokens / shape.degree * added / self.model.token_products
         if 0 < self.favoured_degree < shape.degree:
             return _AVOIDED * (seconds + costs.token_s * num_tokens / shape.degree)
         return seconds
@@ -273,8 +275,7 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     in the coefficients that a run or `hf-longctx calibrate` measures.
     """
     hardware = cluster.hardware
-    matrix = model.num_layers * model.layer_products + model.vocab_size * model.hidden_size
-    token_s = 2 * matrix / hardware.matmul_flops_per_s
+    token_s = 2 * model.token_products / hardware.matmul_flops_per_s
     pair_s = model.num_layers * model.pair_operations / hardware.attention_flops_per_s
     kernels_s = model.num_layers * hardware.kernel_s
     exchange = (hardware.message_s, 1 / hardware.link_bytes_per_s, 1 / hardware.network_bytes_per_s)

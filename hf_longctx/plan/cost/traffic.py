@@ -8,8 +8,11 @@ Around a ring of b blocks, the keys and values that other blocks see (all but th
 are passed on b - 1 times. In the backward pass they are passed on again, together with their gradients, in at least fp32. In
 layers whose window is shorter than the chunk's longest document, blocks send each other only the keys and values that are seen.
 
-Layers with a state run in blocks only. A rank sends the inputs of the scan and gets its results back, likewise by heads; fp32
-inputs travel in an exchange of their own. Before the convolution it sends the last tokens before each other rank's first.
+In layers with a state, a rank of a block sends the inputs of the scan and gets its results back, likewise by heads; fp32 inputs
+travel in an exchange of their own. In rings, and in blocks of more ranks than heads, every rank runs all heads. It tells each
+rank with later tokens of its documents, in at least fp32, how its own tokens change a state; backward sends the gradients back.
+Before the convolution a rank sends the last tokens before the first ones of others. States and these tokens count for one
+document per chunk.
 
 The cost model uses the average over ranks and ignores windows in rings; a test compares it with the exact count and with the
 bytes that ranks really send.
@@ -22,13 +25,15 @@ from dataclasses import dataclass
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
-from hf_longctx.plan.core.sharding import head_shares
+from hf_longctx.plan.core.sharding import head_shares, passes_states
 from hf_longctx.plan.core.types import GroupShape
 
 # least bytes of one element of the key and value gradients that travel around a ring (fp32)
 _LEAST_GRADIENT_BYTES = 4
-# exchanges of a layer with a scan: for its convolution, inputs in the model's format and in fp32, results
+# exchanges of a layer with a scan that shares out heads: for its convolution, inputs in the model's format and in fp32, results
 _STATE_EXCHANGES = 4
+# exchanges of one that passes states on: for its convolution, states
+_PASSING_EXCHANGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +68,15 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
 
     The blocks of a hybrid are as large as the KV heads and the node allow: the largest power of two that divides KV heads,
     degree and ranks per node. Then no KV head travels twice, and only the ring crosses nodes. Blocks are powers of two or all
-    ranks because their process groups are created at start. Layers with a state allow no rings.
+    ranks because their process groups are created at start.
     """
     if degree == 1:
         return (GroupShape(1),)
     # shapes with the fewest messages first, because callers take the first of equally cheap ones
     shapes = []
     has_group = degree & (degree - 1) == 0 or degree == cluster.num_ranks
-    if method in ("auto", "ulysses") and degree <= model.most_shared_heads and has_group:
+    if method in ("auto", "ulysses") and degree <= model.num_heads and has_group:
         shapes.append(GroupShape(degree, degree))
-    if not model.states.is_empty:
-        return tuple(shapes)
     if method in ("auto", "hybrid"):
         block = 1
         while model.num_kv_heads % (2 * block) == degree % (2 * block) == cluster.ranks_per_node % (2 * block) == 0:
@@ -105,20 +108,20 @@ def mean_traffic(
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
     exchanged = own * neighbours / shape.ulysses * (sum(heads.queries) + sum(heads.kv)) * model.kv_head_size * element
-    exchanged += num_states * _state_bytes_sent(model, shape, own)
     near_ranks = near_ranks or _most_near_ranks(shape.degree, cluster)
-    link, network = _by_links(exchanged, shape.ulysses, near_ranks, cluster)
-    exchanges = 2 * num_attending + (_STATE_EXCHANGES if model.states.heads else 1) * num_states
-    messages = exchanges * (neighbours > 0)
+    is_ring = shape.num_blocks > 1
+    passed_on = num_states * _state_bytes_sent(model, shape, own)
+    link, network = _by_links(exchanged + (0 if is_ring else passed_on), shape.ulysses, near_ranks, cluster)
+    messages = 2 * num_attending * (neighbours > 0) + num_states * _state_exchanges(model, shape)
     hops = shape.num_blocks - 1
     if hops:
         travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
         passed = travelling * sum(heads.kv) * model.kv_head_size / shape.ulysses
-        ring = hops * passed * element
-        messages += hops * model.num_layers
+        ring = hops * passed * element + passed_on
+        messages += hops * num_attending
         if is_backward:
             ring += hops * passed * gradient
-            messages += hops * model.num_layers
+            messages += hops * num_attending
         if shape.degree > near_ranks:
             network += ring
         else:
@@ -126,13 +129,52 @@ def mean_traffic(
     return Traffic(link, network, messages)
 
 
+def _state_exchanges(model: ModelSpec, shape: GroupShape) -> int:
+    """Exchanges of one layer with a state in one pass."""
+    if not model.states.heads:
+        return 1
+    return _PASSING_EXCHANGES if _passes_states(model, shape) else _STATE_EXCHANGES
+
+
+def _passes_states(model: ModelSpec, shape: GroupShape) -> bool:
+    return passes_states(shape.num_blocks, shape.ulysses, model.states.heads)
+
+
 def _state_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float) -> float:
-    """Bytes that a rank sends in one pass of one layer with a state. The tokens that a convolution reads count once per chunk."""
+    """Bytes that a rank sends in one pass of one layer with a state, on average."""
     states, (element, _) = model.states, _value_bytes(model)
-    heads = HeadCounts.of(states.heads, states.read_heads, shape.ulysses) if states.heads else HeadCounts((0,), (0,))
+    num_runs, num_messages = runs_and_messages(shape)
+    # the tokens before every run but the first
+    tails = element * states.tail_elements * (num_runs - 1) / shape.degree
+    if not states.heads:
+        return tails
+    if _passes_states(model, shape):
+        # the first run tells the other ranks its state alone
+        numbers = num_messages * (states.head_elements + states.carry_elements) - (shape.degree - 1) * states.carry_elements
+        return tails + max(_LEAST_GRADIENT_BYTES, element) * states.heads * numbers / shape.degree
+    heads = HeadCounts.of(states.heads, states.read_heads, shape.ulysses)
     narrow = sum(heads.kv) * states.read_size + states.heads * (states.own_size + states.out_size)
-    token_bytes = element * narrow + max(4, element) * states.heads * states.own_wide
-    return (own_tokens * token_bytes + (element * states.tail_elements)) * (shape.ulysses - 1) / shape.ulysses
+    token_bytes = element * narrow + max(_LEAST_GRADIENT_BYTES, element) * states.heads * states.own_wide
+    return own_tokens * token_bytes * (shape.ulysses - 1) / shape.ulysses + tails
+
+
+def runs_and_messages(shape: GroupShape) -> tuple[int, int]:
+    """Runs of consecutive tokens in which the ranks of a group hold one document, and messages in which they pass its states on.
+
+    A rank has one run, and tells every rank with a later one. In a ring of single ranks all but one have two.
+    """
+    degree = shape.degree
+    if shape.ulysses == 1:
+        return 2 * degree - 1, degree * (degree - 1) + (degree - 1) * (degree - 2) // 2
+    return degree, degree * (degree - 1) // 2
+
+
+def added_products(model: ModelSpec, shape: GroupShape) -> float:
+    """Multiplications more per token, over all layers, where ranks pass states on: the mean over the tokens of one document."""
+    if shape.degree == 1 or not _passes_states(model, shape):
+        return 0.0
+    first_share = 1 / (2 * shape.degree if shape.ulysses == 1 else shape.degree)
+    return sum(model.states.layers) * model.states.carry_products * (1 - first_share)
 
 
 def _most_near_ranks(degree: int, cluster: ClusterSpec) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from hf_longctx.plan.core.arrays import BoolArray, IntArray
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import head_shares, sequence_ends
+from hf_longctx.plan.core.sharding import head_shares, passes_states, sequence_ends
 from hf_longctx.plan.core.types import SequenceGroup, StagePlan
 
 
@@ -79,8 +79,11 @@ def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKin
 def _boundary_bytes(model: ModelSpec, block: int, position: int) -> int:
     """Bytes of one layer's state at the end of a slice, on the rank at `position` of its group."""
     states = model.states
-    shares = head_shares(states.heads, states.read_heads, block) if states.heads else ()
-    return states.boundary_bytes(shares[position % block].num_q if shares else 0, model.bytes_per_element)
+    heads = states.heads
+    # slices run in one block; in a ring, ranks would have all heads too
+    if heads and not passes_states(1, block, heads):
+        heads = head_shares(heads, states.read_heads, block)[position % block].num_q
+    return states.boundary_bytes(heads, model.bytes_per_element)
 
 
 def book_moments(

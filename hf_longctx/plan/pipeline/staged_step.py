@@ -172,7 +172,7 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
             f"no degree of {config.degrees} fits into a stage of {per_stage} rank(s) ({num_ranks} ranks in {num_stages} "
             f"stages); allow smaller degrees or use fewer stages"
         )
-    check_degrees(degrees, per_stage, costs.model.most_shared_heads, costs.method)
+    check_degrees(degrees, per_stage, costs.model.num_heads, costs.method)
 
 
 class StageRoom:

@@ -17,6 +17,7 @@ from hf_longctx.plan.core.sharding import HeadShare, Piece, longest_document, se
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
+from hf_longctx.runtime.attention.layout import GroupLayout
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.dropout.keys import DropoutKeys, DropoutTokens
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
@@ -149,6 +150,7 @@ class GroupContext:
     slices: the documents of the chunk whose sequence has tokens in other chunks too; their keys and values are in `kv_book`.
     documents: (tokens of the piece, tokens of its whole document) for every piece of this rank's tokens, in order; each dummy
         token is a document of its own.
+    layout: the tokens of all ranks of the group, for layers with a state along the sequence.
     kv_book, state_book: the K/V book of the micro-batch, and its book of states of layers without attention.
     activations: policies for the saved tensors of layers; None keeps everything.
     attention_record: keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed.
@@ -164,6 +166,7 @@ class GroupContext:
     known_readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = field(default_factory=dict)
     slices: tuple[Slice, ...] = ()
     documents: tuple[tuple[int, int], ...] = ()
+    layout: GroupLayout = field(default_factory=lambda: GroupLayout.of(None, True, (0,), 0, ((),)))
     kv_book: KVBook = field(default_factory=KVBook)
     state_book: StateBook = field(default_factory=StateBook)
     calls: AttentionCalls = field(default_factory=AttentionCalls)

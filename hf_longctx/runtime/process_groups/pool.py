@@ -30,6 +30,7 @@ from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring, departing_tokens
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, slices_of
+from hf_longctx.runtime.attention.layout import GroupLayout
 from hf_longctx.runtime.process_groups.links import Links, Place
 
 
@@ -144,13 +145,22 @@ class GroupPool:
         neighbours = group.positions[first : first + shape.ulysses]
         tokens = even_shards(sum(piece.num_tokens for piece in pieces[block]), shape.ulysses)
         ring_positions = group.positions[index_in_block :: shape.ulysses]
-        own = rank_pieces(chunk, shape)[index_in_group]
+        by_rank = rank_pieces(chunk, shape)
+        own = by_rank[index_in_group]
+        first_rank = self.stage * self.ranks_per_stage
+        layout = GroupLayout.of(
+            process_group=self.group(neighbours) if shape.num_blocks == 1 else self.everyone,
+            is_block=shape.num_blocks == 1,
+            ranks=tuple(first_rank + position for position in group.positions),
+            index=index_in_group,
+            pieces=by_rank,
+        )
         return GroupContext(
             block=Block(self.group(neighbours), index_in_block, tokens),
             ring=Ring(
                 self.everyone,
                 block,
-                tuple(self.stage * self.ranks_per_stage + position for position in ring_positions),
+                tuple(first_rank + position for position in ring_positions),
                 pieces,
                 travelling,
                 departing_tokens(pieces[block], travelling[block]),
@@ -162,6 +172,7 @@ class GroupPool:
                 (piece.num_tokens, ends[chunk.spans[piece.document].sequence] if piece.document < len(chunk.spans) else 1)
                 for piece in own
             ),
+            layout=layout,
             kv_book=KVBook() if kv_book is None else kv_book,
             sequences=tuple(chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else -1 for piece in own),
         )

@@ -1,27 +1,24 @@
 """A short causal convolution over the tokens of each document of a chunk, also where ranks or slices cut a document.
 
 A token reads the `width` - 1 tokens before it. At the start of a document these are zeros. A slice finds those of the slice
-before it in the state book. In a Ulysses group a rank gets the tokens before its own from the ranks before it; every rank also
-gets the last tokens of a slice, since the next slice may begin on any of them.
+before it in the state book. Where ranks of a group share a document, a rank gets the tokens before each of its own runs of tokens
+from the ranks that hold them, which may be several; every rank also gets the last tokens of a slice, since the next slice may
+begin on any of them.
 
-Shapes: C channels, T tokens of this rank, S tokens of its block, K = `width` - 1 tokens that are read.
+Shapes: C channels, T tokens of this rank, K = `width` - 1 tokens that are read, N some tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate, pairwise
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
-from hf_longctx.runtime.attention.chunk import Document, documents_of
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.attention.sequence_parallel import all_to_all
-from hf_longctx.runtime.states.recurrence import check_group, leave_state, state_before
-
-CONVOLUTION = "convolution"
+from hf_longctx.runtime.attention.kv_book import Slice
+from hf_longctx.runtime.states.book import CONVOLUTION, check_not_lent, leave_state, slices_by_document, state_before
+from hf_longctx.runtime.states.messages import exchange, with_backward_of
 
 
 def convolve_documents(
@@ -30,42 +27,44 @@ def convolve_documents(
     """Outputs [1, C, T] of `convolve`, which reads zeros before the first token it gets, within each document of a chunk.
 
     Every rank of the context's group must call it for the layers in the same order; backward repeats the exchange in reverse.
-    Raises ValueError for groups that cannot pass states on.
+    Raises ValueError for slices that are lent ranks of other stages.
     """
-    check_group(context)
-    num_read = width - 1
-    documents = documents_of(context.cu_seqlens, context.slices)
-    going_on = [document for document in documents if document.as_slice and document.as_slice.stop < document.as_slice.end]
-    ends = [slice(max(document.start, document.stop - num_read), document.stop) for document in going_on]
-    bounds = list(pairwise(accumulate(context.block.tokens, initial=0)))
-    start, stop = bounds[context.block.index]
-    halos = [slice(max(0, first - num_read), first) for first, _ in bounds]
-    (halo_1CN, *ends_1CN), received = _exchanged(x_1CT, [[halo, *ends] for halo in halos], bounds, context)
-    earlier: dict[Document, Tensor | None] = {
-        document: state_before(document, CONVOLUTION, layer, context) for document in documents
-    }
+    check_not_lent(context)
+    num_read, layout = width - 1, context.layout
+    slices = slices_by_document(context)
+    going_on = [slice_ for slice_ in slices.values() if slice_.stop < slice_.end]
+    ranges_1CN, received = _fetched(x_1CT, num_read, tuple(slice_.document for slice_ in going_on), context)
+    earlier = {document: state_before(slice_, CONVOLUTION, layer, context) for document, slice_ in slices.items()}
     outputs = []
-    for document in documents:
-        first, last = max(document.start, start), min(document.stop, stop)
-        if first >= last:
-            continue
-        before = [] if (state := earlier[document]) is None else [state]
-        if document.start < start:
-            before.append(halo_1CN[..., max(0, document.start - halos[context.block.index].start) :])
+    for run, halo_1CN in zip(layout.own, ranges_1CN, strict=False):
+        state = earlier.get(run.document)
+        before = [x for x in (state, halo_1CN) if x is not None and x.shape[-1]]
+        tokens_1CN = x_1CT[..., run.tokens]
         read_1CN = _last(torch.cat(before, dim=-1), num_read) if before else x_1CT[..., :0]
-        tokens_1CN = x_1CT[..., first - start : last - start]
         joined = torch.cat([read_1CN, tokens_1CN], dim=-1) if before else tokens_1CN
         outputs.append(convolve(joined)[..., read_1CN.shape[-1] :])
     output_1CT = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-    for document, end_1CN in zip(going_on, ends_1CN, strict=True):
-        state = earlier[document]
-        zeros = x_1CT.new_zeros(*x_1CT.shape[:2], num_read) if state is None else state
-        after_1CK = _last(torch.cat([zeros, end_1CN], dim=-1), num_read)
-        output_1CT = leave_state(document, CONVOLUTION, layer, context, after_1CK, output_1CT)
-    if context.block.num_ranks == 1:
+    for slice_, end_1CN in zip(going_on, ranges_1CN[len(layout.own) :], strict=True):
+        output_1CT = _leave_end(slice_, end_1CN, earlier[slice_.document], num_read, layer, context, output_1CT)
+    if layout.num_ranks == 1:
         return output_1CT
     # this rank may use neither what it received nor the states
     return with_backward_of(output_1CT, *received, *(state for state in earlier.values() if state is not None))
+
+
+def _leave_end(
+    slice_: Slice,
+    end_1CN: Tensor,
+    before_1CK: Tensor | None,
+    num_read: int,
+    layer: Hashable,
+    context: GroupContext,
+    output_1CT: Tensor,
+) -> Tensor:
+    """Leaves the last tokens of a slice in the book; a shorter slice keeps some of those before it."""
+    zeros = end_1CN.new_zeros(*end_1CN.shape[:2], num_read) if before_1CK is None else before_1CK
+    after_1CK = _last(torch.cat([zeros, end_1CN], dim=-1), num_read)
+    return leave_state(slice_, CONVOLUTION, layer, context, after_1CK, output_1CT)
 
 
 def _last(x_1CN: Tensor, num_tokens: int) -> Tensor:
@@ -73,54 +72,21 @@ def _last(x_1CN: Tensor, num_tokens: int) -> Tensor:
     return x_1CN[..., max(0, x_1CN.shape[-1] - num_tokens) :]
 
 
-def _exchanged(
-    x_1CT: Tensor, wanted: Sequence[Sequence[slice]], bounds: Sequence[tuple[int, int]], context: GroupContext
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The token ranges of the block that this rank wants, each [1, C, N], and what an exchange received for them.
-
-    wanted: ranges that each rank wants. bounds: tokens of the block that each rank has.
-    """
-    own, (start, stop) = context.block.index, bounds[context.block.index]
-    if context.block.num_ranks == 1:
-        return [x_1CT[..., tokens] for tokens in wanted[own]], []
+def _fetched(
+    x_1CT: Tensor, num_read: int, going_on: tuple[int, ...], context: GroupContext
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """The tokens before each run of this rank and the last ones of the documents `going_on`; and what an exchange received."""
     channels = x_1CT.shape[1]
-    parts = [_overlaps(ranges, start, stop) for ranges in wanted]
-    sends = [x_1CT[0, :, first - start : last - start].reshape(-1) for ranges in parts for first, last in ranges]
-    send_sizes = [channels * sum(last - first for first, last in ranges) for ranges in parts]
-    arriving = [_overlaps(wanted[own], *bound) for bound in bounds]
-    receive_sizes = [channels * sum(last - first for first, last in ranges) for ranges in arriving]
-    received = all_to_all(torch.cat(sends), send_sizes, receive_sizes, context.block.process_group)
-    lengths = [channels * (last - first) for ranges in arriving for first, last in ranges]
-    pieces = [flat.view(1, channels, -1) for flat in received.split(lengths)]
-    # ranks hold tokens in order, so the pieces of a range lie in order too
-    return [torch.cat(pieces[place :: len(wanted[own])], dim=-1) for place in range(len(wanted[own]))], [received]
-
-
-def _overlaps(ranges: Sequence[slice], start: int, stop: int) -> list[tuple[int, int]]:
-    """The part of each range that lies in [start, stop), perhaps empty."""
-    firsts = [min(max(tokens.start, start), stop) for tokens in ranges]
-    return [(first, max(first, min(tokens.stop, stop))) for first, tokens in zip(firsts, ranges, strict=True)]
-
-
-def with_backward_of(output: Tensor, *others: Tensor) -> Tensor:
-    """`output`, whose backward also runs that of `others`, with gradients of zero from here.
-
-    For tensors whose backward must run although this rank may use nothing of them: states, and what collectives received.
-    """
-    waiting = [other for other in others if other.requires_grad]
-    if not waiting:
-        return output
-    returned: Tensor = _WithBackward.apply(output, *waiting)
-    return returned
-
-
-class _WithBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
-        ctx.shapes = [(other.shape, other.dtype) for other in others]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        zeros = (torch.zeros(shape, dtype=dtype, device=gradient.device) for shape, dtype in ctx.shapes)
-        return gradient, *zeros
+    fetch = context.layout.fetch_before(num_read, going_on)
+    if context.layout.num_ranks == 1:
+        parts = [x_1CT[..., tokens] for tokens in fetch.outgoing[0]]
+        received: tuple[Tensor, ...] = ()
+    else:
+        nothing = x_1CT[0, :, :0].reshape(-1)
+        sends = [torch.cat([nothing, *(x_1CT[0, :, each].reshape(-1) for each in tokens)]) for tokens in fetch.outgoing]
+        sizes = [channels * num_tokens for arriving in fetch.arriving for num_tokens in arriving]
+        receive_sizes = [channels * sum(arriving) for arriving in fetch.arriving]
+        flat = exchange(sends, receive_sizes, (x_1CT,), context.layout)
+        parts, received = [part.view(1, channels, -1) for part in flat.split(sizes)], (flat,)
+    nothing_1CN = x_1CT[..., :0]
+    return [torch.cat([parts[place] for place in places], dim=-1) if places else nothing_1CN for places in fetch.order], received

@@ -4,7 +4,8 @@ The functions in `hf.models.states` call it in place of a mixer's own scan, and 
 at the start of a document. A slice goes on from the state that the slice before it left in the book, and leaves its own.
 
 Heads do not read each other's states. So in a Ulysses group every rank runs all tokens of some heads, as in attention, and the
-book holds the states of these heads.
+book holds the states of these heads. In rings, and in groups of more ranks than heads, every rank runs its own tokens with all
+heads, and ranks pass states on (`passing`).
 
 Shapes: H heads with a state of their own, G heads that several of them read, T tokens of this rank, S tokens of its block,
 X and E sizes of a head, h heads that this rank computes.
@@ -12,21 +13,17 @@ X and E sizes of a head, h heads that this rank computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import head_shares
-from hf_longctx.runtime.attention.chunk import Document, documents_of
+from hf_longctx.plan.core.sharding import head_shares, passes_states
+from hf_longctx.runtime.attention.chunk import documents_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import gather_heads, spread_heads
-from hf_longctx.runtime.attention.state_book import StatePlace
-
-# takes the tokens of one document or slice and the weights of its heads, and the state before the tokens (None: zeros); returns
-# outputs and the state after them
-Scan = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
-RECURRENCE = "recurrence"
+from hf_longctx.runtime.states.book import RECURRENCE, check_not_lent, leave_state, state_before
+from hf_longctx.runtime.states.passing import Scan, StateMap, scan_runs
 
 
 def scan_documents(
@@ -36,19 +33,30 @@ def scan_documents(
     scan: Scan,
     layer: Hashable,
     context: GroupContext,
+    state_map: StateMap | None = None,
 ) -> Tensor:
     """Outputs [1, T, H, E] of `scan` over each document of a chunk, for this rank's tokens.
 
     own_1THX: inputs with H heads; X may be missing. read_1TGX: inputs with G heads, each read by H / G neighbouring heads.
-    weights_H: weights of each head. `scan` gets the tensors of `read_1TGX`, `own_1THX` and `weights_H`, in this order. Every rank
-    of the context's group must call it for the layers in the same order; backward repeats the exchanges in reverse. Raises
-    ValueError for groups that cannot pass states on.
+    weights_H: weights of each head. `scan` gets the tensors of `read_1TGX`, `own_1THX` and `weights_H`, in this order.
+    state_map: how `scan` depends on the state before its tokens, for groups that pass states on; None if that is not known.
+
+    Every rank of the context's group must call it for the layers in the same order; backward repeats the exchanges in reverse.
+    Raises ValueError for slices that are lent ranks of other stages, and for groups in which the scan cannot run.
     """
-    check_group(context)
-    if context.block.num_ranks == 1:
+    check_not_lent(context)
+    num_ranks = context.block.num_ranks
+    if passes_states(context.ring.num_blocks, num_ranks, own_1THX[0].shape[2]):
+        if state_map is None:
+            raise ValueError(
+                f"a group of {context.layout.num_ranks} ranks in blocks of {num_ranks} would pass states from rank to rank, but "
+                f"this kind of layer only shares out its {own_1THX[0].shape[2]} heads; set method='ulysses' and lower degrees"
+            )
+        return scan_runs((*read_1TGX, *own_1THX), weights_H, scan, state_map, layer, context)
+    if num_ranks == 1:
         return _scanned((*read_1TGX, *own_1THX), weights_H, scan, layer, context)
     num_heads, num_read = own_1THX[0].shape[2], read_1TGX[0].shape[2] if read_1TGX else own_1THX[0].shape[2]
-    shares = head_shares(num_heads, num_read, context.block.num_ranks)
+    shares = head_shares(num_heads, num_read, num_ranks)
     share = shares[context.block.index]
     heads = [
         [slice(each.kv_start, each.kv_stop)] * len(read_1TGX) + [slice(each.q_start, each.q_stop)] * len(own_1THX)
@@ -62,43 +70,11 @@ def scan_documents(
     return gather_heads(_scanned((*read, *inputs[len(read) :]), weights_h, scan, layer, context), shares, context)
 
 
-def check_group(context: GroupContext) -> None:
-    """Raises ValueError for groups that cannot pass states on from rank to rank."""
-    if context.ring.num_blocks > 1:
-        raise ValueError(
-            f"the chunk is spread over a ring of {context.ring.num_blocks} blocks, but layers with a state along the sequence "
-            f"run in local and ulysses groups only; set method='ulysses'"
-        )
-    if context.lent_slice is not None:
-        raise ValueError(
-            "the slice is lent ranks of other stages, but layers with a state along the sequence do not run there; set "
-            "lend_stages=False"
-        )
-
-
 def _scanned(inputs: Sequence[Tensor], weights_h: Sequence[Tensor], scan: Scan, layer: Hashable, context: GroupContext) -> Tensor:
     """Outputs [1, S, h, E] of all documents of the block for the heads in `inputs`."""
     outputs = []
     for document in documents_of(context.cu_seqlens, context.slices):
-        before = state_before(document, RECURRENCE, layer, context)
+        before = state_before(document.as_slice, RECURRENCE, layer, context)
         output, after = scan([*(x[:, document.tokens] for x in inputs), *weights_h], before)
-        outputs.append(leave_state(document, RECURRENCE, layer, context, after, output))
+        outputs.append(leave_state(document.as_slice, RECURRENCE, layer, context, after, output))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def state_before(document: Document, function: str, layer: Hashable, context: GroupContext) -> Tensor | None:
-    """The state from which a document's tokens start; None at the start of a sequence."""
-    slice_ = document.as_slice
-    if slice_ is None or not slice_.start:
-        return None
-    return context.state_book.take(StatePlace(layer, function, slice_.sequence, slice_.start))
-
-
-def leave_state(
-    document: Document, function: str, layer: Hashable, context: GroupContext, state: Tensor, output: Tensor
-) -> Tensor:
-    """Leaves the state after a document's tokens in the book, if the sequence goes on; returns `output` (`StateBook.put`)."""
-    slice_ = document.as_slice
-    if slice_ is None or slice_.stop == slice_.end:
-        return output
-    return context.state_book.put(StatePlace(layer, function, slice_.sequence, slice_.stop), state, output)

@@ -42,6 +42,8 @@ pytestmark = newest
 
 Step = tuple[float, dict[str, Tensor]]
 QWEN, OLMO = ModelCase("qwen3_5", num_layers=4), ModelCase("olmo_hybrid", num_kv_heads=4, num_layers=4)
+# two heads with a state and four of attention
+FEW = ModelCase("qwen3_5_few")
 BAMBA, KIMI, LFM = ModelCase("bamba", num_layers=4), ModelCase("kimi_linear"), ModelCase("lfm3", num_layers=4)
 # attention and a state in every layer
 BOTH = ModelCase("falcon_h1", num_layers=4)
@@ -145,6 +147,26 @@ def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(
     alone = plan_of([[(1, (0, 4)), (1, (3,)), (1, (1, 2))]], lengths, 3)
     sharded = sliced_plan(lengths, chunks, num_ranks=3, parameters="sharded")
     check_groups(ranks, 3, case, [whole, same_policy(plan, *policy, tile_tokens=4), alone, sharded])
+
+
+@pytest.mark.parametrize("case", [QWEN, KIMI, LFM, BOTH], ids=lambda case: case.family)
+def test_rings_and_hybrids_match(ranks, case: ModelCase) -> None:
+    # documents of one token, and shorter than the convolution or the pieces of a ring, and longer than a tile of the scan
+    lengths = [37, 5, 90, 1, 60]
+    every = [[(4, tuple(range(5)))]]
+    plans = [plan_of(every, lengths, 4, ulysses) for ulysses in (1, 2)]
+    if case is QWEN:
+        # groups of three, in which the fourth rank runs documents alone; recomputed layers; shards
+        plans.append(plan_of([[(3, (0, 2, 3)), (1, (1, 4))]], lengths, 4, ulysses=1))
+        plans.append(same_policy(plans[0], *[replayed(1.0)] * 4, tile_tokens=8))
+        plans.append(plan_of(every, lengths, 4, ulysses=2, parameters="sharded"))
+    check_groups(ranks, 4, case, plans)
+
+
+def test_more_ranks_than_heads_with_a_state_match(ranks) -> None:
+    chunks = [[(0, 0, 5)], [(0, 5, 6)], [(0, 6, 37), (1, 0, 5)], [(2, 0, 64)], [(2, 64, 90), (3, 0, 1)]]
+    plan = sliced_plan([37, 5, 90, 1], chunks, num_ranks=4)
+    check_groups(ranks, 4, FEW, [plan, same_policy(plan, replayed(0.5), replayed(0.0), tile_tokens=4)])
 
 
 def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -> list[Step]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
+from hf_longctx.hf.models.states import functions
 from hf_longctx.runtime.activations import engine
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
@@ -27,7 +28,7 @@ from hf_longctx.runtime.execution import executor, host
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.process_groups import pool
-from hf_longctx.runtime.states import convolution, recurrence
+from hf_longctx.runtime.states import convolution, passing, recurrence
 from hf_longctx.runtime.tiles.patterns import CAUSAL
 
 # bugs that every test of equality notices; `plant` knows more
@@ -79,8 +80,10 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "neighbour's keys in rings": _neighbours_block,
         "gradients of keys and values dropped": _dropped_gradients,
         "stale book entry": _stale_entries,
-        "states leak in the scan": lambda: _one_document_of_states(recurrence),
-        "states leak in the convolution": lambda: _one_document_of_states(convolution),
+        "states leak in the scan": _one_document_in_scans,
+        "states leak in the convolution": _one_document_in_convolutions,
+        "states of other ranks dropped": lambda: _dropped_messages(passing),
+        "tokens of other ranks dropped": lambda: _dropped_messages(convolution),
         "states of slices dropped": _dropped_states,
         "states of slices damped": _damped_states,
         "gradients of states dropped": _dropped_state_gradients,
@@ -157,13 +160,25 @@ def _one_document() -> Any:
     return replaced(pool, "document_bounds", bounds)
 
 
-def _one_document_of_states(module: Any) -> Any:
-    original = module.documents_of
+def _one_document_in_scans() -> Any:
+    original = recurrence.documents_of
 
     def documents(cu_seqlens: tuple[int, ...], slices: Any) -> Any:
         return original((0, cu_seqlens[-1]), ())
 
-    return replaced(module, "documents_of", documents)
+    return replaced(recurrence, "documents_of", documents)
+
+
+def _one_document_in_convolutions() -> Any:
+    def convolve(x: Any, width: int, convolve: Any, layer: Any, context: Any) -> Any:
+        return convolve(x)
+
+    return replaced(functions, "convolve_documents", convolve)
+
+
+def _dropped_messages(module: Any) -> Any:
+    original = module.exchange
+    return replaced(module, "exchange", lambda *args: original(*args) * 0)
 
 
 def _dropped_states() -> Any:

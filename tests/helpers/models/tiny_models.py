@@ -161,6 +161,15 @@ STATE_FAMILIES: dict[str, Any] = {
         transformers.Qwen3_5ForCausalLM,
         {**_LINEAR, "linear_num_key_heads": 2, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
     ),
+    # fewer heads with a state than attention has
+    "qwen3_5_few": (
+        transformers.Qwen3_5TextConfig,
+        transformers.Qwen3_5ForCausalLM,
+        {
+            **{**_LINEAR, "linear_num_value_heads": 2, "linear_num_key_heads": 1},
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     "olmo_hybrid": (
         transformers.OlmoHybridConfig,
         transformers.OlmoHybridForCausalLM,

@@ -21,8 +21,8 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
 from hf_longctx.hf.models.states.functions import FAMILIES, MIXERS, STAND_INS, family_of
 from hf_longctx.hf.models.states.patching import mixers_of, state_problems
-from hf_longctx.hf.start.arguments import group_method, least_heads, setup_problems
-from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
+from hf_longctx.hf.start.arguments import setup_problems
+from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -138,24 +138,18 @@ def test_a_forward_that_leaves_a_function_out_is_noticed(monkeypatch) -> None:
         model(IDS, use_cache=False, longctx=lone_context())
 
 
-def test_rings_and_lent_stages_are_refused_and_auto_plans_none() -> None:
+def test_lent_stages_are_refused_and_rings_are_not() -> None:
     model = build_model(CASE)
-    assert group_method(LongContextConfig(), model) == "ulysses" and least_heads(model) == 4
-    assert group_method(LongContextConfig(), build_model(ModelCase())) == "auto"
-    for settings, said in (
-        ({"method": "ring"}, "method='ring' spreads"),
-        ({"lend_stages": True, "stages": 2}, "lend_stages=True"),
-    ):
-        problems = setup_problems(model, None, LongContextConfig(**settings), 2, (1,))
-        assert any(
-            problem.startswith(said) and "linear_attention layers of Qwen3_5ForCausalLM" in problem for problem in problems
-        )
-    # a mixer with a convolution alone has no heads that could be too few
-    convolutions = build_model(CONVOLUTIONS)
-    assert least_heads(convolutions) == 4
-    (problem,) = setup_problems(convolutions, None, LongContextConfig(method="ring"), 2, (1,))
-    assert "the conv layers of Lfm3ForCausalLM" in problem
-    (problem,) = setup_problems(model, None, LongContextConfig(), 8, (8,))
+    problems = setup_problems(model, None, LongContextConfig(lend_stages=True, stages=2), 2, (1,))
+    assert any(
+        problem.startswith("lend_stages=True lets ranks") and "linear_attention layers of Qwen3_5ForCausalLM" in problem
+        for problem in problems
+    )
+    for method in ("auto", "ring", "hybrid"):
+        assert setup_problems(model, None, LongContextConfig(method=method), 8, (3, 8)) == []
+    # more ranks than heads with a state, but not than heads of attention
+    assert setup_problems(build_model(ModelCase("qwen3_5_few")), None, LongContextConfig(method="ulysses"), 4, (4,)) == []
+    (problem,) = setup_problems(model, None, LongContextConfig(method="ulysses"), 8, (8,))
     assert problem.startswith("degree 8 exceeds the model's 4 ")
 
 
@@ -163,9 +157,7 @@ def test_calls_that_a_plan_does_not_make_are_refused() -> None:
     model = build_model(CASE)
     patch_model(model)
     context, mixer, hidden = lone_context(), model.get_submodule(MIXER), torch.randn(1, 11, 32, dtype=torch.float64)
-    ring = GroupPool((1,), 1.0).context(SequenceGroup.of(GroupShape(2, 1), (0, 1), ()), Chunk(0, (Span(0, 0, 11),)))
     for keywords, said in (
-        ({"longctx": ring}, "the chunk is spread over a ring of 2 blocks"),
         ({"longctx": replace(context, lent_slice=object())}, "the slice is lent ranks of other stages"),
         ({"longctx": context, "seq_idx": IDS}, "got document boundaries"),
         ({"longctx": context, "chunk_size": 16}, "gives its scan chunk_size"),

@@ -130,6 +130,7 @@ OF_STATES = {
     "gradients of states dropped": [
         "- slices, ulysses of 2, recomputed: gradients: layer 0 (linear_attention) gets the right gradient of its output, but",
     ],
+    "states of other ranks dropped": ["- ring of 2: hidden states: layer 0 (linear_attention) is the first that differs, by"],
 }
 
 

@@ -15,10 +15,11 @@ from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.layer_kinds import StateSpec, config_states, with_states
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig
-from hf_longctx.plan.core.types import Action, Chunk, GroupShape, Span
+from hf_longctx.plan.core.sharding import rank_pieces, runs_of, state_readers
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.cost.traffic import group_shapes
+from hf_longctx.plan.cost.traffic import added_products, group_shapes, runs_and_messages
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.kv_book import book_kinds, book_moments
 from hf_longctx.plan.memory.saved_tensors import layer_class_bytes, saved_token_bytes
@@ -118,11 +119,26 @@ def test_slices_of_layers_with_states_leave_a_book_that_does_not_grow() -> None:
     assert peaks[3, 2**18] == pytest.approx(peaks[0, 2**18] / 4 + 6 * boundary, rel=1e-3)
 
 
-def test_states_refuse_rings_and_more_ranks_than_heads() -> None:
+def test_states_run_in_all_shapes_and_share_out_heads_while_that_is_cheaper() -> None:
     cluster = ClusterSpec(64, 8, GPU)
-    few = replace(QWEN, states=replace(QWEN.states, heads=8, read_heads=8))
-    assert group_shapes(8, "auto", few, cluster) == (GroupShape(8, 8),)
-    assert group_shapes(16, "auto", few, cluster) == () == group_shapes(8, "ring", few, cluster)
+    assert group_shapes(8, "auto", QWEN, cluster) == (GroupShape(8, 8), GroupShape(8, 4), GroupShape(8))
+    # 16 attention heads, 32 with a state
+    assert group_shapes(32, "auto", QWEN, cluster) == (GroupShape(32, 4), GroupShape(32))
+    costs = CostModel(QWEN, cluster, default_coefficients(QWEN, cluster))
+    assert costs.best_shape(8, 2.0**14) == GroupShape(8, 8) and costs.best_shape(6, 2.0**14).num_blocks == 3
+    # a scan of all heads finds what earlier states add, too: 32 heads of 128 x 128 in 24 layers
+    added = added_products(QWEN, GroupShape(8))
+    assert added == 24 * 32 * (3 * 64 * 128 // 2 + 3 * 128 * 128) * 15 / 16
+    assert 0 < added < 0.1 * QWEN.token_products and added_products(QWEN, GroupShape(8, 8)) == 0
+
+
+@pytest.mark.parametrize("shape", [GroupShape(2), GroupShape(5), GroupShape(8, 4), GroupShape(4, 4), GroupShape(8, 2)], ids=str)
+def test_runs_and_messages_of_a_document_are_those_of_its_layout(shape: GroupShape) -> None:
+    runs = tuple(runs_of(pieces) for pieces in rank_pieces(Chunk(0, (Span(0, 0, 16 * shape.degree),)), shape))
+    num_messages = sum(len(readers) for rank in state_readers(runs) for readers in rank)
+    assert runs_and_messages(shape) == (sum(map(len, runs)), num_messages)
+    # a document that goes on is told to all
+    assert all(len(readers) == shape.degree - 1 for rank in state_readers(runs, (0,)) for readers in rank)
 
 
 def test_plans_of_a_hybrid_are_priced_as_they_are_evaluated_and_books_of_bytes_agree() -> None:
@@ -138,7 +154,7 @@ def test_plans_of_a_hybrid_are_priced_as_they_are_evaluated_and_books_of_bytes_a
 def test_a_layer_that_only_convolves_leaves_a_tail_and_has_no_heads_to_share() -> None:
     states = StateSpec(layers=(True, False), parameters=3 * 64 * 64, tail_elements=2 * 64, saved_elements=4 * 64)
     model = ModelSpec(2, 64, 128, 8, 2, 8, 100, 512, windows=with_states((), states), states=states)
-    assert model.most_shared_heads == 8 and states.boundary_bytes(0, 2) == 256
+    assert states.boundary_bytes(0, 2) == 256
     assert 0 < ByteModel(model).kept_bytes(100) < ByteModel(replace(model, windows=(), states=StateSpec())).kept_bytes(100) * 2
     assert seconds(model, 1000, 4) > 0
 
@@ -148,3 +164,15 @@ def test_windows_and_states_must_agree() -> None:
         replace(QWEN, windows=())
     with pytest.raises(ValueError, match="at least one token"):
         replace(QWEN, windows=(0,) * 32, states=StateSpec())
+
+
+def test_ranks_that_pass_states_on_keep_those_of_all_heads() -> None:
+    few = replace(QWEN, states=replace(QWEN.states, heads=4, read_heads=4))
+    chunks = tuple(Chunk(index, (Span(0, 512 * index, 512 * index + 512),)) for index in range(2))
+
+    def boundary(degree: int) -> int:
+        book = book_kinds(few, SequenceGroup.of(GroupShape(degree, degree), range(degree), chunks), 0)
+        return int(book.changes[2 * book.windows.index(0)].written[0])
+
+    states = few.states
+    assert boundary(8) == boundary(1) == states.boundary_bytes(4, 2) and boundary(4) == states.boundary_bytes(1, 2)

@@ -13,11 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.wrapped.text import text_class
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.convolution import convolve_documents
+from hf_longctx.runtime.states.maps import Decay, DeltaRule
 from hf_longctx.runtime.states.recurrence import scan_documents
 
 # keywords of scans that are passed on
@@ -83,7 +86,7 @@ def gated_delta_rule(
         )
 
     query, key, value = qkv
-    return scan_documents((query, key), (value, g, beta), (), scan, call.mixer, call.context), None
+    return scan_documents((query, key), (value, g, beta), (), scan, call.mixer, call.context, DeltaRule()), None
 
 
 def mamba2_scan(
@@ -113,7 +116,16 @@ def mamba2_scan(
             **settings,
         )
 
-    return scan_documents((B, C), (x, dt), (A, keywords["dt_bias"], keywords["D"]), scanned, call.mixer, call.context)
+    def log_decays(mine: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        # the steps that the scan makes of them
+        step = mine[3] + weights[1].to(mine[3].dtype)
+        step = F.softplus(step) if keywords.get("dt_softplus") else step
+        least, most = keywords.get("dt_limit", (0.0, float("inf")))
+        return weights[0].float() * torch.clamp(step, least, most).float()
+
+    weights = (A, keywords["dt_bias"], keywords["D"])
+    state_map = Decay(log_decays, reads=lambda mine: mine[1])
+    return scan_documents((B, C), (x, dt), weights, scanned, call.mixer, call.context, state_map)
 
 
 def _refuse_keywords(call: MixerCall, scan: Callable[..., Any], keywords: dict[str, Any], known: tuple[str, ...]) -> None:
