@@ -92,6 +92,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states are held"
     )
     how.add_argument("--shard-ranks", type=_RANKS, default=0, help="ranks sharing one copy of sharded states (default: all)")
+    how.add_argument(
+        "--expert-ranks",
+        type=_RANKS,
+        default=0,
+        help="ranks over which experts are spread; tokens travel to them (default: none)",
+    )
     how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, for weights and saved activations")
     how.add_argument(
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
@@ -221,6 +227,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         lora_rank=options.lora_rank,
         quantize=options.quantize,
         activations=options.activations,
+        expert_ranks=options.expert_ranks,
         host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )
 
@@ -276,6 +283,8 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         dtype=options.dtype,
         parameters=file.plan.parameters,
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
+        activations="keep" if (spread := file.costs.model.experts.num_ranks if file.costs else 1) > 1 else "auto",
+        expert_ranks=spread if spread > 1 else 0,
     )
     scenario = build_scenario(request, must_fit=False)
     return scenario.costs, scenario.memory

@@ -145,6 +145,15 @@ class LongContextConfig:
             "across nodes. Default: all ranks."
         },
     )
+    expert_ranks: int | None = field(
+        default=None,
+        metadata={
+            "help": "Ranks over which the experts of a mixture are spread: each holds its share of them whole, tokens travel to "
+            "them, and their weights are never gathered. These ranks also share one copy of the other sharded parameters, so "
+            "shard_ranks is the same number or left out. Needs parameters 'sharded' and activations 'keep'. Default: experts "
+            "are gathered like other weights."
+        },
+    )
     solver: Literal["auto", "greedy", "lp", "milp", "static"] = field(
         default="auto",
         metadata={
@@ -279,9 +288,28 @@ class LongContextConfig:
                 f"shard_ranks is {self.shard_ranks} but parameters are 'replicated'; it has an effect with parameters 'sharded' "
                 f"or 'gathered_per_round' only"
             )
+        if self.expert_ranks is not None:
+            self._check_expert_ranks(self.expert_ranks)
         if self.static_degree and self.solver != "static":
             raise ValueError(
                 f"static_degree is {self.static_degree} but solver is {self.solver!r}; it has an effect with solver 'static' only"
+            )
+
+    def _check_expert_ranks(self, expert_ranks: int) -> None:
+        if self.parameters != "sharded":
+            raise ValueError(
+                f"expert_ranks is {expert_ranks} but parameters are {self.parameters!r}; tokens travel between ranks that run "
+                f"the same layers at the same time, so set parameters='sharded', or leave expert_ranks out"
+            )
+        if self.shard_ranks not in (None, expert_ranks):
+            raise ValueError(
+                f"expert_ranks is {expert_ranks} but shard_ranks is {self.shard_ranks}; experts are spread over the ranks that "
+                f"share one copy of the other parameters, so leave shard_ranks out or give both the same number"
+            )
+        if self.activations != "keep":
+            raise ValueError(
+                f"expert_ranks is {expert_ranks} but activations are {self.activations!r}; a rank that computes a layer again "
+                f"would send its tokens once more to ranks that do not, so set activations='keep', or leave expert_ranks out"
             )
 
 
@@ -307,6 +335,7 @@ KINDS: dict[str, Kind] = {
     "lend_stages": Flag(),
     "parameters": Word(PARAMETERS),
     "shard_ranks": Whole(2, "give at least 2 ranks, or parameters='replicated'", is_optional=True, most=2**20),
+    "expert_ranks": Whole(2, "give at least 2 ranks, or leave it out", is_optional=True, most=2**20),
     "solver": Word(SOLVERS),
     "solver_time_limit_s": _SECONDS,
     "static_degree": _COUNT,

@@ -196,7 +196,7 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
     if placement.parameters != "sharded" and num_ranks > 1:
         sharded = replace(placement, parameters="sharded", shard_ranks=num_ranks)
         changes.append((f"states sharded over {num_ranks} ranks: --parameters sharded", memory, sharded))
-    elif 1 < placement.shard_ranks < num_ranks:
+    elif 1 < placement.shard_ranks < num_ranks and memory.model.experts.num_ranks == 1:
         whole = replace(placement, shard_ranks=num_ranks)
         changes.append((f"states sharded over all ranks: --shard-ranks {num_ranks}", memory, whole))
     if memory.model.bytes_per_element > 2 and not memory.is_measured:
@@ -214,11 +214,12 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
 def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_tokens: int) -> Placement:
     """The placement on `num_ranks` ranks, doubled until a sequence of `num_tokens` fits; at most doubled ten times.
 
-    States that are sharded over all ranks, or held by a single rank, are sharded over all of the new ranks.
+    States that are sharded over all ranks, or held by a single rank, are sharded over all of the new ranks, unless experts are
+    spread.
     """
     heads = memory.model.num_heads
     is_widest = placement.degrees[-1] == default_degrees(placement.num_ranks, heads, placement.method)[-1]
-    is_shared = placement.shard_ranks == placement.num_ranks
+    is_shared = placement.shard_ranks == placement.num_ranks and memory.model.experts.num_ranks == 1
     wider = replace(
         placement,
         num_ranks=num_ranks,

@@ -40,7 +40,8 @@ class Request:
 
     longest_tokens: tokens of the longest sequence to be planned. lora_rank: rank of the adapters (0: all weights are trained).
     quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
-    the profile). activations: "auto" recomputes and offloads if needed, "keep" never does.
+    the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
+    are spread.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Request:
     quantize: str = ""
     host_bytes: int = -1
     activations: str = "auto"
+    expert_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     # a path is never a measured model, even if its last component is the name of one
     calibration = None if Path(request.model).exists() else profile.calibration(_short_name(request.model))
     model, notes = _model(request, calibration)
+    if request.expert_ranks:
+        request, model = _spread(request, model)
     cluster = _cluster(request, profile.spec.name, ClusterSpec(request.num_ranks, request.ranks_per_node, profile.spec))
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
     if request.lora_rank < 0:
@@ -214,6 +218,27 @@ def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
     if model.idle_parameters:
         raise ValueError(f"--quantize does not quantize experts, which are most of {request.model}; leave it out")
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False)
+
+
+def _spread(request: Request, model: ModelSpec) -> tuple[Request, ModelSpec]:
+    """The request and `model` with experts spread over the ranks that share one copy of sharded parameters, as a run would."""
+    experts, ranks = model.experts, request.expert_ranks
+    if not experts.num_experts or ranks < 2 or experts.num_experts % ranks or request.num_ranks % ranks:
+        raise ValueError(
+            f"--expert-ranks is {ranks}; it must be at least 2 and divide the {experts.num_experts} experts of a layer of "
+            f"{request.model} and the {request.num_ranks} ranks, or be left out"
+        )
+    if request.parameters not in ("", "sharded") or request.shard_ranks not in (0, ranks):
+        raise ValueError(
+            f"--expert-ranks {ranks} spreads experts over the ranks that share sharded parameters; use --parameters sharded and "
+            f"--shard-ranks {ranks}, or leave both out"
+        )
+    if request.activations != "keep":
+        raise ValueError(
+            f"--expert-ranks {ranks} needs --activations keep, since a rank that computes a layer again would send its tokens "
+            f"once more to ranks that do not"
+        )
+    return replace(request, parameters="sharded", shard_ranks=ranks), replace(model, experts=replace(experts, num_ranks=ranks))
 
 
 def _cluster(request: Request, hardware: str, cluster: ClusterSpec) -> ClusterSpec:

@@ -117,6 +117,29 @@ def test_options_reach_the_plan(lengths: str, capsys) -> None:
     assert methods <= {"local", "ring"} and "ring" in methods
 
 
+def test_spread_experts_are_priced(tmp_path: Path, capsys) -> None:
+    config = {
+        "num_hidden_layers": 8,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "vocab_size": 32000,
+    }
+    config |= {"max_position_embeddings": 32768, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["plan", "--model", str(tmp_path), "--gpus", "8", "--hardware", "h100", "--activations", "keep", "--json"]
+    arguments += ["--lengths", "lognormal:7,1", "--global-batch", "16", "--steps", "1", "--parameters", "sharded"]
+    gathered, spread = (json.loads(printed([*arguments, *more], capsys)) for more in ([], ["--expert-ranks", "8"]))
+    assert (spread["shard_ranks"], spread["cost_model"]["model"]["experts"]["num_ranks"]) == (8, 8)
+    # two layers' experts and their gradients in bf16 are not gathered; tokens travel instead
+    less = gathered["memory"]["state_bytes"] - spread["memory"]["state_bytes"]
+    assert less == 2 * 2 * 2 * 3 * 64 * 2048 * 768
+    assert spread["estimate"]["step_s"] > gathered["estimate"]["step_s"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(spread))
+    assert json.loads(printed(["simulate", str(path), "--json"], capsys))["step_s"] > 0
+
+
 def test_a_static_solver_is_not_faster(lengths: str, capsys) -> None:
     ours, static = (
         json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json", *more], capsys))["estimate"]["step_s"]

@@ -25,6 +25,7 @@ def test_the_class_is_the_package_name_for_it() -> None:
     assert hf_longctx.LongContextConfig is LongContextConfig
 
 
+SPREAD = {"expert_ranks": 2, "parameters": "sharded", "activations": "keep"}
 # settings -> what the message says: the name, the value and the remedy
 REFUSED = {
     "parameters": ({"parameters": "zero3"}, "parameters is 'zero3'; choose one of replicated, gathered_per_round, sharded"),
@@ -32,6 +33,18 @@ REFUSED = {
     "shards of one": (
         {"shard_ranks": 1, "parameters": "sharded"},
         "shard_ranks is 1; give at least 2 ranks, or parameters='replicated'",
+    ),
+    "spread experts with other shards": (
+        {**SPREAD, "shard_ranks": 8},
+        "expert_ranks is 2 but shard_ranks is 8; experts are spread over the ranks that share one copy",
+    ),
+    "spread experts that are replicated": (
+        {**SPREAD, "parameters": "replicated"},
+        "expert_ranks is 2 but parameters are 'replicated'; tokens travel between ranks that run the same layers",
+    ),
+    "spread experts that are computed again": (
+        {**SPREAD, "activations": "auto"},
+        "expert_ranks is 2 but activations are 'auto'; a rank that computes a layer again would send its tokens once more",
     ),
     "max_length zero": ({"max_length": 0}, "max_length is 0; give a positive number"),
     "max_length negative": ({"max_length": -5}, "max_length is -5; give a positive number"),
@@ -147,9 +160,9 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "max_length": 4096,
         "long_sequences": "split",
         "tokens_per_rank": 512,
-        "activations": "auto",
+        "activations": "keep",
         "device_gib": 3.5,
-        "host_gib": 0.5,
+        "host_gib": 0.0,
         "tile_tokens": 256,
         "tokens_per_step": 9000,
         "lookahead_batches": 3,
@@ -160,6 +173,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "lend_stages": True,
         "parameters": "sharded",
         "shard_ranks": 2,
+        "expert_ranks": 2,
         "solver": "static",
         "static_degree": 2,
         "micro_batch_trials": 3,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +16,12 @@ from helpers.measures.sent_bytes import sent_bytes
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
 from helpers.plans.layouts import plan_of
-from helpers.ranks.rank_steps import group_pool, rank_inputs
+from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -26,7 +29,9 @@ from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan
 from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.parameters.sharded import shard_model
 
 
 def spec_of(case: ModelCase) -> ModelSpec:
@@ -101,6 +106,39 @@ def check_sent(ranks: Any, case: ModelCase, ulysses: int) -> None:
     expected = sent_bytes(spec_of(case), GroupShape(4, ulysses), group.chunks[0])
     found = ranks(4).run(sent_on_rank, case, plan, random_rows(lengths))
     assert found == [(forward, forward + backward) for forward, backward in expected]
+
+
+def sent_to_experts(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[int, int]:
+    """Bytes that this rank sends in a forward alone, and in a whole step, if routers choose all experts equally often."""
+    pool, model = group_pool(), build_model(case)
+    patch_model(model)
+    for router in (module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"):
+        router.forward = partial(choose_evenly, router.forward)
+    spread_experts(spread_experts_of(model), mesh(2), torch.device("cpu"))
+    shard_model(model, model._no_split_modules, mesh(2))
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
+    chunks, rank_plan = rank_inputs(plan, rows, pool.rank)["chunks"], plan.for_rank(pool.rank)
+    with counted_bytes() as forward:
+        executor.evaluate(rank_plan, chunks)
+    with counted_bytes() as both:
+        executor.run(rank_plan, chunks, 10)
+    return forward[0], both[0]
+
+
+def choose_evenly(route: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logits, scores, indices = route(hidden)
+    return logits, scores, torch.arange(indices.numel()).view_as(indices) % logits.shape[-1]
+
+
+@pytest.mark.parametrize("degree", [1, 2], ids=["ranks alone", "a group"])
+def test_tokens_that_travel_to_experts_are_counted(ranks, degree: int) -> None:
+    case, lengths = ModelCase("qwen3_moe_dense", dtype=torch.bfloat16), [8, 8]
+    layout = [[(1, (0,)), (1, (1,))]] if degree == 1 else [[(2, (0, 1))]]
+    plan, spec = plan_of(layout, lengths, 2, parameters="sharded"), spec_of(case)
+    spec, cluster = replace(spec, experts=replace(spec.experts, num_ranks=2)), ClusterSpec(2, 2, GENERIC_CPU)
+    shape = plan.micro_batches[0].groups[0].shape
+    forward, backward = (int(mean_traffic(spec, cluster, shape, 8 * degree, way).num_bytes) for way in (False, True))
+    assert ranks(2).run(sent_to_experts, case, plan, random_rows(lengths)) == [(forward, forward + backward)] * 2
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))

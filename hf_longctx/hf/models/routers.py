@@ -1,4 +1,4 @@
-"""Mixtures of experts: a model's routers, the load-balancing loss that its config asks for, and the settings that are refused."""
+"""Mixtures of experts: a model's routers and experts, the load-balancing loss that its config asks for, and refused settings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from hf_longctx.runtime.execution.experts import RouterBalance
 # routers that return the logits, scores and indices of a token's experts; add a class only together with its rows in
 # tests/exact/models/test_moe.py
 _ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "GptOssTopKRouter")
+
+# experts that can be spread over ranks: their forward adds up weighted results of single experts, and every weight has one entry
+# for each expert; tests/runtime/execution/test_spread_experts.py compares each class with the whole module
+SPREAD_EXPERTS = (
+    *("AXK1Experts", "AfmoeExperts", "BailingHybridExperts", "BeamExperts", "Cohere2MoeExperts", "DeepseekV2Experts"),
+    *("DeepseekV3Experts", "Dots1Experts", "Ernie4_5_MoeExperts", "ExaoneMoeExperts", "FlexOlmoExperts", "FlintExperts"),
+    *("Glm4MoeExperts", "Glm4MoeLiteExperts", "GptOssExperts", "GraniteMoeExperts", "GraniteMoeHybridExperts"),
+    *("GraniteMoeSWAExperts", "GraniteMoeSharedExperts", "HYV3Experts", "HunYuanMoEV1Experts", "KimiLinearExperts"),
+    *("Kolibri1Experts", "LagunaExperts", "Lfm2MoeExperts", "MellumExperts", "MiMoV2FlashExperts", "MiniMaxM2Experts"),
+    *("MiniMaxM3VLExperts", "MixtralExperts", "NemotronHExperts", "OlmoeExperts", "PhimoeExperts", "Qwen2MoeExperts"),
+    *("Qwen3MoeExperts", "Qwen3NextExperts", "Qwen3_5MoeExperts", "SolarOpenExperts"),
+)
 
 
 def router_problems(model: PreTrainedModel) -> list[str]:
@@ -38,6 +50,32 @@ def has_balance(model: nn.Module) -> bool:
     """Whether the model's config asks for a load-balancing loss of its experts (`output_router_logits`)."""
     config = getattr(base_of(model), "config", None)
     return config is not None and bool(getattr(config.get_text_config(), "output_router_logits", False))
+
+
+def spread_experts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` whose experts can be spread over ranks."""
+    return [module for module in model.modules() if type(module).__name__ in SPREAD_EXPERTS]
+
+
+def spread_problems(model: nn.Module, expert_ranks: int) -> list[str]:
+    """Why the experts of `model` cannot be spread over `expert_ranks` ranks each; empty if they can."""
+    modules = spread_experts_of(model)
+    if not modules:
+        return [
+            f"expert_ranks is {expert_ranks}, but {type(base_of(model)).__name__} has no experts of a class that can be spread "
+            f"over ranks ({', '.join(SPREAD_EXPERTS)}); leave it out"
+        ]
+    problems = []
+    for module in modules:
+        count, name = int(module.num_experts), type(module).__name__  # type: ignore[arg-type]
+        if count % expert_ranks:
+            problems.append(f"expert_ranks {expert_ranks} does not divide the {count} experts of {name}; choose a divisor")
+        if any(len(weight) != count or not weight.is_floating_point() for weight in module.parameters()):
+            problems.append(
+                f"expert_ranks is {expert_ranks}, but weights of {name} are packed or wrapped, so that they cannot be dealt out "
+                f"by expert; load them in bfloat16 and put adapters on other modules, or leave it out"
+            )
+    return list(dict.fromkeys(problems))
 
 
 class RouterRuntime:

@@ -26,6 +26,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.quantised import move_scales
+from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.models.windows import decoder_layers
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -43,8 +44,9 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses
 from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.lent_round import block_of
+from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
-from hf_longctx.runtime.parameters.sharded import shard_model
+from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.states.book import CONVOLUTION, RECURRENCE
 
@@ -112,6 +114,8 @@ class Specimen:
         if mesh is not None:
             # moves the copy to the device in shards, like the model itself
             move_scales(owned, device)
+            if setup.costs.model.experts.num_ranks > 1:
+                spread_experts(spread_experts_of(owned), block_mesh(mesh), device)
             shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, place.fp32_gradients)
         for model in {id(each): each for each in (self.model, owned)}.values():
             if mesh is None or model is not owned:

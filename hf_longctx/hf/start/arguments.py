@@ -13,7 +13,7 @@ from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
-from hf_longctx.hf.models.routers import has_balance
+from hf_longctx.hf.models.routers import has_balance, spread_problems
 from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
@@ -295,6 +295,10 @@ def placement_problems(
         )
     if config.shard_ranks is not None and args.world_size % config.shard_ranks:
         problems.append(f"shard_ranks {config.shard_ranks} does not divide the {args.world_size} ranks; choose a divisor")
+    if config.expert_ranks is not None:
+        if args.world_size % config.expert_ranks:
+            problems.append(f"expert_ranks {config.expert_ranks} does not divide the {args.world_size} ranks; choose a divisor")
+        problems += spread_problems(model, config.expert_ranks)
     if (name := str(getattr(args.optim, "value", args.optim))) not in _SHARDED_OPTIMIZERS:
         problems.append(
             f"optim={name!r} is not tested with parameters={config.parameters!r}; use one of {', '.join(_SHARDED_OPTIMIZERS)}, "

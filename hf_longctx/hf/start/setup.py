@@ -175,7 +175,11 @@ class _SetupBasis:
         lend_stages = config.lend_stages and is_pipeline
         costs = replace(
             self.costs,
-            model=replace(self.costs.model, keeps_all_stages=lend_stages),
+            model=replace(
+                self.costs.model,
+                keeps_all_stages=lend_stages,
+                experts=replace(self.costs.model.experts, num_ranks=config.expert_ranks or 1),
+            ),
             # rings cannot run slices, which pipelines need
             method="ulysses" if is_pipeline else config.method,
             parameters=parameters,
@@ -301,7 +305,7 @@ def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parame
     """How parameters live on `num_ranks` ranks, and how many ranks share one copy; a single rank has the whole model."""
     if config.parameters == "replicated" or num_ranks == 1:
         return "replicated", 1
-    return config.parameters, config.shard_ranks or num_ranks
+    return config.parameters, config.shard_ranks or config.expert_ranks or num_ranks
 
 
 def open_plan_source(

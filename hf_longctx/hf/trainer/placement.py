@@ -36,10 +36,12 @@ from hf_longctx.hf.checkpoints.staged import (
 )
 from hf_longctx.hf.models.adapters import is_adapted, saved_parameters
 from hf_longctx.hf.models.quantised import move_scales
+from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
-from hf_longctx.runtime.parameters.sharded import free_gathered, is_sharded, shard_model
+from hf_longctx.runtime.parameters.sharded import block_mesh, free_gathered, is_sharded, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 OPTIMIZER_FILE = "optimizer.pt"
@@ -121,16 +123,22 @@ class ReplicatedPlacement:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks of `mesh`, among which every parameter is divided, and how to divide a model among them."""
+    """The ranks of `mesh`, among which every parameter is divided, and how to divide a model among them.
+
+    spreads_experts: each rank of a block gets whole experts, to which tokens travel, in place of a shard of all experts.
+    """
 
     mesh: DeviceMesh
     device: torch.device
     fp32_gradients: bool
+    spreads_experts: bool = False
 
     def divide(self, model: Any) -> None:
         """Shards a whole `model` layer by layer; then, or if it is sharded already, frees gathered weights."""
         if not is_sharded(model):
             move_scales(model, self.device)
+            if self.spreads_experts:
+                spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
             shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients)
         free_gathered(model)
 

@@ -277,7 +277,7 @@ def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArgument
 def _placement(
     config: LongContextConfig, args: TrainingArguments, stage: StageModel, mesh: DeviceMesh | None, pool: GroupPool
 ) -> Placement:
-    shards = None if mesh is None else Shards(mesh, args.device, config.fp32_gradients)
+    shards = None if mesh is None else Shards(mesh, args.device, config.fp32_gradients, config.expert_ranks is not None)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool)
     return ReplicatedPlacement() if shards is None else ShardedPlacement(shards)

@@ -74,6 +74,33 @@ class PackedSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Sizes of the routed experts of a mixture, and over how many ranks they are spread; empty without experts.
+
+    parameters: matrix parameters of all experts of a layer, the mean over layers. token_rows: copies of a token's hidden state
+    that go to experts in all layers together, one for each expert that it chooses. num_layers: layers with experts. num_experts:
+    experts of such a layer. num_ranks: ranks of a block, among which whole experts are dealt and tokens travel; 1 if experts lie
+    where the other weights do.
+    """
+
+    parameters: int = 0
+    token_rows: int = 0
+    num_layers: int = 0
+    num_experts: int = 0
+    num_ranks: int = 1
+
+    @property
+    def spread_parameters(self) -> int:
+        """Matrix parameters of a layer that are never gathered, since they are spread over ranks."""
+        return self.parameters if self.num_ranks > 1 else 0
+
+    @property
+    def travelling_rows(self) -> int:
+        """Copies of a token's hidden state that travel between ranks in all layers together, those that stay included."""
+        return self.token_rows if self.num_ranks > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shapes of a decoder-only model.
 
@@ -87,7 +114,8 @@ class ModelSpec:
     tokens that a query sees, its own included, None for all before it, 0 in a layer without attention; () if all layers see
     everything. states: layers that carry a state along the sequence in place of attention. gates_output: attention's output is
     multiplied by a gate, which is projected from hidden states. has_wide_norms: norms keep the product before their weight in
-    fp32. keeps_all_stages: every rank holds the weights of all pipeline stages, so that stages can lend their ranks.
+    fp32. experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline stages, so that
+    stages can lend their ranks.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -123,6 +151,7 @@ class ModelSpec:
     states: StateSpec = NO_STATES
     gates_output: bool = False
     has_wide_norms: bool = False
+    experts: ExpertSpec = ExpertSpec()
     keeps_all_stages: bool = False
 
     def __post_init__(self) -> None:
@@ -169,7 +198,7 @@ class ModelSpec:
                 "rope_head_dim": rope_head_dim,
             }
         num_layers, intermediate_size = get("num_hidden_layers", "n_layer"), get("intermediate_size", "n_inner")
-        intermediate_size, idle, routed = _expert_sizes(config, num_layers, hidden_size, intermediate_size)
+        intermediate_size, idle, routed, experts = _expert_sizes(config, num_layers, hidden_size, intermediate_size)
         states, is_gated = config_states(config, num_layers), config.get("model_type") in _GATED_TYPES
         return cls(
             num_layers=num_layers,
@@ -191,6 +220,7 @@ class ModelSpec:
             can_keep_qkv=states.is_empty,
             gates_output=is_gated,
             has_wide_norms=is_gated,
+            experts=experts,
             **latent,
         )
 
@@ -324,8 +354,10 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
-def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int) -> tuple[int, int, int]:
-    """Returns `intermediate_size`, `idle_parameters`, `routed_elements` of a config; `dense_size` and zeros without experts.
+def _expert_sizes(
+    config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int
+) -> tuple[int, int, int, ExpertSpec]:
+    """Returns `intermediate_size`, `idle_parameters`, `routed_elements`, `experts`; `dense_size` and nothing without experts.
 
     Each chosen expert gets a copy of the token and returns one. Experts of GPT-OSS clamp gate and up, which saves three more
     inner tensors. In Llama 4 every token runs through all experts, multiplied by zero where it did not choose them.
@@ -333,7 +365,7 @@ def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, 
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     chosen = next((int(config[name]) for name in _CHOSEN if config.get(name)), 0)
     if not num_experts or not chosen:
-        return dense_size, 0, 0
+        return dense_size, 0, 0, ExpertSpec()
     size = int(config.get("moe_intermediate_size") or dense_size)
     is_llama4 = config.get("model_type") == "llama4_text"
     if is_llama4:
@@ -350,4 +382,6 @@ def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, 
     passed = chosen * size + shared
     idle = 3 * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
     routed = 2 * chosen * hidden_size + (3 * chosen * size if config.get("model_type") == "gpt_oss" else 0)
-    return round(share * passed + (1 - share) * dense_size), round(share * idle), round(share * routed)
+    parameters = round(share * 3 * num_experts * hidden_size * size)
+    experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts)
+    return round(share * passed + (1 - share) * dense_size), round(share * idle), round(share * routed), experts

@@ -14,6 +14,10 @@ rank with later tokens of its documents, in at least fp32, how its own tokens ch
 Before the convolution a rank sends the last tokens before the first ones of others. States and these tokens count for one
 document per chunk.
 
+Experts that are spread over ranks get each token once for every expert that it chose, and as many rows travel back; the backward
+pass does the same, and the forward first exchanges counts of rows. These ranks are those that share one copy of sharded weights,
+whatever the sequence groups. All experts count as equally chosen, since a plan cannot know what routers will choose.
+
 The cost model uses the average over ranks and ignores windows in rings; a test compares it with the exact count and with the
 bytes that ranks really send.
 """
@@ -30,6 +34,8 @@ from hf_longctx.plan.core.types import GroupShape
 
 # least bytes of one element of the key and value gradients that travel around a ring (fp32)
 _LEAST_GRADIENT_BYTES = 4
+# bytes of the number of rows that a rank sends for an expert
+_COUNT_BYTES = 8
 # exchanges of a layer with a scan that shares out heads: for its convolution, inputs in the model's format and in fp32, results
 _STATE_EXCHANGES = 4
 # exchanges of one that passes states on: for its convolution, states
@@ -99,8 +105,9 @@ def mean_traffic(
     the speed of the network, because all of its ranks wait for the slowest hop. If the hardware has a measured rate for blocks
     of this size, bytes are scaled so that they take the measured time at the nominal rate.
     """
+    to_experts = _expert_traffic(model, cluster, num_tokens / shape.degree, is_backward)
     if shape.degree == 1:
-        return Traffic()
+        return to_experts
     num_states = sum(model.states.layers)
     num_attending = model.num_layers - num_states
     element, gradient = (num_bytes * num_attending for num_bytes in _value_bytes(model))
@@ -126,7 +133,21 @@ def mean_traffic(
             network += ring
         else:
             link += ring
-    return Traffic(link, network, messages)
+    return Traffic(link + to_experts.link_bytes, network + to_experts.network_bytes, messages + to_experts.messages)
+
+
+def _expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is_backward: bool) -> Traffic:
+    """Traffic of a rank in one pass of `own_tokens` tokens to experts that are spread over ranks, if routers balance the load."""
+    experts = model.experts
+    if experts.num_ranks == 1:
+        return Traffic()
+    others = experts.num_ranks - 1
+    rows = 2 * own_tokens * experts.token_rows * others / experts.num_ranks
+    counts = 0 if is_backward else _COUNT_BYTES * experts.num_layers * others * experts.num_experts // experts.num_ranks
+    sent = rows * model.hidden_size * model.bytes_per_element + counts
+    near_ranks = _most_near_ranks(experts.num_ranks, cluster)
+    link, network = _by_links(sent, experts.num_ranks, near_ranks, cluster)
+    return Traffic(link, network, (2 if is_backward else 3) * experts.num_layers)
 
 
 def _state_exchanges(model: ModelSpec, shape: GroupShape) -> int:

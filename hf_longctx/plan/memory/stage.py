@@ -21,7 +21,8 @@ def part_state_bytes(
 
     is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
     weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients.
-    Frozen weights have neither gradients nor moments. Every rank holds all scales of packed weights, and one unpacked matrix.
+    Experts that are spread over the ranks are not gathered. Frozen weights have neither gradients nor moments. Every rank holds
+    all scales of packed weights, and one unpacked matrix.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
@@ -30,6 +31,10 @@ def part_state_bytes(
     if parameters == "replicated":
         return weights + gradients + moments + beside
     unit_weights, unit_gradients, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
+    if parameters == "sharded":
+        # experts that are spread over ranks stay where they are
+        spread = min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
+        unit_weights, unit_gradients = unit_weights - spread, unit_gradients - (spread if model.trains_layers else 0)
     gathered = unit_weights if parameters == "sharded" else weights
     return -(-(weights + gradients + moments) // shard_ranks) + gathered + unit_gradients + beside
 

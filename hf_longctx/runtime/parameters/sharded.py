@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
@@ -62,6 +63,11 @@ def _new_mesh(world: dist.ProcessGroup, device_type: str, shard_ranks: int, time
     return DeviceMesh.from_group([copies, shards], device_type, mesh=blocks, mesh_dim_names=("replicate", "shard"))
 
 
+def block_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of `mesh` that share one copy of the parameters with this rank, as a mesh of one dimension."""
+    return mesh if mesh.ndim == 1 else mesh["shard"]
+
+
 def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh, fp32_gradients: bool = True) -> None:
     """Shards `model` in place over `mesh`: each module of a class in `layer_classes` as one unit, then the rest as another.
 
@@ -69,7 +75,8 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     parameter remains one. `fp32_gradients`: gradients of half-precision weights are
     accumulated, and summed over ranks, in fp32. Every rank's backward must reach the same parameters, or FSDP2 silently adds up
     gradients of different ones; plans ensure it by sending at least one chunk per rank through the whole model. Raises
-    ValueError if no module belongs to one of the classes.
+    ValueError if no module belongs to one of the classes. Weights that are shards of a `DTensor` already, such as those of
+    experts that are spread over ranks, stay as they are.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -84,9 +91,9 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
         raise ValueError(f"{type(model).__name__} has no layers of class {', '.join(layer_classes) or '(none named)'} to shard")
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half and fp32_gradients else None)
-    shards = mesh if mesh.ndim == 1 else mesh["shard"]
+    dealt: set[nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for module in [*layers, model]:
-        fully_shard(module, mesh=shards, mp_policy=policy)
+        fully_shard(module, mesh=block_mesh(mesh), mp_policy=policy, ignored_params=dealt)
     # `ShardedParameters` sums over the copies itself; FSDP2 does not know about them
     setattr(model, _COPIES, mesh.get_group("replicate") if mesh.ndim > 1 else None)
     for unit in _units(model):

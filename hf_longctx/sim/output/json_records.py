@@ -13,7 +13,7 @@ from typing import Any
 from hf_longctx._version import __version__
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.layer_kinds import StateSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ExpertSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import GROUP_METHODS
 from hf_longctx.plan.core.serialize import parse_json, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
@@ -177,9 +177,10 @@ def read_plan_file(text: str) -> PlanFile:
     shapes = _fields(ModelSpec, record.get("model"), "cost_model.model")
     adapters = AdapterSpec(**_fields(AdapterSpec, shapes["adapters"], "cost_model.model.adapters"))
     packed = PackedSpec(**_fields(PackedSpec, shapes["packed"], "cost_model.model.packed"))
+    experts = ExpertSpec(**_fields(ExpertSpec, shapes["experts"], "cost_model.model.experts"))
     states = StateSpec(**_fields(StateSpec, shapes["states"], "cost_model.model.states"))
     states = dataclasses.replace(states, layers=tuple(states.layers))
-    parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states}
+    parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states, "experts": experts}
     model = ModelSpec(**shapes | parts)
     memory = DeviceMemory(model, **_fields(DeviceMemory, record.pop("memory", None), "cost_model.memory", leave=("model",)))
     names = (str(data.get("model", "")), str(data.get("hardware", "")))

@@ -17,7 +17,7 @@ from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.pipeline_steps import check_pipeline
-from helpers.ranks.rank_steps import check_layout_step, group_pool, rank_inputs, run_step
+from helpers.ranks.rank_steps import check_layout_step, check_step, group_pool, rank_inputs, run_step
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
@@ -136,6 +136,22 @@ def test_groups_and_rings_match_without_their_dummy_tokens(ranks, family: str, l
 def test_sharded_experts_match(ranks, family: str, parameters: Any) -> None:
     num_ranks, groups, lengths = LAYOUTS["<2>,<1,1> with an idle rank"]
     check_layout_step(ranks(num_ranks), case_of(family, balance=BALANCE), groups, lengths, parameters=parameters)
+
+
+# all ranks are one block, in groups of different sizes and with idle ranks; or two blocks that may run different micro-batches
+@pytest.mark.parametrize("layout,shard_ranks", [("<4>,<2,2>,<1,1,1,1>", 0), ("<2,1,1>", 2)])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe_dense", "gpt_oss"])
+def test_experts_spread_over_ranks_match(ranks, family: str, layout: str, shard_ranks: int) -> None:
+    num_ranks, groups, lengths = LAYOUTS[layout]
+    plan = plan_of(groups, lengths, num_ranks, parameters="sharded")
+    check_step(ranks(num_ranks), case_of(family, balance=BALANCE, spread=True), plan, lengths, shard_ranks)
+
+
+def test_adapters_beside_spread_experts_match(ranks) -> None:
+    lora = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"]))
+    num_ranks, groups, lengths = LAYOUTS["<2>,<1,1> with an idle rank"]
+    plan = plan_of(groups, lengths, num_ranks, parameters="sharded")
+    check_step(ranks(num_ranks), case_of("mixtral", balance=BALANCE, lora=lora, spread=True), plan, lengths)
 
 
 def test_adapters_on_attention_match(ranks) -> None:

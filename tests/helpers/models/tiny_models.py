@@ -234,7 +234,8 @@ class ModelCase:
     promoted: norms compute in the dtype of their input instead of fp32. lora: settings of a `LoraConfig`; without any, all
     weights are trained. four_bit: type of the frozen linear weights under the adapters. balance: coefficient of the experts'
     balancing loss; None leaves it out. window: replaces the family's window in layers that have one; 0 keeps the family's.
-    loss: the loss of a token by its name in `token_losses`; empty for cross-entropy.
+    loss: the loss of a token by its name in `token_losses`; empty for cross-entropy. spread: experts are spread over the ranks
+    that share one copy of sharded parameters.
     """
 
     family: str = "llama"
@@ -254,6 +255,7 @@ class ModelCase:
     balance: float | None = None
     window: int = 0
     loss: str = ""
+    spread: bool = False
 
 
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:

@@ -22,7 +22,7 @@ from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, Pla
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
-from hf_longctx.hf.models.routers import router_balance
+from hf_longctx.hf.models.routers import router_balance, spread_experts_of
 from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
@@ -31,8 +31,9 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.parameters.sharded import block_mesh, shard_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 _POOLS: dict[tuple[int, float], GroupPool] = {}
@@ -73,6 +74,8 @@ def step_on_rank(
         patch_model(model)
         wrapped = model
         if plan.parameters != "replicated":
+            if case.spread:
+                spread_experts(spread_experts_of(model), block_mesh(mesh(shard_ranks or pool.num_ranks)), torch.device("cpu"))
             shard_model(model, model._no_split_modules, mesh(shard_ranks or pool.num_ranks), case.fp32_gradients)
         elif pool.num_ranks > 1:
             wrapped = DistributedDataParallel(model)

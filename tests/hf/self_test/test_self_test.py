@@ -179,6 +179,13 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         ],
     ),
     "adapters, gathered": (2, replace(MIXED, lora=LORA), {"parameters": "gathered_per_round"}, {}, ["layers 0 (full"]),
+    "experts spread over ranks": (
+        2,
+        ModelCase("qwen3_moe", balance=0.5),
+        {"parameters": "sharded", "expert_ranks": 2, "activations": "keep"},
+        {},
+        ["plans (ulysses of 2; ring of 2)"],
+    ),
     "autocast": (
         2,
         replace(MIXED, dtype=torch.float32),

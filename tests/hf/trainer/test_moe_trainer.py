@@ -18,11 +18,17 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.hf.data.sampler import LengthAwareSampler
+from hf_longctx.hf.start.arguments import placement_problems
 from hf_longctx.hf.start.model_checks import model_problems
 
 CASE = ModelCase("qwen3_moe", promoted=True, balance=0.5)
 LENGTHS = [31, 7, 5, 19, 3, 12, 9, 26]
 NUM_STEPS = 2
+# how weights live: experts are gathered like other weights, or spread over the ranks
+SPREAD = {"parameters": "sharded", "expert_ranks": 2, "activations": "keep"}
+PARAMETERS = {"replicated": {}, "sharded": {"parameters": "sharded"}, "spread": SPREAD}
+# an optimizer with states, and clipping, which takes the norm over all ranks
+CLIPPED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch_fused", "max_grad_norm": 0.05}
 ARGUMENTS = {
     **{"max_steps": NUM_STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd"},
     **{"warmup_steps": 0, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0, "learning_rate": 0.1},
@@ -68,11 +74,11 @@ def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
 
 
-@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+@pytest.mark.parametrize("parameters", PARAMETERS)
 def test_accumulated_plans_follow_one_plain_process(ranks, tmp_path: Path, parameters: str) -> None:
     rows = random_rows(LENGTHS)
     expected = plain_run(rows)
-    config = {"tokens_per_rank": 32, "parameters": parameters}
+    config = {"tokens_per_rank": 32, **PARAMETERS[parameters]}
     for losses, weights, log in ranks(2).run(train, rows, str(tmp_path), config, {"logging_steps": 1}):
         logged = [(entry["router_loss"], entry["router_load"]) for entry in log if "router_loss" in entry]
         assert logged[0][0] == pytest.approx(first_balance(rows), rel=1e-10)
@@ -82,17 +88,30 @@ def test_accumulated_plans_follow_one_plain_process(ranks, tmp_path: Path, param
 
 
 @resuming
-@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+@pytest.mark.parametrize("parameters", PARAMETERS)
 def test_fused_experts_are_resumed(ranks, tmp_path: Path, parameters: str) -> None:
-    rows, config = random_rows(LENGTHS), {"tokens_per_rank": 32, "parameters": parameters}
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    straight = ranks(2).run(train, rows, str(tmp_path), config, saving)[0]
-    resumed = ranks(2).run(train, rows, str(tmp_path / "more"), config, {"resume": str(tmp_path / "checkpoint-1")})[0]
+    rows, config = random_rows(LENGTHS), {"tokens_per_rank": 32, **PARAMETERS[parameters]}
+    straight = ranks(2).run(train, rows, str(tmp_path), config, CLIPPED)[0]
+    resuming = {**CLIPPED, "resume": str(tmp_path / "checkpoint-1")}
+    resumed = ranks(2).run(train, rows, str(tmp_path / "more"), config, resuming)[0]
     assert resumed[0] == straight[0][1:]
     assert all(torch.equal(resumed[1][name], weight) for name, weight in straight[1].items())
     # an ordinary checkpoint
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float64)
     assert all(torch.equal(weight, straight[1][name]) for name, weight in loaded.named_parameters())
+
+
+@resuming
+def test_spread_experts_are_resumed_on_other_ranks(ranks, tmp_path: Path) -> None:
+    rows, resume = random_rows(LENGTHS), {**CLIPPED, "resume": str(tmp_path / "checkpoint-1")}
+    straight = ranks(2).run(train, rows, str(tmp_path), {"tokens_per_rank": 32, **SPREAD}, CLIPPED)[0]
+    # two blocks of two ranks with a copy of every expert each
+    copied = {"tokens_per_rank": 16, **SPREAD}
+    for losses, weights, _ in ranks(4).run(
+        train, rows, str(tmp_path / "copies"), copied, resume | {"per_device_train_batch_size": 1}
+    ):
+        assert losses == pytest.approx(straight[0][1:], rel=1e-10)
+        assert worst(weights, straight[1]) <= 1e-10
 
 
 def test_evaluation_takes_the_cross_entropy_alone(ranks, tmp_path: Path) -> None:
@@ -122,6 +141,20 @@ def test_a_callback_alone_refuses_a_balance_of_experts(tmp_path: Path) -> None:
 def test_every_class_is_admitted(family: str) -> None:
     attention = "eager" if family == "gpt_oss" else "sdpa"
     assert model_problems(build_model(ModelCase(family, attention=attention, balance=0.5))) == []
+
+
+def test_experts_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
+    args = training_arguments(str(tmp_path))
+    config = LongContextConfig(parameters="sharded", expert_ranks=3, activations="keep")
+    of_none, of_four = (placement_problems(build_model(ModelCase(family)), config, args, {}) for family in ("llama", "mixtral"))
+    assert of_none[0] == of_four[0] == "expert_ranks 3 does not divide the 1 ranks; choose a divisor"
+    assert "expert_ranks is 3, but LlamaForCausalLM has no experts of a class that can be spread" in of_none[1]
+    assert of_four[1:] == ["expert_ranks 3 does not divide the 4 experts of MixtralExperts; choose a divisor"]
+    wrapped = build_model(ModelCase("mixtral"))
+    wrapped.model.layers[0].mlp.experts.extra = torch.nn.Linear(2, 2)
+    assert any(
+        "weights of MixtralExperts are packed or wrapped" in problem for problem in placement_problems(wrapped, config, args, {})
+    )
 
 
 @pytest.mark.parametrize(
