@@ -283,8 +283,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         dtype=options.dtype,
         parameters=file.plan.parameters,
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
-        activations="keep" if (spread := file.costs.model.experts.num_ranks if file.costs else 1) > 1 else "auto",
-        expert_ranks=spread if spread > 1 else 0,
+        expert_ranks=file.costs.model.experts.num_ranks if file.costs and file.costs.model.experts.are_spread else 0,
     )
     scenario = build_scenario(request, must_fit=False)
     return scenario.costs, scenario.memory

@@ -150,8 +150,8 @@ class LongContextConfig:
         metadata={
             "help": "Ranks over which the experts of a mixture are spread: each holds its share of them whole, tokens travel to "
             "them, and their weights are never gathered. These ranks also share one copy of the other sharded parameters, so "
-            "shard_ranks is the same number or left out. Needs parameters 'sharded' and activations 'keep'. Default: experts "
-            "are gathered like other weights."
+            "shard_ranks is the same number or left out. Needs parameters 'sharded'. Default: experts are gathered like other "
+            "weights."
         },
     )
     solver: Literal["auto", "greedy", "lp", "milp", "static"] = field(
@@ -305,11 +305,6 @@ class LongContextConfig:
             raise ValueError(
                 f"expert_ranks is {expert_ranks} but shard_ranks is {self.shard_ranks}; experts are spread over the ranks that "
                 f"share one copy of the other parameters, so leave shard_ranks out or give both the same number"
-            )
-        if self.activations != "keep":
-            raise ValueError(
-                f"expert_ranks is {expert_ranks} but activations are {self.activations!r}; a rank that computes a layer again "
-                f"would send its tokens once more to ranks that do not, so set activations='keep', or leave expert_ranks out"
             )
 
 

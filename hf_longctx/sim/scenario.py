@@ -233,11 +233,6 @@ def _spread(request: Request, model: ModelSpec) -> tuple[Request, ModelSpec]:
             f"--expert-ranks {ranks} spreads experts over the ranks that share sharded parameters; use --parameters sharded and "
             f"--shard-ranks {ranks}, or leave both out"
         )
-    if request.activations != "keep":
-        raise ValueError(
-            f"--expert-ranks {ranks} needs --activations keep, since a rank that computes a layer again would send its tokens "
-            f"once more to ranks that do not"
-        )
     return replace(request, parameters="sharded", shard_ranks=ranks), replace(model, experts=replace(experts, num_ranks=ranks))
 
 

@@ -127,7 +127,7 @@ def test_spread_experts_are_priced(tmp_path: Path, capsys) -> None:
     }
     config |= {"max_position_embeddings": 32768, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ["plan", "--model", str(tmp_path), "--gpus", "8", "--hardware", "h100", "--activations", "keep", "--json"]
+    arguments = ["plan", "--model", str(tmp_path), "--gpus", "8", "--hardware", "h100", "--json"]
     arguments += ["--lengths", "lognormal:7,1", "--global-batch", "16", "--steps", "1", "--parameters", "sharded"]
     gathered, spread = (json.loads(printed([*arguments, *more], capsys)) for more in ([], ["--expert-ranks", "8"]))
     assert (spread["shard_ranks"], spread["cost_model"]["model"]["experts"]["num_ranks"]) == (8, 8)

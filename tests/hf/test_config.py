@@ -25,7 +25,7 @@ def test_the_class_is_the_package_name_for_it() -> None:
     assert hf_longctx.LongContextConfig is LongContextConfig
 
 
-SPREAD = {"expert_ranks": 2, "parameters": "sharded", "activations": "keep"}
+SPREAD = {"expert_ranks": 2, "parameters": "sharded"}
 # settings -> what the message says: the name, the value and the remedy
 REFUSED = {
     "parameters": ({"parameters": "zero3"}, "parameters is 'zero3'; choose one of replicated, gathered_per_round, sharded"),
@@ -41,10 +41,6 @@ REFUSED = {
     "spread experts that are replicated": (
         {**SPREAD, "parameters": "replicated"},
         "expert_ranks is 2 but parameters are 'replicated'; tokens travel between ranks that run the same layers",
-    ),
-    "spread experts that are computed again": (
-        {**SPREAD, "activations": "auto"},
-        "expert_ranks is 2 but activations are 'auto'; a rank that computes a layer again would send its tokens once more",
     ),
     "max_length zero": ({"max_length": 0}, "max_length is 0; give a positive number"),
     "max_length negative": ({"max_length": -5}, "max_length is -5; give a positive number"),
@@ -160,9 +156,9 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "max_length": 4096,
         "long_sequences": "split",
         "tokens_per_rank": 512,
-        "activations": "keep",
+        "activations": "auto",
         "device_gib": 3.5,
-        "host_gib": 0.0,
+        "host_gib": 0.5,
         "tile_tokens": 256,
         "tokens_per_step": 9000,
         "lookahead_batches": 3,

@@ -18,6 +18,7 @@ from hf_longctx.plan.core.types import LayerRange, RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.execution.spread_experts import spread_group
 
 # most bytes copied each way to measure how fast a slab is
 _PROBE_BYTES = 2**26
@@ -30,6 +31,7 @@ class ActivationRuntime:
     is allocated when the first plan offloads, and is pinned on CUDA. on_pageable: called with the measured bytes per second if
     the system refuses to pin the slab, so that later plans expect slower copies. has_head: false for a pipeline stage before the
     last. layers: the layers of this rank's own stage, for a model that has the layers of all stages; None: all layers.
+    may_replay: whether plans of any rank may have policies.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class ActivationRuntime:
         on_pageable: Callable[[float], None],
         has_head: bool = True,
         layers: LayerRange | None = None,
+        may_replay: bool = True,
     ) -> None:
         self.device, self.host_bytes, self._on_pageable, self._has_head = device, host_bytes, on_pageable, has_head
+        self._may_replay = may_replay
         self._own = slice(None) if layers is None else slice(layers.first_layer, layers.first_layer + layers.num_layers)
         self._engine: ActivationEngine | None = None
         self._model: nn.Module | None = None
@@ -50,11 +54,16 @@ class ActivationRuntime:
         shares = [
             share for _, stage in plan.rounds for policy in stage.activations for layer in policy.layers for share in layer.shares
         ]
-        is_needed = any(policy.layers or policy.tile_tokens for _, stage in plan.rounds for policy in stage.activations)
+        # ranks that keep everything take part in the replays of ranks that share experts with them
+        partners = spread_group(model) if self._may_replay else None
+        is_needed = partners is not None or any(
+            policy.layers or policy.tile_tokens for _, stage in plan.rounds for policy in stage.activations
+        )
         if is_needed and self._model is not model:
             self.close()
             head = OutputHead(output_head(model)) if self._has_head else None
-            self._engine, self._model = ActivationEngine(layer_modules(model)[self._own], head=head), model
+            layers = layer_modules(model)[self._own]
+            self._engine, self._model = ActivationEngine(layers, head=head, partners=partners), model
         if self._engine is not None and self._engine.tier is None and any(share.host for share in shares):
             self._engine.tier = HostTier.on(self.device, self.host_bytes)
             if self.device.type == "cuda" and not self._engine.tier.slab.is_pinned:

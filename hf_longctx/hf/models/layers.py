@@ -8,6 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.runtime.activations.engine import LayerModules
+from hf_longctx.runtime.execution.spread_experts import spread_group
 
 # words in names of config fields that make some class change its logits after the head
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
@@ -42,6 +43,7 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
             tuple(layer.get_submodule(name) for name in _NORMS if hasattr(layer, name)),
             _projections(layer),
             mlp_gives_more=type(mlp).__name__ in _MLPS_OF_TWO,
+            meets_ranks=spread_group(mlp) is not None,
         )
         for layer, mlp in ((layer, _mlp(layer)) for layer in layers)
     )

@@ -187,7 +187,7 @@ def start_run(request: RunRequest) -> Run:
         budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
         host_bytes = budget.host_bytes if budget is not None else 0
         own_layers = setup.ranges[stage.stage][0] if all_stages else None
-        activations = ActivationRuntime(args.device, host_bytes, source.set_copy_rate, is_last, own_layers)
+        activations = ActivationRuntime(args.device, host_bytes, source.set_copy_rate, is_last, own_layers, budget is not None)
         routers = RouterRuntime(args.device)
         undo.callback(activations.close)
         undo.callback(routers.close)

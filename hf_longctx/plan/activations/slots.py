@@ -104,14 +104,16 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
         "qkv": qkv_part * token_s * inside,
         "mlp": (1 - qkv_part) * token_s * inside,
     }
+    # classes of which a replay reuses nothing
+    replayed = ("qkv",) * (not model.can_keep_qkv) + ("mlp",) * model.experts.are_spread
     saved = tuple(
         SavedClass(
             name,
             ((1 - no_attention) * class_bytes(model, name) + no_attention * class_bytes(model, name, True)) * tokens,
             seconds,
             can_recompute=name != "layer_input",
-            can_offload=name != "qkv" or model.can_keep_qkv,
-            can_keep=name != "qkv" or model.can_keep_qkv,
+            can_offload=name not in replayed,
+            can_keep=name not in replayed,
             documents=tuple((span.start, span.num_tokens) for span in chunk.spans) if name == "attention_output" else (),
             pairs=pairs,
         )

@@ -99,6 +99,11 @@ class ExpertSpec:
         """Copies of a token's hidden state that travel between ranks in all layers together, those that stay included."""
         return self.token_rows if self.num_ranks > 1 else 0
 
+    @property
+    def are_spread(self) -> bool:
+        """Whether tokens travel to experts, so that a layer's MLP runs whole, and a replay runs all of it."""
+        return self.num_ranks > 1
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

@@ -72,6 +72,8 @@ class LayerBytes:
         self.model, self.load, self.policy = model, load, policy
         self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
         self.has_tiles = tile_tokens > 0
+        # an MLP that sends its tokens to experts on other ranks runs whole
+        self._mlp_tile, self._tiles_mlp = (self.tokens, False) if model.experts.are_spread else (self.tile, self.has_tiles)
         self.is_plain = policy.keeps_everything
         shares = _KEPT_SHARES if self.is_plain else {name: policy.share(name) for name in TENSOR_CLASSES}
         # tokens of each class at which the recomputed and the host part end
@@ -174,7 +176,7 @@ class LayerBytes:
         norm = (2 * d + 8 * self.model.hidden_size) * self.tokens
         # the input, the residual, the norm's output and what is kept of attention
         mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
-        mlp += (d * self.tokens if self.has_tiles else 0) + inner * self.tile
+        mlp += (d * self.tokens if self._tiles_mlp else 0) + inner * self._mlp_tile + self._travelling
         return max(self._mixing_forward(), norm, mlp)
 
     @property
@@ -184,7 +186,13 @@ class LayerBytes:
 
     def _plain_forward(self) -> int:
         """Most bytes in the forward of a layer that keeps everything."""
-        return self.held + self._sizes[0] * self.tokens + self._scores
+        return self.held + self._sizes[0] * self.tokens + self._scores + self._travelling
+
+    @property
+    def _travelling(self) -> int:
+        """Bytes of rows that travel to experts and back, or of their gradients: two copies beside those that are saved."""
+        experts, d = self.model.experts, self._sizes[0]
+        return 2 * d * self.tokens * experts.travelling_rows // self.model.num_layers
 
     def _mixing_forward(self) -> int:
         """Most bytes up to attention's output, in the forward of a layer that keeps a part."""
@@ -238,10 +246,10 @@ class LayerBytes:
         inner = (6 if self.model.gated_mlp else 3) * f
         gradient = d * self.tokens
         if self.is_plain:
-            return gradient + gradients * self.tokens
+            return gradient + gradients * self.tokens + self._travelling
         before = self._replayed_attention + self._replayed_norm * self.tokens + gradient
-        if not self.has_tiles and self._mlp_share.recompute == 1:
-            return before + inner * self.tokens
+        if not self._tiles_mlp and self._mlp_share.recompute == 1:
+            return before + inner * self.tokens + self._travelling
         # input gradients are collected in one tensor, weight gradients of the tiles are summed in fp32
         matrices = (3 if self.model.gated_mlp else 2) * self.model.intermediate_size * d
         weights = matrices * (1 + self._wide) if self.load.trains_weights and self.model.trains_layers else 0

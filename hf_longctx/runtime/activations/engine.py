@@ -28,11 +28,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, TensorShare
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -47,7 +48,8 @@ class LayerModules:
     """A decoder layer that supports Hugging Face's checkpointing, with its modules that process tokens independently.
 
     projections: the linear modules that make queries, keys and values; empty if something else makes them.
-    mlp_gives_more: the MLP returns two values, its output and one that the layer drops.
+    mlp_gives_more: the MLP returns two values, its output and one that the layer drops. meets_ranks: the MLP exchanges tokens
+    with other ranks, so all of them must run it equally often: whole, never in tiles, and replayed by all or by none.
     """
 
     layer: nn.Module
@@ -55,6 +57,7 @@ class LayerModules:
     norms: tuple[nn.Module, ...]
     projections: tuple[nn.Linear, ...] = ()
     mlp_gives_more: bool = False
+    meets_ranks: bool = False
 
 
 class LayerSlot:
@@ -167,11 +170,18 @@ class ActivationEngine:
 
     A forward whose context has no activations, or that makes no graph, runs the layers unchanged. `tier` stores what policies
     send to the host; without a tier such policies are refused. `head` computes the loss in the tiles of a policy; without a head
-    the executor computes it from whole logits.
+    the executor computes it from whole logits. partners: the ranks among which experts are spread; if the policy of one of them
+    replays a layer whose MLP meets the others, all of them replay it.
     """
 
-    def __init__(self, layers: Sequence[LayerModules], tier: HostTier | None = None, head: OutputHead | None = None) -> None:
-        self.tier, self.head = tier, head
+    def __init__(
+        self,
+        layers: Sequence[LayerModules],
+        tier: HostTier | None = None,
+        head: OutputHead | None = None,
+        partners: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.tier, self.head, self.partners = tier, head, partners
         for modules in layers:
             if not hasattr(type(modules.layer), "gradient_checkpointing"):
                 raise ValueError(
@@ -190,9 +200,31 @@ class ActivationEngine:
         return all(binding.modules.projections for binding in self._bindings)
 
     def begin(self, policy: ActivationPolicy, layers: range | None = None) -> ChunkActivations:
-        """New slots for one forward over `layers` of the model (None: all) under `policy`; raises ValueError as `check` does."""
+        """New slots for one forward over `layers` of the model (None: all) under `policy`; raises ValueError as `check` does.
+
+        Collective over `partners`, if there are any.
+        """
         self.check(policy, layers)
+        if self.partners is not None:
+            policy = self._agreed(policy, self._bindings_of(layers), self.partners)
         return ChunkActivations(policy, self._bindings_of(layers), self.tier)
+
+    def _agreed(
+        self, policy: ActivationPolicy, bindings: Sequence[_LayerBinding], partners: dist.ProcessGroup
+    ) -> ActivationPolicy:
+        """`policy` with whole replays in every layer that meets other ranks and that some of them replay. Collective."""
+        own = [*policy.layers, *[LayerPolicy()] * (len(bindings) - len(policy.layers))]
+        replays = torch.tensor([not layer.keeps_everything for layer in own], dtype=torch.uint8, device=self._device)
+        dist.all_reduce(replays, op=dist.ReduceOp.MAX, group=partners)
+        layers = (
+            _replayed(layer) if is_replayed and binding.modules.meets_ranks else layer
+            for layer, binding, is_replayed in zip(own, bindings, replays.tolist(), strict=True)
+        )
+        return replace(policy, layers=tuple(layers))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._bindings[0].modules.layer.parameters()).device
 
     def check(self, policy: ActivationPolicy, layers: range | None = None) -> None:
         """Raises ValueError, naming chunk and layer, if `policy` cannot be executed over `layers` (None: all)."""
@@ -235,6 +267,14 @@ def refuse_unsupported_policy(policy: LayerPolicy, where: str) -> None:
             f"{where}: {recomputed:g} of layer_input is recomputed, but a layer is replayed from its input; keep it, or offload "
             f"it to the host"
         )
+
+
+def _replayed(policy: LayerPolicy) -> LayerPolicy:
+    """The policy with a replay of the whole MLP; of a layer that kept everything, queries, keys and values are recomputed too."""
+    shares = [share for share in policy.shares if share.tensor_class != "mlp"]
+    if policy.keeps_everything:
+        shares = [TensorShare("qkv", recompute=1.0)]
+    return LayerPolicy((*shares, TensorShare("mlp", recompute=1.0)))
 
 
 class _LayerBinding:
@@ -286,6 +326,8 @@ class _LayerBinding:
     def _bind_forward(self, module: nn.Module, is_mlp: bool) -> None:
         run = module.forward
         gives_more = is_mlp and self.modules.mlp_gives_more
+        if is_mlp and self.modules.meets_ranks:
+            return
 
         def forward(x: Tensor) -> Any:
             slot = self.current

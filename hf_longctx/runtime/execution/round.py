@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import Action, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import Action, ActivationPolicy, SequenceGroup, StagePlan
 from hf_longctx.runtime.activations.engine import ChunkActivations
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
@@ -98,9 +98,12 @@ class Round:
     def _forward(self, action: Action, following: Action | None) -> None:
         key, chunk = (action.part, action.chunk), self.group.chunks[action.chunk]
         context = replace(self.host.pool.context(self.group, chunk, self.books[0]), state_book=self.state_book)
-        policy = self.policies.get(key)
-        if self.host.engine is not None and policy is not None and torch.is_grad_enabled():
-            self.activations[key] = self.host.engine.begin(policy, layers_of(self.stage, action.part))
+        policy, engine = self.policies.get(key), self.host.engine
+        if policy is None and engine is not None and engine.partners is not None:
+            # other ranks may replay layers in which this rank must take part
+            policy = ActivationPolicy(action.chunk, action.part)
+        if engine is not None and policy is not None and torch.is_grad_enabled():
+            self.activations[key] = engine.begin(policy, layers_of(self.stage, action.part))
             context = replace(context, activations=self.activations[key])
         # without a backward nothing else needs the hidden states
         hidden_1TC = self.received.get(key) if self.num_backwards else self.received.pop(key, None)

@@ -30,6 +30,9 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_longctx.runtime.attention.sequence_parallel import all_to_all
 from hf_longctx.runtime.core.binding import bound
 
+# name of the attribute by which a module of spread experts holds the group of their ranks
+_GROUP = "longctx_spread"
+
 
 def spread_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
     """Deals the experts of each module to the ranks of `mesh`, in place; call it before `shard_model`, which leaves them so.
@@ -49,7 +52,13 @@ def spread_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, device: torch
             setattr(module, name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
         # the class's own forward runs on the experts of this rank
         module.num_experts = num_experts // num_ranks  # type: ignore[assignment]
+        vars(module)[_GROUP] = mesh.get_group()
         vars(module)["forward"] = bound(module, _spread_forward(module, module.forward, num_experts, mesh.get_group()))
+
+
+def spread_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks over which `spread_experts` spread some experts in `model`; None if there are no such experts."""
+    return next((vars(module)[_GROUP] for module in model.modules() if _GROUP in vars(module)), None)
 
 
 def _spread_forward(module: nn.Module, run: Callable[..., Any], num_experts: int, group: dist.ProcessGroup) -> Callable[..., Any]:

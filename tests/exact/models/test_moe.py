@@ -24,7 +24,8 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.routers import router_balance
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.execution.executor import StepExecutor
@@ -145,6 +146,20 @@ def test_experts_spread_over_ranks_match(ranks, family: str, layout: str, shard_
     num_ranks, groups, lengths = LAYOUTS[layout]
     plan = plan_of(groups, lengths, num_ranks, parameters="sharded")
     check_step(ranks(num_ranks), case_of(family, balance=BALANCE, spread=True), plan, lengths, shard_ranks)
+
+
+def test_ranks_replay_layers_with_spread_experts_together(ranks) -> None:
+    num_ranks, groups, lengths = LAYOUTS["<2,1,1>"]
+    plan = plan_of(groups, lengths, num_ranks, parameters="sharded")
+    kept, *replaying = plan.micro_batches[0].groups
+    # each group has another policy: none, a replay in tiles of one layer, offloads and a replay that would keep a part of the MLP
+    policies = [((LayerPolicy(), replayed(0.5)), 4), ((OFFLOADED, replayed(mlp=0.5)), 8)]
+    changed = [
+        replace(group, stages=(replace(group.stages[0], activations=(ActivationPolicy(0, 0, layers, tile_tokens),)),))
+        for group, (layers, tile_tokens) in zip(replaying, policies, strict=True)
+    ]
+    plan = validate_plan(replace(plan, micro_batches=(MicroBatch((kept, *changed)),)))
+    check_step(ranks(num_ranks), case_of("qwen3_moe_dense", balance=BALANCE, spread=True), plan, lengths)
 
 
 def test_adapters_beside_spread_experts_match(ranks) -> None:

@@ -31,7 +31,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.spread_experts import spread_experts
+from hf_longctx.runtime.execution.spread_experts import spread_experts, spread_group
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -81,7 +81,8 @@ def step_on_rank(
             wrapped = DistributedDataParallel(model)
         has_policies = any(stage.activations for b in plan.micro_batches for group in b.groups for stage in group.stages)
         tier = HostTier.on(torch.device("cpu"), 2**24)
-        engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model))) if has_policies else None
+        head, partners = OutputHead(output_head(model)), spread_group(model)
+        engine = ActivationEngine(layer_modules(model), tier, head, partners) if has_policies else None
         cpu = torch.device("cpu")
         layers, routers = num_attention_layers(model), router_balance(model, cpu)
         executor = StepExecutor(

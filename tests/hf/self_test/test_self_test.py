@@ -182,9 +182,9 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
     "experts spread over ranks": (
         2,
         ModelCase("qwen3_moe", balance=0.5),
-        {"parameters": "sharded", "expert_ranks": 2, "activations": "keep"},
+        {"parameters": "sharded", "expert_ranks": 2},
         {},
-        ["plans (ulysses of 2; ring of 2)"],
+        ["plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed)"],
     ),
     "autocast": (
         2,

@@ -25,7 +25,7 @@ CASE = ModelCase("qwen3_moe", promoted=True, balance=0.5)
 LENGTHS = [31, 7, 5, 19, 3, 12, 9, 26]
 NUM_STEPS = 2
 # how weights live: experts are gathered like other weights, or spread over the ranks
-SPREAD = {"parameters": "sharded", "expert_ranks": 2, "activations": "keep"}
+SPREAD = {"parameters": "sharded", "expert_ranks": 2}
 PARAMETERS = {"replicated": {}, "sharded": {"parameters": "sharded"}, "spread": SPREAD}
 # an optimizer with states, and clipping, which takes the norm over all ranks
 CLIPPED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch_fused", "max_grad_norm": 0.05}
@@ -102,14 +102,17 @@ def test_fused_experts_are_resumed(ranks, tmp_path: Path, parameters: str) -> No
 
 
 @resuming
-def test_spread_experts_are_resumed_on_other_ranks(ranks, tmp_path: Path) -> None:
-    rows, resume = random_rows(LENGTHS), {**CLIPPED, "resume": str(tmp_path / "checkpoint-1")}
-    straight = ranks(2).run(train, rows, str(tmp_path), {"tokens_per_rank": 32, **SPREAD}, CLIPPED)[0]
-    # two blocks of two ranks with a copy of every expert each
-    copied = {"tokens_per_rank": 16, **SPREAD}
-    for losses, weights, _ in ranks(4).run(
-        train, rows, str(tmp_path / "copies"), copied, resume | {"per_device_train_batch_size": 1}
-    ):
+@pytest.mark.parametrize(
+    "first,num_ranks,second",
+    # two blocks of two ranks with a copy of every expert each; then from and to experts that are gathered
+    [("spread", 4, "spread"), ("spread", 2, "replicated"), ("sharded", 2, "spread")],
+)
+def test_spread_experts_are_resumed_elsewhere(ranks, tmp_path: Path, first: str, num_ranks: int, second: str) -> None:
+    rows, arguments = random_rows(LENGTHS), {**CLIPPED, "per_device_train_batch_size": 4 // num_ranks}
+    straight = ranks(2).run(train, rows, str(tmp_path), {"tokens_per_rank": 32, **PARAMETERS[first]}, CLIPPED)[0]
+    resume = arguments | {"resume": str(tmp_path / "checkpoint-1")}
+    config = {"tokens_per_rank": 64 // num_ranks, **PARAMETERS[second]}
+    for losses, weights, _ in ranks(num_ranks).run(train, rows, str(tmp_path / "more"), config, resume):
         assert losses == pytest.approx(straight[0][1:], rel=1e-10)
         assert worst(weights, straight[1]) <= 1e-10
 
@@ -145,7 +148,7 @@ def test_every_class_is_admitted(family: str) -> None:
 
 def test_experts_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
     args = training_arguments(str(tmp_path))
-    config = LongContextConfig(parameters="sharded", expert_ranks=3, activations="keep")
+    config = LongContextConfig(parameters="sharded", expert_ranks=3)
     of_none, of_four = (placement_problems(build_model(ModelCase(family)), config, args, {}) for family in ("llama", "mixtral"))
     assert of_none[0] == of_four[0] == "expert_ranks 3 does not divide the 1 ranks; choose a divisor"
     assert "expert_ranks is 3, but LlamaForCausalLM has no experts of a class that can be spread" in of_none[1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.activations.slots import SavedClass, chunk_slot, layer_slot, layer_slots
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import ExpertSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 
@@ -59,17 +59,19 @@ def test_the_slot_of_a_chunk_is_all_of_its_layers() -> None:
         assert joined.recompute_s == pytest.approx(sum(item.recompute_s for item in own))
 
 
-@pytest.mark.parametrize("can_keep_qkv", [True, False])
-def test_a_slot_says_what_the_runtime_may_do_with_each_class(can_keep_qkv: bool) -> None:
+@pytest.mark.parametrize("can_keep_qkv,are_spread", [(True, False), (False, False), (True, True)])
+def test_a_slot_says_what_the_runtime_may_do_with_each_class(can_keep_qkv: bool, are_spread: bool) -> None:
     costs = tiny_costs(1)
-    costs = replace(costs, model=replace(costs.model, can_keep_qkv=can_keep_qkv))
+    experts = ExpertSpec(num_ranks=2 if are_spread else 1)
+    costs = replace(costs, model=replace(costs.model, can_keep_qkv=can_keep_qkv, experts=experts))
     slot = layer_slot(costs, Chunk(0, (Span(0, 0, 9),)), LOCAL, FULL)
     abilities = {item.tensor_class: (item.can_recompute, item.can_offload, item.can_keep) for item in slot.saved}
     assert abilities == {
         "layer_input": (False, True, True),
         "attention_output": (True, True, True),
         "qkv": (True, can_keep_qkv, can_keep_qkv),
-        "mlp": (True, True, True),
+        # tokens travel to spread experts as a whole, in the forward and in a replay
+        "mlp": (True, not are_spread, not are_spread),
     }
 
 
