@@ -35,7 +35,8 @@ sim.scenario  sim.execution  sim.longest
 sim.memory_use  sim.others
 sim.forecast
 sim.output
-runtime.core  runtime.parameters  runtime.tiles  runtime.dropout
+runtime.core
+runtime.parameters  runtime.tiles  runtime.dropout
 runtime.activations
 runtime.attention
 runtime.states

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,16 +26,19 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.core.types import TensorShare
+from hf_longctx.runtime.core.layout import dense_strides, has_strides
 
 logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
+# tensors on their way to the host that are kept on the device; while two leave, the next layer computes
+_MOST_LEAVING = 2
 # handle of one copy, returned by the copy engine; it is passed to later copies that must follow that one, and to `wait`
 Ticket = Any
 
 
 class CopyEngine(Protocol):
-    """Copies between device and host; the tensor on the device may be dropped as soon as a call returns."""
+    """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`."""
 
     def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
 
@@ -57,28 +62,39 @@ class PlainCopies:
 
 
 class StreamCopies:
-    """Copies on one CUDA stream per direction, after all work given to the current stream so far."""
+    """Copies on one CUDA stream per direction, after all work given to the current stream so far.
+
+    The last few sources are kept, and the current stream waits for the copy of each before it is dropped. So their memory is
+    used again in the order of the current stream. With `record_stream` instead, it would be free only when the host finds the
+    copy done: a host that runs ahead of the device would fill the device's memory with tensors that have left it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._leaving: deque[tuple[Tensor, Ticket]] = deque()
 
     def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        return self._copy(self._out, source, target, after, source)
+        while len(self._leaving) >= _MOST_LEAVING:
+            self.wait(self._leaving[0][1])
+            self._leaving.popleft()
+        ticket = self._copy(self._out, source, target, after)
+        self._leaving.append((source, ticket))
+        return ticket
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        return self._copy(self._back, source, target, after, target)
+        while self._leaving and self._leaving[0][1].query():
+            self._leaving.popleft()
+        return self._copy(self._back, source, target, after)
 
     def wait(self, ticket: Ticket) -> None:
         torch.cuda.current_stream().wait_event(ticket)
 
-    def _copy(self, stream: Any, source: Tensor, target: Tensor, after: tuple[Ticket, ...], on_device: Tensor) -> Ticket:
-        stream.wait_stream(torch.cuda.current_stream(on_device.device))
+    def _copy(self, stream: Any, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         for ticket in after:
             stream.wait_event(ticket)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        # keeps torch's allocator from reusing the memory before the copy is done
-        on_device.record_stream(stream)
         return stream.record_event()
 
 
@@ -92,28 +108,29 @@ class HostSlab:
         if self.is_pinned:
             # unpin before the memory is freed: pages given back to the system must not stay locked
             weakref.finalize(self, _unpin, self.memory.data_ptr())
+        # sorted by size; runs of one size in the order in which they were freed
         self._free = [_Run(0, self.capacity_bytes, ())]
 
     def take(self, num_bytes: int) -> _Run:
         """A run for `num_bytes`, taken from the smallest free run that fits. Raises ValueError if none does."""
         size = block_bytes(num_bytes)
-        if not any(run.num_bytes >= size for run in self._free):
+        if self._free[-1:] and self._free[-1].num_bytes < size:
             self._merge()
-        fitting = min((run for run in self._free if run.num_bytes >= size), key=lambda run: run.num_bytes, default=None)
-        if fitting is None:
+        place = bisect_left(self._free, size, key=_size)
+        if place == len(self._free):
             free_bytes = sum(run.num_bytes for run in self._free)
             raise ValueError(
                 f"{size / 2**20:.3f} MiB of saved tensors do not fit into the host slab: {free_bytes / 2**20:.3f} of its "
                 f"{self.capacity_bytes / 2**20:.3f} MiB are free, in smaller pieces; raise host_gib"
             )
-        self._free.remove(fitting)
+        fitting = self._free.pop(place)
         if rest := fitting.num_bytes - size:
-            self._free.append(_Run(fitting.offset + size, rest, fitting.tickets))
+            self.give(_Run(fitting.offset + size, rest, ()), fitting.tickets)
         return _Run(fitting.offset, size, fitting.tickets)
 
     def give(self, run: _Run, tickets: tuple[Ticket, ...]) -> None:
         """Frees a run; `tickets` belong to the copies that may still read it."""
-        self._free.append(_Run(run.offset, run.num_bytes, tickets))
+        insort(self._free, _Run(run.offset, run.num_bytes, tickets), key=_size)
 
     def _merge(self) -> None:
         merged: list[_Run] = []
@@ -122,7 +139,7 @@ class HostSlab:
                 before = merged.pop()
                 run = _Run(before.offset, before.num_bytes + run.num_bytes, before.tickets + run.tickets)
             merged.append(run)
-        self._free = merged
+        self._free = sorted(merged, key=_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +149,10 @@ class _Run:
     offset: int
     num_bytes: int
     tickets: tuple[Ticket, ...]
+
+
+def _size(run: _Run) -> int:
+    return run.num_bytes
 
 
 def block_bytes(num_bytes: int) -> int:
@@ -168,7 +189,9 @@ class HostTensor:
         self.num_bytes = source.numel() * source.element_size()
         self._run = tier.slab.take(self.num_bytes)
         memory = tier.slab.memory[self._run.offset : self._run.offset + self.num_bytes]
-        self._home = memory.view(source.dtype).view(source.shape)
+        home, strides = memory.view(source.dtype), dense_strides(source)
+        # dimensions keep their order in memory where that takes one plain copy
+        self._home = home.as_strided(source.shape, strides) if has_strides(source, strides) else home.view(source.shape)
         self._arrival = tier.copies.to_host(source.detach(), self._home, self._run.tickets)
         tier.stored_bytes += self.num_bytes
         tier.peak_bytes = max(tier.peak_bytes, tier.stored_bytes)
@@ -192,6 +215,9 @@ class HostTensor:
     def __del__(self) -> None:
         # the attribute is missing if the slab was full
         if hasattr(self, "_arrival"):
+            if self._returning is not None:
+                # nobody has waited for the copy back into memory that is free from now on
+                self._tier.copies.wait(self._returning[1])
             self._tier.slab.give(self._run, (self._arrival, *self._tickets))
             self._tier.stored_bytes -= self.num_bytes
 
@@ -248,4 +274,6 @@ def _pin(memory: Tensor) -> bool:
 
 
 def _unpin(address: int) -> None:
+    # copies may still be under way, for example after an error inside a step
+    torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,1 +1,1 @@
-"""Chunk inputs, the loss, the step clock and method binding, used by every other package of the runtime."""
+"""Chunk inputs, the loss, the step clock, memory layouts, time limits and method binding, used all over the runtime."""

@@ -76,7 +76,7 @@ class Round:
         self.num_backwards = sum(action.kind == "B" for action in actions)
         self.books = self._new_books()
         self.state_book = StateBook(has_backward=self.num_backwards > 0)
-        self.messages = self._post_messages(actions)
+        self.messages = self._messages()
         order = self._order(actions)
         for action, following in itertools.zip_longest(order, order[1:]):
             memory = explained(where, action, self.group, self.host.device, predicted_bytes)
@@ -178,7 +178,7 @@ class Round:
         assert gradient is not None, f"{action}: the hidden states that the stage received got no gradient"
         self.messages.send(action, gradient)
 
-    def _post_messages(self, actions: Sequence[Action]) -> RoundMessages | None:
+    def _messages(self) -> RoundMessages | None:
         links, stage = self.host.pool.links, self.host.stage
         if links is None:
             return None
@@ -186,7 +186,7 @@ class Round:
         def shape_of(chunk: int) -> tuple[int, int, int]:
             return 1, self.inputs[chunk].input_ids.shape[1], stage.hidden_size
 
-        return RoundMessages(links, actions, shape_of, stage.hidden_dtype, self.host.device)
+        return RoundMessages(links, shape_of, stage.hidden_dtype, self.host.device)
 
     def _note_memory(self) -> None:
         held = [activations.held_bytes() for activations in self.activations.values()]

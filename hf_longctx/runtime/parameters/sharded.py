@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.runtime.core.time_limits import group_limit
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 
 # description of the mesh's groups in torch's logs
@@ -184,6 +184,6 @@ def _units(model: object) -> list[FSDPModule]:
 
 def _own_group(groups: list[list[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:
     """Creates every group, in the same order on every rank; returns the one that `rank` is in."""
-    timeout = timedelta(seconds=timeout_s)
+    timeout = group_limit(timeout_s)
     handles = {tuple(ranks): dist.new_group(ranks, timeout=timeout, group_desc=MESH_GROUP) for ranks in groups}
     return next(handle for ranks, handle in handles.items() if rank in ranks)

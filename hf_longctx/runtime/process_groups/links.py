@@ -3,16 +3,18 @@
 `process_groups.pool` creates the links of a run; the executor makes one `RoundMessages` per micro-batch.
 
 The plan says who sends what and when, so both ends know every shape. Sends do not block: a buffer is kept until its message has
-left. A receive is posted one message ahead of the action that needs it. Two ranks have one process group for hidden states and
-one for gradients, and, with interleaving, two more for messages that wrap around between the last stage and the first. All
-messages of a group go in one direction and in the order of the plan, so that the streams on which NCCL runs them cannot wait for
-each other.
+left. A receive is posted by the action that needs it and not before: on NCCL a posted receive is a kernel that occupies the
+device until its message comes, and everything that waits for an idle device (the first launch of a kernel, memory given back to
+the driver) would wait with it, perhaps in front of the very send that the message depends on. Two ranks have one process group
+for hidden states and one for gradients, and, with interleaving, two more for messages that wrap around between the last stage and
+the first. All messages of a group go in one direction and in the order of the plan, so that the streams on which NCCL runs them
+cannot wait for each other.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -106,34 +108,22 @@ def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
 class RoundMessages:
     """Messages of one rank in one micro-batch. `shape_of(chunk)`: shape of the chunk's hidden states on this rank.
 
-    Both ends must run their actions in the given order; otherwise messages reach the wrong action.
+    Both ends must run their actions in the order of the plan; otherwise messages reach the wrong action.
     """
 
     def __init__(
-        self,
-        links: Links,
-        actions: Sequence[Action],
-        shape_of: Callable[[int], tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, links: Links, shape_of: Callable[[int], tuple[int, ...]], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._links, self._shape_of = links, shape_of
         self._dtype, self._device = dtype, device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
-        self._awaited: dict[_Way, deque[Action]] = {}
-        self._posted: dict[_Way, tuple[Action, dist.Work, Tensor]] = {}
-        for action in actions:
-            if action.kind in ("RF", "RB"):
-                self._awaited.setdefault(self._way(action), deque()).append(action)
-        for way in self._awaited:
-            self._post(way)
 
     def receive(self, action: Action) -> Tensor:
-        """Waits for the tensor that `action` receives, and posts the next receive. The caller owns the tensor."""
+        """Waits for the tensor that `action` receives. The caller owns the tensor."""
         way = self._way(action)
-        expected, work, buffer = self._posted.pop(way)
-        assert expected == action, f"{action} ran where {expected} is next"
-        self._post(way)
+        buffer = torch.empty(self._shape_of(action.chunk), dtype=self._dtype, device=self._device)
+        work = dist.irecv(buffer, way[1], group=self._links.lanes[way])
+        assert work is not None
         work.wait()
         return buffer
 
@@ -154,12 +144,3 @@ class RoundMessages:
     def _way(self, action: Action) -> _Way:
         peer, is_wrap = self._links.place.peer(action)
         return (action.kind[1], is_wrap), peer
-
-    def _post(self, way: _Way) -> None:
-        if not self._awaited[way]:
-            return
-        action = self._awaited[way].popleft()
-        buffer = torch.empty(self._shape_of(action.chunk), dtype=self._dtype, device=self._device)
-        work = dist.irecv(buffer, way[1], group=self._links.lanes[way])
-        assert work is not None
-        self._posted[way] = (action, work, buffer)

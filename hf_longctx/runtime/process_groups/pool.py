@@ -11,8 +11,6 @@ hangs if ranks have created different numbers.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,16 +29,18 @@ from hf_longctx.runtime.attention.context import Block, GroupContext, Ring, depa
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, slices_of
 from hf_longctx.runtime.attention.layout import GroupLayout
+from hf_longctx.runtime.core.time_limits import group_limit
 from hf_longctx.runtime.process_groups.links import Links, Place
 
 
 class GroupPool:
     """Owns the process groups of a run and makes contexts of chunks. Creates no group after construction.
 
-    A collective that waits longer than `timeout_s` fails on the waiting ranks. Gloo applies this limit only to groups created
-    with it, so plans, forwards, backwards and the gradient reduction all run on groups of the pool. (The trainer's own gather
-    of the logged loss runs on the default group, with its own time-out.) `lends`: stages may lend ranks to slices of other
-    stages; then there are also groups of equal positions, for the stages from any one to the last and from the first to any one.
+    A collective that waits longer than `timeout_s` (on NCCL: `group_limit`) fails on the waiting ranks. Gloo applies this limit
+    only to groups created with it, so plans, forwards, backwards and the gradient reduction all run on groups of the pool. (The
+    trainer's own gather of the logged loss runs on the default group, with its own time-out.) `lends`: stages may lend ranks to
+    slices of other stages; then there are also groups of equal positions, for the stages from any one to the last and from the
+    first to any one.
     """
 
     def __init__(
@@ -65,11 +65,10 @@ class GroupPool:
         self.stage, self.position = divmod(self.rank, self.ranks_per_stage)
         if self.num_ranks == 1:
             return
-        timeout = timedelta(seconds=timeout_s)
+        timeout = group_limit(timeout_s)
         self.everyone = dist.new_group(timeout=timeout)
-        # NCCL connects all ranks at the first use of a group, so use it now: rings send messages between some of its ranks only
         is_on_device = torch.cuda.is_available() and dist.get_backend(self.everyone) != "gloo"
-        dist.all_reduce(torch.zeros(1, device="cuda" if is_on_device else "cpu"), group=self.everyone)
+        device = torch.device("cuda" if is_on_device else "cpu")
         self._groups[tuple(range(self.num_ranks))] = self.everyone
         whole_stage = tuple(range(self.ranks_per_stage))
         for stage in range(num_stages):
@@ -86,7 +85,12 @@ class GroupPool:
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if num_stages > 1:
             place = Place(self.rank, self.stage, num_stages, self.ranks_per_stage)
-            self.links = Links.create(place, timeout, torch.device("cuda" if is_on_device else "cpu"))
+            self.links = Links.create(place, timeout, device)
+        # NCCL connects the ranks of a group at its first use, which takes seconds and needs all of them: rings send messages
+        # between some ranks only, and in a step ranks would wait for each other's first uses
+        for ranks, group in self._groups.items():
+            if self.rank in ranks:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_longctx.runtime.tiles.cuda import is_half
 from hf_longctx.runtime.tiles.plain import Backward, Forward, Scores, TileInputs, plain_backward, plain_forward
 
 logger = logging.getLogger(__name__)
 
 
-_HALF = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 # largest allowed difference relative to the largest element: outputs and inner softmax weights are rounded to bf16
 _TOLERANCE = 0.02
@@ -44,12 +44,12 @@ class PackageTiles:
 
     def takes(self, device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
         """Whether the package is installed and correct for such tiles on this process's CUDA device; the first call checks."""
-        is_half = dtype in _HALF and head_dim % 8 == 0 and head_dim <= _LARGEST_HEAD
-        if device_type != "cuda" or not is_half or capability < self.least_capability or not self.is_installed:
+        if device_type != "cuda" or not is_half(dtype, head_dim, _LARGEST_HEAD) or capability < self.least_capability:
             return False
         key = (capability, dtype, head_dim, torch.are_deterministic_algorithms_enabled())
         if key not in self.verdicts:
-            self.verdicts[key] = self.is_right(torch.device("cuda"), dtype, head_dim)
+            # looking for a package searches the disk, so it is part of the verdict
+            self.verdicts[key] = self.is_installed and self.is_right(torch.device("cuda"), dtype, head_dim)
         return self.verdicts[key]
 
     @property

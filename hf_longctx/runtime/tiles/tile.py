@@ -4,7 +4,7 @@
 autograd does not expose: the gradient of one tile, given the merged output and LSE of all tiles of its queries. `BACKENDS` lists
 the operators that offer it, the fastest first; the first that accepts a tile computes it, forward and backward:
 
-    cudnn              bf16 and fp16 on CUDA from compute capability 9.0, head sizes of 8, 16 ... 128, two keys or more
+    cudnn              bf16 and fp16 on CUDA of compute capability 9 and 10, head sizes of 8, 16 ... 128, two keys or more
     flash_attention_2  bf16 and fp16 on CUDA from compute capability 8.0, head sizes of 8, 16 ... 256
     flash_attn_4       the package flash-attn-4, bf16 and fp16 on CUDA from compute capability 9.0, capped scores too
     flash_attn_2       the package flash-attn, bf16 and fp16 on CUDA from compute capability 8.0, capped scores too
@@ -30,13 +30,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_longctx.runtime.core.layout import dense_channels
+from hf_longctx.runtime.tiles.cuda import (
+    cudnn_backward,
+    cudnn_forward,
+    flash_backward,
+    flash_forward,
+    takes_cudnn,
+    takes_flash,
+)
 from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4
 from hf_longctx.runtime.tiles.plain import Backward, Forward, TileInputs, as_heads, as_queries, plain_backward, plain_forward
 
 # device type, compute capability ((0, 0) without CUDA), dtype, head size -> whether the backend computes such tiles
 Takes = Callable[[str, tuple[int, int], torch.dtype, int], bool]
 
-_HALF = (torch.bfloat16, torch.float16)
+# most heads of one call: the grids of CUDA kernels count heads in a dimension of 16 bits
+MOST_HEADS = 2**16 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +129,9 @@ def _narrowed(x: Tensor, width: int) -> Tensor:
 def _forward(backend: TileBackend, tile: TileInputs) -> tuple[Tensor, Tensor]:
     """Output and LSE of a tile, with KV heads repeated or query heads folded for backends that do not group heads."""
     per_kv = tile.q.shape[0] // tile.k.shape[0]
+    if tile.q.shape[0] > MOST_HEADS:
+        found = [_forward(backend, part) for _, part in _parts(tile)]
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
     if per_kv == 1 or backend.groups_heads:
         return backend.forward(tile)
     if tile.causal:
@@ -132,6 +145,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a tile, with KV heads repeated or query heads folded as in `_forward`."""
     per_kv = tile.q.shape[0] // tile.k.shape[0]
+    if tile.q.shape[0] > MOST_HEADS:
+        found = [_backward(backend, gradient[heads], part, out[heads], lse[heads]) for heads, part in _parts(tile)]
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return dq, dk, dv
     if per_kv == 1 or backend.groups_heads:
         return backend.backward(gradient, tile, out, lse)
     if tile.causal:
@@ -140,6 +157,18 @@ def _backward(
     gradient, q, out, lse = (as_queries(x, per_kv) for x in (gradient, tile.q, out, lse))
     dq_GRD, dk, dv = backend.backward(gradient, replace(tile, q=q), out, lse)
     return as_heads(dq_GRD, per_kv), dk, dv
+
+
+def _parts(tile: TileInputs) -> list[tuple[slice, TileInputs]]:
+    """The tile cut by heads into as few parts as `MOST_HEADS` allows, each with the range of its query heads."""
+    per_kv, num_kv = tile.q.shape[0] // tile.k.shape[0], tile.k.shape[0]
+    most_kv = max(1, MOST_HEADS // per_kv)
+    parts = []
+    for first in range(0, num_kv, most_kv):
+        kv = slice(first, min(first + most_kv, num_kv))
+        heads = slice(kv.start * per_kv, kv.stop * per_kv)
+        parts.append((heads, replace(tile, q=tile.q[heads], k=tile.k[kv], v=tile.v[kv])))
+    return parts
 
 
 def _backend_for(tile: TileInputs, name: str) -> TileBackend:
@@ -172,75 +201,12 @@ def _summed(x_HUD: Tensor, per_kv: int) -> Tensor:
     return x_HUD.unflatten(0, (-1, per_kv)).sum(1, dtype=torch.promote_types(x_HUD.dtype, torch.float32))
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Makes the last dimension dense, which is all that the operators require of a layout.
-
-    Views of a long buffer in which only the heads are strided, such as keys and values, are not copied.
-    """
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _takes_cudnn(device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
-    # AMD devices report capabilities from 9.0 on too; torch's own attention also refuses cuDNN under these two conditions
-    is_offered = torch.version.hip is None and torch.backends.cuda.cudnn_sdp_enabled()
-    is_allowed = is_offered and not torch.are_deterministic_algorithms_enabled()
-    return is_allowed and device_type == "cuda" and capability >= (9, 0) and _is_half(dtype, head_dim, 128)
-
-
-def _takes_flash(device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
-    return device_type == "cuda" and capability >= (8, 0) and _is_half(dtype, head_dim, 256)
-
-
 def _takes_cpu(device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
     return device_type == "cpu"
 
 
 def _takes_all(device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
     return True
-
-
-def _is_half(dtype: torch.dtype, head_dim: int, largest_head: int) -> bool:
-    """Whether the dtype has 16 bits and the head size is a multiple of 8 up to `largest_head`."""
-    return dtype in _HALF and head_dim % 8 == 0 and head_dim <= largest_head
-
-
-def _cudnn_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
-    inputs = (_dense(x).unsqueeze(0) for x in (tile.q, tile.k, tile.v))
-    # no bias, with LSE, no dropout
-    out, lse_1HT1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *inputs, None, True, 0.0, tile.causal, False, scale=tile.scores.scale
-    )
-    return out.squeeze(0), lse_1HT1.view(tile.q.shape[:2])
-
-
-def _cudnn_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = [_dense(x).unsqueeze(0) for x in (gradient, tile.q, tile.k, tile.v, out)]
-    # read only with dropout
-    seed = torch.empty((), dtype=torch.int64, device=tile.q.device)
-    # the operator wants the LSE as [B, H, T, 1]; no bias, no packed documents
-    lse_1HT1 = lse.contiguous().unsqueeze(0).unsqueeze(-1)
-    rest = (seed, seed, None, None, None, tile.q.shape[1], tile.k.shape[1], 0.0, tile.causal)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*inputs, lse_1HT1, *rest, scale=tile.scores.scale)
-    return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
-
-
-def _flash_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
-    inputs = (_dense(x).unsqueeze(0) for x in (tile.q, tile.k, tile.v))
-    attention = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse, *_ = attention(*inputs, 0.0, tile.causal, False, scale=tile.scores.scale)
-    return out.squeeze(0), lse.squeeze(0)
-
-
-def _flash_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = [_dense(x).unsqueeze(0) for x in (gradient, tile.q, tile.k, tile.v, out)]
-    # read only with dropout
-    device = tile.q.device
-    seed, unused = torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device)
-    rest = (None, None, tile.q.shape[1], tile.k.shape[1], 0.0, tile.causal, seed, unused)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *inputs, lse.contiguous().unsqueeze(0), *rest, scale=tile.scores.scale
-    )
-    return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
 
 
 def _cpu_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
@@ -252,15 +218,15 @@ def _cpu_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
 
 def _cpu_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gradient, q, out, lse = (x.contiguous() for x in (gradient, tile.q, out, lse))
-    inputs = [x.unsqueeze(0) for x in (gradient, q, _dense(tile.k), _dense(tile.v), out, lse)]
+    inputs = [x.unsqueeze(0) for x in (gradient, q, dense_channels(tile.k), dense_channels(tile.v), out, lse)]
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = backward(*inputs, 0.0, tile.causal, scale=tile.scores.scale)
     return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
 
 
 BACKENDS = (
-    TileBackend("cudnn", _takes_cudnn, _cudnn_forward, _cudnn_backward, groups_heads=True, min_keys=2),
-    TileBackend("flash_attention_2", _takes_flash, _flash_forward, _flash_backward, groups_heads=True),
+    TileBackend("cudnn", takes_cudnn, cudnn_forward, cudnn_backward, groups_heads=True, min_keys=2),
+    TileBackend("flash_attention_2", takes_flash, flash_forward, flash_backward, groups_heads=True),
     # the packages come after torch's own operators, so they compute capped scores only, until they have been measured
     TileBackend("flash_attn_4", FLASH_4.takes, FLASH_4.forward, FLASH_4.backward, groups_heads=True, caps=True),
     TileBackend("flash_attn_2", FLASH_2.takes, FLASH_2.forward, FLASH_2.backward, groups_heads=True, caps=True),

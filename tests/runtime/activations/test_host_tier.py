@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.measures.cudnn_plans import cudnn_on_the_cpu
 from helpers.measures.engine_steps import EngineStep
 from helpers.measures.late_copies import LateCopies
 from helpers.models.reference import TOLERANCE, relative_error
@@ -64,6 +66,39 @@ def test_gradients_are_those_of_plain_hf_however_late_copies_are(kind: int, fami
         assert step.error() <= TOLERANCE
         del loss
         assert step.engine.tier.stored_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+def test_outputs_from_the_host_reach_cudnn_in_the_layout_that_it_expects(family: str) -> None:
+    policies = split_layer(recompute=0.0, host=1.0), split_layer(recompute=0.0, host=0.0)
+    step = Step(HostTier(2**20, LateCopies(True)), family=family)
+    with cudnn_on_the_cpu() as plans:
+        step.forward(policies)[0].backward()
+    assert step.error() <= TOLERANCE
+    assert plans.calls and not plans.misread
+
+
+def test_dimensions_of_a_stored_tensor_keep_their_order_in_memory() -> None:
+    tier, heads_first = HostTier(2**12, PlainCopies()), torch.arange(60.0).view(3, 5, 4)
+    tokens_first = heads_first.transpose(0, 1)
+    for tensor in (heads_first, tokens_first):
+        found = tier.store(tensor).fetch()
+        assert torch.equal(found, tensor) and found.stride() == tensor.stride()
+    # a part of the tokens has gaps
+    part = tier.store(tokens_first[2:4]).fetch()
+    assert torch.equal(part, tokens_first[2:4]) and part.is_contiguous()
+
+
+def test_a_slab_in_many_pieces_is_searched_by_size() -> None:
+    slab = HostSlab(2**24, is_pinned=False)
+    runs = [slab.take(64 * (1 + number % 40)) for number in range(10_000)]
+    for run in runs[::2]:
+        slab.give(run, ())
+    with patch.object(host_tier, "_size", wraps=host_tier._size) as sizes:
+        taken = slab.take(64 * 21)
+    assert taken.num_bytes == 64 * 21
+    # two bisections at most, not one look at each of 5,000 pieces
+    assert sizes.call_count <= 40
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
@@ -138,7 +173,8 @@ def interleaved_reuse(tier: HostTier) -> tuple[Tensor, Tensor]:
     stored = torch.arange(100.0)
     first = tier.store(stored)
     first.prefetch()
-    target, ticket = first._returning
+    # on CUDA `fetch` lets the device wait, not the host
+    (target, ticket), first._returning = first._returning, None
     del first
     second = tier.store(torch.full((100,), -1.0))
     tier.copies.wait(ticket)

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.sharding import Piece
-from hf_longctx.plan.core.types import Chunk, Method, SequenceGroup, Span
+from hf_longctx.plan.core.types import Action, Chunk, Method, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring
+from hf_longctx.runtime.process_groups.links import RoundMessages
 from hf_longctx.runtime.process_groups.pool import GroupPool, aligned_groups
 
 CHUNK = Chunk(0, (Span(0, 0, 8),))
@@ -140,8 +141,8 @@ def test_no_group_is_made_after_construction(ranks) -> None:
     assert ranks(4).run(num_groups_made_by_contexts) == [0, 0, 0, 0]
 
 
-def collectives_of_a_new_pool() -> list[bool]:
-    """For every collective of a new pool: whether it runs on the group of all ranks, over which rings send."""
+def collectives_of_a_new_pool(degrees: tuple[int, ...]) -> list[list[int]]:
+    """The ranks of the group of every collective of a new pool."""
     calls: list[dist.ProcessGroup] = []
     original = dist.all_reduce
 
@@ -150,12 +151,42 @@ def collectives_of_a_new_pool() -> list[bool]:
         return original(tensor, *args, **kwargs)
 
     with patch.object(dist, "all_reduce", all_reduce):
-        pool = GroupPool((1,), timeout_s=60.0)
-    found = [group is pool.everyone for group in calls]
+        pool = GroupPool(degrees, timeout_s=60.0)
+    found = [dist.get_process_group_ranks(group) for group in calls]
     pool.close()
     return found
 
 
-def test_all_ranks_meet_on_their_group_before_some_send_messages_on_it(ranks) -> None:
-    # NCCL: the first use of a group must not be a batch of messages between only some of its ranks
-    assert ranks(2).run(collectives_of_a_new_pool) == [[True]] * 2
+def test_ranks_of_a_group_meet_before_its_first_step(ranks) -> None:
+    # NCCL: the first use connects all ranks of a group; rings send messages between only some of all ranks
+    everyone, pairs = [0, 1, 2, 3], [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert ranks(4).run(collectives_of_a_new_pool, (1, 2)) == [[everyone, pair] for pair in pairs]
+
+
+def receives_posted_by_a_stage() -> list[int]:
+    """Receives that were posted when messages of a micro-batch were made, and after each of two had been received."""
+    pool = GroupPool((1,), timeout_s=60.0, num_stages=2)
+    posted, original = [0], dist.irecv
+
+    def irecv(*args: Any, **kwargs: Any) -> Any:
+        posted[-1] += 1
+        return original(*args, **kwargs)
+
+    with patch.object(dist, "irecv", irecv):
+        messages = RoundMessages(pool.links, lambda chunk: (2,), torch.float64, torch.device("cpu"))
+        for chunk in range(2):
+            posted.append(posted[-1])
+            if pool.stage:
+                found = messages.receive(Action("RF", 1, chunk))
+                assert found.tolist() == [chunk, chunk]
+            else:
+                messages.send(Action("SF", 0, chunk), torch.full((2,), float(chunk), dtype=torch.float64))
+        messages.finish()
+    dist.barrier()
+    pool.close()
+    return posted
+
+
+def test_a_receive_is_posted_by_its_action_and_not_before(ranks) -> None:
+    # NCCL: a posted receive occupies the device until its message comes
+    assert ranks(2).run(receives_posted_by_a_stage) == [[0, 0, 0], [0, 1, 2]]

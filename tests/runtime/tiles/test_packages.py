@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_longctx.runtime.tiles import cuda
 from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4, PackageTiles
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
 from hf_longctx.runtime.tiles.tile import choose_backend
@@ -125,10 +126,11 @@ def test_a_package_is_checked_once_and_used_for_what_it_may_take() -> None:
     assert not PackageTiles("stand-in", HOPPER, right_forward, right_backward).takes("cuda", HOPPER, torch.bfloat16, 128)
 
 
-def test_packages_compute_capped_scores_and_nothing_else() -> None:
+def test_packages_compute_capped_scores_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(is_capped: bool) -> str:
         return choose_backend("cuda", HOPPER, torch.bfloat16, 128, is_capped=is_capped).name
 
+    monkeypatch.setattr(cuda, "cudnn_version", lambda: 91600)
     assert (chosen(True), chosen(False)) == ("plain", "cudnn")
     key = (HOPPER, torch.bfloat16, 128, torch.are_deterministic_algorithms_enabled())
     with patch.object(PackageTiles, "is_installed", True):

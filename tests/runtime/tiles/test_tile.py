@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -9,11 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.measures.allocations import measure
+from helpers.measures.cudnn_plans import cudnn_on_the_cpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.runtime.tiles import plain
+from hf_longctx.runtime.tiles import cuda, plain
+from hf_longctx.runtime.tiles import tile as tile_module
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import BACKENDS, attention_backend, choose_backend, tile_backward, tile_forward
 
@@ -21,6 +24,12 @@ SCALE = 0.3
 SCORES = Scores(SCALE)
 HALF = [torch.bfloat16, torch.float16]
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+
+
+@pytest.fixture(autouse=True)
+def cudnn_is_installed() -> Iterator[None]:
+    with patch.object(cuda, "cudnn_version", lambda: 91600):
+        yield
 
 
 def tile(num_queries: int, num_keys: int, dtype: torch.dtype, num_kv: int = 6) -> list[Tensor]:
@@ -198,7 +207,8 @@ def test_arguments_of_operators_of_cuda_are_at_their_places(backend: str, causal
     [
         (HOPPER, torch.bfloat16, 128, "cudnn"),
         (HOPPER, torch.float16, 8, "cudnn"),
-        ((12, 0), torch.bfloat16, 64, "cudnn"),
+        ((10, 3), torch.bfloat16, 64, "cudnn"),
+        ((12, 0), torch.bfloat16, 64, "flash_attention_2"),
         (HOPPER, torch.bfloat16, 136, "flash_attention_2"),
         (HOPPER, torch.bfloat16, 256, "flash_attention_2"),
         (AMPERE, torch.bfloat16, 128, "flash_attention_2"),
@@ -232,6 +242,46 @@ def test_torch_s_own_switches_keep_cudnn_out() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert choose_backend("cuda", HOPPER, torch.bfloat16, 64).name == "cudnn"
+
+
+def test_a_cudnn_with_wrong_results_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (0, 90501, 91500):
+        with patch.object(cuda, "cudnn_version", lambda version=version: version):
+            assert choose_backend("cuda", HOPPER, torch.bfloat16, 64).name == "flash_attention_2"
+    # its LSE would have another layout
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    assert choose_backend("cuda", HOPPER, torch.bfloat16, 64).name == "flash_attention_2"
+
+
+def in_layout(x_HTD: Tensor, tokens_first: bool) -> Tensor:
+    return x_HTD.transpose(0, 1).contiguous().transpose(0, 1) if tokens_first else x_HTD.contiguous()
+
+
+def test_layouts_of_output_and_gradient_do_not_change_what_cudnn_computes() -> None:
+    tensors = tile(7, 7, torch.float64, 2)
+    inputs = TileInputs(*tensors[1:], SCORES, True)
+    out, lse = tile_forward(inputs)
+    expected = tile_backward(tensors[0], inputs, out, lse, "plain")
+    with cudnn_on_the_cpu() as plans:
+        torch.testing.assert_close(tile_forward(inputs)[0], out, rtol=1e-13, atol=1e-13)
+        for layouts in ((False, False), (True, False), (False, True), (True, True)):
+            gradient, merged = (in_layout(x, layout) for x, layout in zip((tensors[0], out), layouts, strict=True))
+            for ours, plain_one in zip(tile_backward(gradient, inputs, merged, lse), expected, strict=True):
+                torch.testing.assert_close(ours, plain_one, rtol=1e-12, atol=1e-12)
+    assert (plans.calls, plans.misread) == (5, 0)
+
+
+@pytest.mark.parametrize("num_kv", [1, 2, 6])
+def test_heads_beyond_the_grid_of_a_kernel_are_computed_in_parts(num_kv: int) -> None:
+    gradient, *qkv = tile(5, 5, torch.float64, num_kv)
+    inputs = TileInputs(*qkv, SCORES, True)
+    expected = (*tile_forward(inputs), *tile_backward(gradient, inputs, *tile_forward(inputs)))
+    # two heads at a time, but never less than those that read one KV head
+    with patch.object(tile_module, "MOST_HEADS", max(2, 6 // num_kv)):
+        out, lse = tile_forward(inputs)
+        found = (out, lse, *tile_backward(gradient, inputs, out, lse))
+    for ours, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "meta"])
