@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.core.types import TensorShare
-from hf_longctx.runtime.core.layout import dense_strides, has_strides
+from hf_longctx.runtime.core.strides import dense_strides, has_strides
 
 logger = logging.getLogger(__name__)
 

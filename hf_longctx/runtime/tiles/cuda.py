@@ -17,7 +17,7 @@ import os
 import torch
 from torch import Tensor
 
-from hf_longctx.runtime.core.layout import dense_channels, dense_strides, laid_out
+from hf_longctx.runtime.core.strides import dense_channels, dense_strides, laid_out
 from hf_longctx.runtime.tiles.plain import TileInputs
 
 _HALF = (torch.bfloat16, torch.float16)

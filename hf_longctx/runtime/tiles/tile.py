@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_longctx.runtime.core.layout import dense_channels
+from hf_longctx.runtime.core.strides import dense_channels
 from hf_longctx.runtime.tiles.cuda import (
     cudnn_backward,
     cudnn_forward,
