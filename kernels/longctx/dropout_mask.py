@@ -85,12 +85,16 @@ def launch_keep_mask(
     return keep_TC.view(torch.bool)
 
 
+def random_words(documents_T: Tensor, positions_T: Tensor, step: int, key: int, num_channels: int) -> Tensor:
+    """Words of 32 bits [T, C], int64, from which masks are drawn; documents and positions are int64, `key` 64 bits."""
+    channels = torch.arange(-(-num_channels // 4), device=positions_T.device).unsqueeze(0)
+    counter = channels, positions_T.unsqueeze(1), documents_T.unsqueeze(1) & WORD, torch.full_like(channels[:, :1], step & WORD)
+    return torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :num_channels]
+
+
 @torch.library.custom_op("hf_longctx::keep_mask", mutates_args=(), device_types="cpu")
 def _keep_mask(documents_T: Tensor, positions_T: Tensor, step: int, key: list[int], threshold: int, num_channels: int) -> Tensor:
-    channels = torch.arange(-(-num_channels // 4), device=positions_T.device).unsqueeze(0)
-    counter = channels, positions_T.unsqueeze(1), documents_T.unsqueeze(1) & WORD, torch.full_like(channels[:, :1], step)
-    words_TC = torch.stack(philox(counter, key[1] << 32 | key[0]), dim=-1).flatten(1)[:, :num_channels]
-    return words_TC >= threshold
+    return random_words(documents_T, positions_T, step, key[1] << 32 | key[0], num_channels) >= threshold
 
 
 _keep_mask.register_kernel("cuda")(launch_keep_mask)

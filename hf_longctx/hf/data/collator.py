@@ -8,7 +8,7 @@ sequence is cut. `LongContextCollator` then packs these tokens into the rank's s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_longctx.hf.data.sampler import SequenceIndex
+from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import LOSS_WEIGHTS, ScannedRows
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
@@ -39,19 +40,21 @@ class TokenSequence:
     """Consecutive tokens of one sequence, starting at its token `first`: ids, and labels of the next token.
 
     Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not to be learnt. loss_weights: the weight of each
-    label in the loss, [n], fp64, 0 where there is no next token; None if every label weighs 1.
+    label in the loss, [n], fp64, 0 where there is no next token; None if every label weighs 1. label_values: the values [1, K] of
+    a document's label, fp32, which then is 0; None if labels are classes.
     """
 
     input_ids: Tensor
     shift_labels: Tensor
     first: int = 0
     loss_weights: Tensor | None = None
+    label_values: Tensor | None = None
 
     def between(self, begin: int, end: int) -> TokenSequence:
         """Tokens [begin, end), counted from the start of the sequence."""
         cut = slice(begin - self.first, end - self.first)
         weights = None if self.loss_weights is None else self.loss_weights[cut]
-        return TokenSequence(self.input_ids[cut], self.shift_labels[cut], begin, weights)
+        return TokenSequence(self.input_ids[cut], self.shift_labels[cut], begin, weights, self.label_values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,13 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
     """A dataset whose keys are planned steps: an item holds the tokens of that step that one rank needs.
 
     `dataset` gives rows as mappings of lists or arrays, or as Arrow tables; from a table only the needed tokens are copied. With
-    `scanned`, an item is a `ChangedRow` if a row is not the one that was scanned.
+    `scanned`, an item is a `ChangedRow` if a row is not the one that was scanned. task: which tokens the rows' labels belong to.
     """
 
-    def __init__(self, dataset: Any, index: SequenceIndex, scanned: ScannedRows | None = None) -> None:
-        self.dataset, self.index, self.scanned = dataset, index, scanned
+    def __init__(
+        self, dataset: Any, index: SequenceIndex, scanned: ScannedRows | None = None, task: HeadTask = NEXT_TOKEN
+    ) -> None:
+        self.dataset, self.index, self.scanned, self.task = dataset, index, scanned, task
 
     def __len__(self) -> int:
         return len(self.index)
@@ -90,9 +95,9 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
 
     def _row(self, number: int) -> Any:
         if self.scanned is None:
-            return self.dataset[number]
+            return self.task.listed(self.dataset[number])
         try:
-            row = self.dataset[number]
+            row = self.task.listed(self.dataset[number])
         except IndexError as error:
             return ChangedRow(self.scanned.loss(number, error))
         problem = self.scanned.change(number, row)
@@ -101,13 +106,38 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
     def _sequence(self, row: Any, number: int, first: int, stop: int) -> TokenSequence:
         start, end = int(self.index.starts[number]), int(self.index.stops[number])
         columns = row.column_names if isinstance(row, pa.Table) else row
+        ids = _tokens(row, "input_ids", start + first, start + stop)
+        if self.task.kind == "document":
+            labels, values = self._document_labels(row, start, end, start + first, start + stop)
+            return TokenSequence(ids, labels, first, label_values=values)
+        if self.task.kind == "token":
+            own = start + first, start + stop
+            if self.task.marks:
+                return TokenSequence(ids, torch.zeros_like(ids), first)
+            weights = _items(row, LOSS_WEIGHTS, *own, np.float64) if LOSS_WEIGHTS in columns else None
+            return TokenSequence(ids, _tokens(row, "labels", *own), first, weights)
         after = start + first + 1, min(start + stop + 1, end)
         labels = _tokens(row, "labels" if "labels" in columns else "input_ids", *after)
         weights = _items(row, LOSS_WEIGHTS, *after, np.float64) if LOSS_WEIGHTS in columns else None
         if start + stop == end:
             labels = torch.cat([labels, labels.new_full((1,), IGNORE_INDEX)])
             weights = None if weights is None else torch.cat([weights, weights.new_zeros(1)])
-        return TokenSequence(_tokens(row, "input_ids", start + first, start + stop), labels, first, weights)
+        return TokenSequence(ids, labels, first, weights)
+
+    def _document_labels(self, row: Any, start: int, end: int, begin: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Labels of tokens [begin, stop) of a row whose document is at [start, end), and the values of the document's label."""
+        ids = row["input_ids"].combine_chunks().flatten() if isinstance(row, pa.Table) else row["input_ids"]
+        place = self.task.label_place(ids, start, end)
+        labels = torch.full((stop - begin,), IGNORE_INDEX, dtype=torch.int64)
+        has_values = self.task.has_values
+        if self.task.marks:
+            if begin <= place < stop:
+                labels[place - begin] = 0
+            return labels, None
+        own = _items(row, "labels", 0, self.task.labels_per_row, np.float64 if has_values else np.int64)
+        if begin <= place < stop:
+            labels[place - begin] = 0 if has_values else own[0]
+        return labels, own.float().unsqueeze(0) if has_values else None
 
 
 def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
@@ -123,6 +153,13 @@ def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
                     low, high = ranges.get(span.sequence, (begin, end))
                     ranges[span.sequence] = (min(low, begin), max(high, end))
     return ranges
+
+
+def token_sequences(chunk: Chunk, group: SequenceGroup, position: int) -> IntArray:
+    """Number of the plan's sequence for every token [T] of `chunk` on the rank at `position`; 0 for dummy tokens."""
+    pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
+    numbers = [chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else 0 for piece in pieces]
+    return np.repeat(np.asarray(numbers, dtype=np.int64), [piece.num_tokens for piece in pieces])
 
 
 def _tokens(row: Any, column: str, start: int, stop: int) -> Tensor:
@@ -193,6 +230,9 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
         else:
             zeros = torch.zeros(piece.num_tokens, dtype=torch.int64)
             parts.append((TokenSequence(zeros, torch.full_like(zeros, IGNORE_INDEX)), zeros))
+    label_values = None
+    if any(part.label_values is not None for part, _ in parts):
+        parts, label_values = _numbered(parts)
     rows = ((part.input_ids, positions, part.shift_labels) for part, positions in parts)
     input_ids, position_ids, shift_labels = (torch.cat(column).unsqueeze(0) for column in zip(*rows, strict=True))
     loss_weights = None
@@ -202,4 +242,16 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
             for part, positions in parts
         )
         loss_weights = torch.cat(list(of_parts)).unsqueeze(0)
-    return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights)
+    return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights, label_values)
+
+
+def _numbered(parts: Sequence[tuple[TokenSequence, Tensor]]) -> tuple[list[tuple[TokenSequence, Tensor]], Tensor]:
+    """The parts with labels that number the rows of one table, and that table [N, K]."""
+    numbered, table = [], list[Tensor]()
+    for part, positions in parts:
+        if (values := part.label_values) is not None:
+            labels = part.shift_labels
+            part = replace(part, shift_labels=labels.where(labels == IGNORE_INDEX, len(table)))
+            table.append(values)
+        numbered.append((part, positions))
+    return numbered, torch.cat(table)

@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
+from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask, class_problems
 from hf_longctx.hf.data.sampler import IntArray, document_places
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
@@ -83,7 +84,12 @@ class DatasetScan:
 
 
 def scan_dataset(
-    dataset: Any, name: str, vocab_size: int, show_progress: bool = False, placeholders: tuple[int, ...] = ()
+    dataset: Any,
+    name: str,
+    vocab_size: int,
+    show_progress: bool = False,
+    placeholders: tuple[int, ...] = (),
+    task: HeadTask = NEXT_TOKEN,
 ) -> DatasetScan:
     """Reads a dataset once and checks every row; keeps one batch of rows and all lengths in memory.
 
@@ -93,22 +99,23 @@ def scan_dataset(
     unusable, the result has a problem and no lengths.
 
     `name`: the name of the dataset in messages, for example "train_dataset". `show_progress`: show a bar if reading takes longer
-    than a second. `placeholders`: token ids for padding, images, sound or video that no row may have.
+    than a second. `placeholders`: token ids for padding, images, sound or video that no row may have. `task`: the labels that
+    rows have for a head that classifies.
     """
-    if (unusable := _unusable(dataset, name)) is not None:
+    if (unusable := _unusable(dataset, name, task)) is not None:
         return DatasetScan(np.zeros(0, dtype=np.int64), "", [unusable])
     lengths: IntArray = np.zeros(len(dataset), dtype=np.int64)
     problems: list[str] = []
     num_more, has_label, num_rows = 0, False, 0
     # the hash of a dataset without labels has always had a part for them
-    present = {"input_ids", "labels", *_columns(dataset)}
+    present = {"input_ids", "labels", *task.renamed(_columns(dataset))}
     hashes = {column: xxhash.xxh3_128() for column in _HASHED if column in present}
     documents: list[IntArray] = []
     row_digests = None if isinstance(dataset, datasets.Dataset) else np.zeros(len(dataset), dtype=np.uint64)
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
-        for table in _tables(dataset):
-            rows, found = _table_problems(name, num_rows, table, vocab_size, placeholders)
+        for table in _tables(dataset, task):
+            rows, found = _table_problems(name, num_rows, table, vocab_size, placeholders, task)
             fresh = [problem for problem in found if problem not in problems]
             room = _SHOWN - len(problems)
             problems += fresh[:room]
@@ -123,11 +130,12 @@ def scan_dataset(
             num_rows += len(rows)
             if not problems:
                 documents += [] if (found_documents := _documents(table)) is None else [found_documents]
-                has_label = has_label or _count_labels(table) > 0
+                has_label = has_label or _count_labels(table, task) > 0
                 _hash_columns(hashes, table)
             bar.update(len(rows))
     if not problems and not has_label:
-        problems.append(f"{name} has no token with a label, so there is nothing to learn from it; check its labels")
+        what = "row" if task.kind == "document" else "token"
+        problems.append(f"{name} has no {what} with a label, so there is nothing to learn from it; check its labels")
     if num_more:
         problems.append(f"... and {num_more} more problems")
     digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths.data))))
@@ -150,7 +158,8 @@ def _row_digest(row: Mapping[str, Any]) -> int:
     for name in _HASHED:
         if name not in row:
             continue
-        array = np.ascontiguousarray(row[name], dtype=np.float64 if name == LOSS_WEIGHTS else np.int64)
+        is_float = name == LOSS_WEIGHTS or getattr(row[name], "dtype", None) == np.float64
+        array = np.ascontiguousarray(row[name], dtype=np.float64 if is_float else np.int64)
         state.update(name.encode())
         state.update(len(array).to_bytes(8, "little"))
         state.update(array.data)
@@ -209,27 +218,29 @@ def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:
                 items.update(np.ascontiguousarray(values.astype(np.float64) if column == LOSS_WEIGHTS else values))
 
 
-def _unusable(dataset: Any, name: str) -> str | None:
+def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
     """Explains why the rows of a dataset cannot be read, or returns None."""
     if isinstance(dataset, dict):
         return f"{name} is a dict of datasets ({', '.join(map(str, dataset))}); pass one of them"
     if len(dataset) == 0:
         return f"{name} has no rows; check its path, split and filters"
-    if (problem := column_problem(_columns(dataset), name)) is not None:
+    if (problem := column_problem(_columns(dataset), name, task)) is not None:
         return problem
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
         return f"{name} has a transform (with_transform), which is not supported; apply it with dataset.map instead"
     return None
 
 
-def column_problem(columns: Sequence[str], name: str) -> str | None:
+def column_problem(columns: Sequence[str], name: str, task: HeadTask = NEXT_TOKEN) -> str | None:
     """Explains why rows with these columns cannot be trained on, or returns None."""
     if "input_ids" not in columns:
         return (
             f"{name} has no column 'input_ids' (it has {', '.join(sorted(columns))}); tokenise it first, for example with "
             f"dataset.map(lambda row: tokenizer(row['text']))"
         )
-    if meaningful := [column for column in _MEANINGFUL if column in columns]:
+    if (problem := task.column_problem(columns, name, PACKED, LOSS_WEIGHTS)) is not None:
+        return problem
+    if meaningful := [column for column in _MEANINGFUL if column in task.renamed(columns)]:
         return (
             f"{name} has a column {meaningful[0]!r}, which is not supported, and to ignore it would change what is trained; "
             f"express it in 'labels' (-100 for no label) with one document per row, or remove the column"
@@ -247,12 +258,12 @@ def column_problem(columns: Sequence[str], name: str) -> str | None:
     return None
 
 
-def token_rows(dataset: Any) -> Any:
+def token_rows(dataset: Any, task: HeadTask = NEXT_TOKEN) -> Any:
     """The dataset with only the columns that training reads; a row of an Arrow dataset is then an Arrow table."""
     if not isinstance(dataset, datasets.Dataset):
         return dataset
-    columns = [name for name in ("input_ids", "labels", LOSS_WEIGHTS) if name in dataset.column_names]
-    return dataset.select_columns(columns).with_format("arrow")
+    read = ("input_ids", task.label_column(dataset.column_names), LOSS_WEIGHTS)
+    return dataset.select_columns([name for name in read if name in dataset.column_names]).with_format("arrow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,18 +332,21 @@ def _columns(dataset: Any) -> list[str]:
     return list(row) if isinstance(row, Mapping) else [type(row).__name__]
 
 
-def _tables(dataset: Any) -> Iterator[pa.Table | str]:
+def _tables(dataset: Any, task: HeadTask) -> Iterator[pa.Table | str]:
     """Yields the rows batch by batch, or a sentence that says what is wrong with the rows of a batch."""
     present = _columns(dataset)
-    columns = [column for column in _READ if column in present]
-    arrow = dataset.select_columns(columns).with_format("arrow") if isinstance(dataset, datasets.Dataset) else None
+    own = task.label_column(present)
+    columns = [column for column in _READ if column in task.renamed(present)]
+    read = [own if column == "labels" else column for column in columns]
+    arrow = dataset.select_columns(read).with_format("arrow") if isinstance(dataset, datasets.Dataset) else None
     first_row, num_rows = 0, min(_FIRST_BATCH_ROWS, _BATCH_ROWS)
     while first_row < len(dataset):
         stop = min(first_row + num_rows, len(dataset))
         if arrow is not None:
-            table = arrow[first_row:stop]
+            table = task.listed(arrow[first_row:stop])
         else:
-            table = _plain_table([dataset[i] for i in range(first_row, stop)], columns, first_row)
+            rows = [task.listed(dataset[i]) for i in range(first_row, stop)]
+            table = _plain_table(rows, columns, first_row, task)
         yield table
         # these rows were usable, or the caller would not have asked for the next batch
         num_tokens = len(_values(table["input_ids"]))
@@ -340,7 +354,8 @@ def _tables(dataset: Any) -> Iterator[pa.Table | str]:
         first_row = stop
 
 
-def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int) -> pa.Table | str:
+def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: HeadTask = NEXT_TOKEN) -> pa.Table | str:
+    floats = _float_columns(task)
     values: dict[str, list[Any]] = {column: [] for column in columns}
     for number, row in enumerate(rows):
         for column in _OPTIONAL:
@@ -350,16 +365,25 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int) -> pa.
             if column not in row:
                 return f"row {first_row + number} has no {column!r}, but the first row has; give every row the same columns"
             value = None if row[column] is None else np.asarray(row[column])
-            kinds, items, dtype = ("iuf", "numbers", np.float64) if column == LOSS_WEIGHTS else ("iub", "integers", np.int64)
+            kinds, items, dtype = ("iuf", "numbers", np.float64) if column in floats else ("iub", "integers", np.int64)
             if value is not None and (value.ndim != 1 or (value.dtype.kind not in kinds and value.size)):
                 return f"row {first_row + number} column {column!r} holds {row[column]!r:.40}, expected a list of {items} per row"
             values[column].append(value if value is None else value.astype(dtype))
-    types = {column: pa.list_(pa.float64() if column == LOSS_WEIGHTS else pa.int64()) for column in columns}
+    types = {column: pa.list_(pa.float64() if column in floats else pa.int64()) for column in columns}
     return pa.table({column: pa.array(items, types[column]) for column, items in values.items()})
 
 
+def _float_columns(task: HeadTask) -> tuple[str, ...]:
+    return (LOSS_WEIGHTS, "labels") if task.has_values else (LOSS_WEIGHTS,)
+
+
 def _table_problems(
-    name: str, first_row: int, table: pa.Table | str, vocab_size: int, placeholders: tuple[int, ...]
+    name: str,
+    first_row: int,
+    table: pa.Table | str,
+    vocab_size: int,
+    placeholders: tuple[int, ...],
+    task: HeadTask = NEXT_TOKEN,
 ) -> tuple[IntArray, list[str]]:
     """Lengths of the rows, and their problems; no lengths if a column does not hold lists of integers."""
     if isinstance(table, str):
@@ -370,10 +394,12 @@ def _table_problems(
         # Arrow gives the items of empty lists the type null
         is_number = is_list and (pa.types.is_integer(kind.value_type) or kind.value_type == pa.null())
         is_other = is_list and (
-            pa.types.is_floating(kind.value_type) if column == LOSS_WEIGHTS else kind.value_type == pa.bool_()
+            pa.types.is_floating(kind.value_type) if column in _float_columns(task) else kind.value_type == pa.bool_()
         )
         if not is_number and not is_other:
-            expected = f"expected a list of {'numbers' if column == LOSS_WEIGHTS else 'integers'} per row"
+            expected = f"expected a list of {'numbers' if column in _float_columns(task) else 'integers'} per row"
+            if column == "labels":
+                expected = task.expected_labels or expected
             return np.zeros(0, dtype=np.int64), [f"{name} column {column!r} holds {kind}, {expected}"]
     for column, expected in (("labels", "token ids"), ("position_ids", "positions"), ("seq_lengths", "lengths")):
         if column in table.column_names and table[column].type.value_type == pa.bool_():
@@ -385,14 +411,16 @@ def _table_problems(
     ]
     problems += _placeholder_problems(name, first_row, table["input_ids"], placeholders)
     problems += _range_problems(name, "token id", _values(table["input_ids"]), vocab_size)
-    if "labels" in table.column_names:
+    if task.kind == "document" and "labels" in table.column_names:
+        problems += task.document_problems(name, first_row, table["labels"])
+    elif "labels" in table.column_names:
         label_lengths = _list_lengths(table["labels"])
         problems += [
             f"{name} row {first_row + row} has {lengths[row]} tokens but {label_lengths[row]} labels; give one label per token "
             f"({IGNORE_INDEX} for none), not shifted"
             for row in np.flatnonzero(label_lengths != lengths)
         ]
-        problems += _label_problems(name, _values(table["labels"]), vocab_size)
+        problems += _label_problems(name, _values(table["labels"]), vocab_size, task)
     if LOSS_WEIGHTS in table.column_names:
         problems += _weight_problems(name, first_row, table[LOSS_WEIGHTS], lengths)
     if "attention_mask" in table.column_names:
@@ -483,8 +511,12 @@ def _values(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.list_flatten(column)
 
 
-def _count_labels(table: pa.Table) -> int:
-    """Number of tokens that are learnt: those with a label, except the first token of every document."""
+def _count_labels(table: pa.Table, task: HeadTask = NEXT_TOKEN) -> int:
+    """Number of labels that are learnt; for a language model not that of the first token of every document."""
+    if task.marks:
+        return len(table)
+    if task.kind != "next_token":
+        return pc.sum(pc.not_equal(_values(table["labels"]), IGNORE_INDEX)).as_py() or 0
     documents = _documents(table)
     if "labels" not in table.column_names:
         return len(_values(table["input_ids"])) - len(table if documents is None else documents)
@@ -502,8 +534,10 @@ def _list_lengths(column: pa.ChunkedArray) -> IntArray:
     return lengths
 
 
-def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int) -> list[str]:
-    """Reports a label that is missing, or that is neither a token id nor IGNORE_INDEX."""
+def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int, task: HeadTask = NEXT_TOKEN) -> list[str]:
+    """Reports a label that is missing, or that is neither a token id (or a class) nor IGNORE_INDEX."""
+    if task.kind == "token":
+        return class_problems(name, labels, task.num_labels)
     if labels.null_count:
         return [f"{name} has a row with a missing label; write {IGNORE_INDEX} for no label, or remove the row"]
     bounds = pc.min_max(labels).as_py()

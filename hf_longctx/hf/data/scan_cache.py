@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,17 @@ import numpy as np
 import xxhash
 from accelerate import PartialState
 
+from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
 
 logger = logging.getLogger(__name__)
 
 # version of the file; raise it when a scan finds other problems or lengths than before, or writes them differently
-_FORMAT = 3
+_FORMAT = 4
 
 
 def scan_on_every_rank(
-    sets: Mapping[str, Any], vocab_size: int, show_progress: bool, placeholders: tuple[int, ...] = ()
+    sets: Mapping[str, Any], vocab_size: int, show_progress: bool, placeholders: tuple[int, ...] = (), task: HeadTask = NEXT_TOKEN
 ) -> dict[str, DatasetScan]:
     """Scans the named datasets for every rank: one process per machine reads the rows, the others read the file it wrote.
 
@@ -40,10 +42,10 @@ def scan_on_every_rank(
     state = PartialState()
     show_progress = show_progress and state.is_main_process
     early = [name for name in sets if state.is_local_main_process or not _files(sets[name])]
-    found = {name: cached_scan(sets[name], name, vocab_size, show_progress, placeholders) for name in early}
+    found = {name: cached_scan(sets[name], name, vocab_size, show_progress, placeholders, task) for name in early}
     state.wait_for_everyone()
     scans = {
-        name: found[name] if name in found else cached_scan(dataset, name, vocab_size, show_progress, placeholders)
+        name: found[name] if name in found else cached_scan(dataset, name, vocab_size, show_progress, placeholders, task)
         for name, dataset in sets.items()
     }
     # if no file could be written, the other processes have just read the rows: wait for them
@@ -52,27 +54,38 @@ def scan_on_every_rank(
 
 
 def cached_scan(
-    dataset: Any, name: str, vocab_size: int, show_progress: bool = False, placeholders: tuple[int, ...] = ()
+    dataset: Any,
+    name: str,
+    vocab_size: int,
+    show_progress: bool = False,
+    placeholders: tuple[int, ...] = (),
+    task: HeadTask = NEXT_TOKEN,
 ) -> DatasetScan:
     """Returns an earlier scan's result from its file, or scans now and writes that file (if the dataset has files)."""
     files = _files(dataset)
     if not files:
-        return scan_dataset(dataset, name, vocab_size, show_progress, placeholders)
-    made_from = _made_from(dataset, files, name, vocab_size) | {"placeholders": list(placeholders)}
-    path = cache_path(dataset, name, vocab_size, placeholders)
+        return scan_dataset(dataset, name, vocab_size, show_progress, placeholders, task)
+    made_from = _made_from(dataset, files, name, vocab_size) | {"placeholders": list(placeholders), "task": asdict(task)}
+    path = cache_path(dataset, name, vocab_size, placeholders, task)
     scan = _read(path, made_from, name) if path.exists() else None
     if scan is None:
-        scan = scan_dataset(dataset, name, vocab_size, show_progress, placeholders)
+        scan = scan_dataset(dataset, name, vocab_size, show_progress, placeholders, task)
         _write(path, made_from, scan, name)
     return scan
 
 
-def cache_path(dataset: datasets.Dataset, name: str, vocab_size: int, placeholders: tuple[int, ...] = ()) -> Path:
+def cache_path(
+    dataset: datasets.Dataset,
+    name: str,
+    vocab_size: int,
+    placeholders: tuple[int, ...] = (),
+    task: HeadTask = NEXT_TOKEN,
+) -> Path:
     """File for the scan of a dataset: beside the dataset's files, or in the datasets cache if their folder is read-only."""
     folder = Path(_files(dataset)[0]).parent
     if not os.access(folder, os.W_OK):
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_longctx"
-    made_for = [_FORMAT, name, vocab_size, placeholders, len(dataset), _columns(dataset)]
+    made_for = [_FORMAT, name, vocab_size, placeholders, asdict(task), len(dataset), _columns(dataset)]
     purpose = xxhash.xxh3_64_hexdigest(json.dumps(made_for).encode())
     return folder / f"longctx-{dataset._fingerprint}-{purpose}.index"
 

@@ -32,6 +32,8 @@ from hf_longctx.hf.evaluation.findings import (
 )
 from hf_longctx.hf.evaluation.needles import NeedleTask
 from hf_longctx.hf.evaluation.pictures import save_png_loss, save_png_needles
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.trainer.row_scores import RowScores, plain_scores
 from hf_longctx.hf.trainer.trainer import LongContextMixin
@@ -132,6 +134,11 @@ class LongContextEvaluation(TrainerCallback):
 
     def _check(self) -> None:
         trainer = self.trainer
+        if trainer.model is not None and (kind := head_kind(trainer.model)) != "next_token":
+            raise ValueError(
+                f"{type(base_of(trainer.model)).__name__} classifies {kind}s, but a long-context evaluation scores next tokens; "
+                f"use evaluate() and compute_metrics"
+            )
         if (planned := self._planned) is not None:
             limit = planned.longest_sequence
             if self.needles is not None and (longest := max(self.needles.lengths)) > limit:

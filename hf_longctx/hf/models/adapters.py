@@ -18,6 +18,7 @@ from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.models.heads.kinds import head_of, is_tied
 from hf_longctx.hf.models.quantised import four_bit_layers, is_four_bit
 from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.plan.core.model_spec import AdapterSpec
@@ -116,11 +117,11 @@ def _module_problems(model: PeftModel) -> list[str]:
         problems.append("the adapters are merged into the weights; call model.unmerge_adapter()")
     if any(module.disable_adapters for _, module in layers):
         problems.append("the adapters are disabled; call model.base_model.enable_adapter_layers()")
-    ends = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+    ends = {"embedding": base.get_input_embeddings(), "head": head_of(base)}
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and not any(module is end for end in ends.values()):
             problems.append(f"modules_to_save has {name}, but only the embedding and the head are tested there; leave it out")
-    if getattr(base.config, "tie_word_embeddings", False) and any(isinstance(end, ModulesToSaveWrapper) for end in ends.values()):
+    if is_tied(base) and any(isinstance(end, ModulesToSaveWrapper) for end in ends.values()):
         problems.append(
             "modules_to_save has the embedding or the head, which are one tied weight (tie_word_embeddings) and would become "
             "two; leave them out, or use a model whose embeddings are not tied"
@@ -161,7 +162,7 @@ def shard_problems(model: Any) -> list[str]:
     base = base_of(model)
     if not is_adapted(model) or not isinstance(base, PreTrainedModel):
         return []
-    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if isinstance(end, nn.Module)]
+    ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, nn.Module)]
     if len(dtypes := {parameter.dtype for end in ends for parameter in end.parameters() if parameter.requires_grad}) < 2:
         return []
     return [
@@ -212,7 +213,8 @@ def adapter_spec(model: Any) -> AdapterSpec:
     layers = text_layers(base)
     sizes = [_trained(layer) for layer in layers] or [(0, 0)]
     hidden = hidden_dtype(model)
-    first, last = _trained(base.get_input_embeddings()), _trained(base.get_output_embeddings())
+    head = head_of(base)
+    first, last = _trained(base.get_input_embeddings()), (0, 0) if head is None else _trained(head)
     return AdapterSpec(
         layer_parameters=max(count for count, _ in sizes),
         layer_bytes=max(num_bytes for _, num_bytes in sizes),
@@ -270,6 +272,6 @@ def saved_parameters(model: Any) -> list[nn.Parameter]:
     so ranks must not depend on its choice.
     """
     base = base_of(model)
-    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if isinstance(end, nn.Module)]
+    ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, nn.Module)]
     found = [*adapter_parameters(model).values(), *(parameter for end in ends for parameter in end.parameters())]
     return list({id(parameter): parameter for parameter in found}.values())

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
+from hf_longctx.hf.models.heads.serve import restore_head, serve_head
 from hf_longctx.hf.models.older.positions import count_from_padding, ignore_padding
 from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.hf.models.states.patching import mixers_of, num_calls, patch_mixers, restore_mixers
@@ -49,13 +50,15 @@ _TEMPERED = ("Llama4TextAttention",)
 def patch_model(model: PreTrainedModel) -> None:
     """Switches `model` to the registered attention function that falls back to its present implementation. Idempotent.
 
-    Of a multimodal model only the text model is switched. Also lets rotary embeddings that depend on a document's length read
-    that length from the plan's context, lets models that count positions from their padding token do so, lets mixers with a
-    state along the sequence start it anew at each document, lets dropout draw its masks by token, lets layers that would drop
-    the context hand it to their attention, and keeps bitsandbytes' forward from changing quantised weights.
+    Of a multimodal model only the text model is switched. Also lets a model that classifies documents return the logits of all
+    tokens, lets rotary embeddings that depend on a document's length read that length from the plan's context, lets models that
+    count positions from their padding token do so, lets mixers with a state along the sequence start it anew at each document,
+    lets dropout draw its masks by token, lets layers that would drop the context hand it to their attention, and keeps
+    bitsandbytes' forward from changing quantised weights.
     Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
     """
     serve_text(model)
+    serve_head(model)
     text: PreTrainedModel = text_part(model)
     follow_documents(text)
     count_from_padding(text)
@@ -95,6 +98,7 @@ def restore_attention(model: Any, name: str | None) -> None:
     if name is not None and attention_name(model) != name:
         text_part(model).set_attn_implementation(name)
         restore_text(model)
+        restore_head(model)
         ignore_documents(model)
         ignore_padding(model)
         restore_mixers(model)

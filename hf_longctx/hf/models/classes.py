@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.models.heads.kinds import head_kind, is_generic
 from hf_longctx.hf.models.states.patching import STATE_WORDS
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.hf.models.wrapped.text import text_class, text_part
@@ -269,6 +271,8 @@ def class_problem(model: nn.Module) -> str:
         return _decoder_problem(model)
     if name in WRAPPED_MODELS:
         return _text_problem(model)
+    if head_kind(model) != "next_token":
+        return _classifier_problem(model)
     refusal = refusal_of(name)
     if refusal is None:
         hint = next((found for found in map(lambda each: layer_of(model, each), REFUSALS) if found), "")
@@ -299,6 +303,30 @@ def _text_problem(model: nn.Module) -> str:
         return ""
     problem = f"model class {name} has the text model {text} inside, but is tested only with {WRAPPED_MODELS[name]}"
     return f"{problem} and the text models of exact classes; {_REMEDY}"
+
+
+def _classifier_problem(model: nn.Module) -> str:
+    """Why a model that classifies documents or tokens cannot run; empty if its text model is that of a tested class."""
+    name, remedy = type(model).__name__, "use a class whose causal language model docs/models.md calls exact"
+    if not is_generic(model):
+        return (
+            f"model class {name} is not supported: its head is not known to be one linear module on the text model; {remedy}, "
+            f"such as LlamaForSequenceClassification or Qwen3ForTokenClassification"
+        )
+    config: Any = model.config
+    if config.get_text_config() is not config:
+        return (
+            f"model class {name} is not supported: it has towers for images or sound around its text model, which is not tested "
+            f"with a classifier; use the class of the text model alone"
+        )
+    causal = text_class(model)
+    if causal in TESTED_MODELS:
+        return ""
+    refusal = refusal_of(causal)
+    if refusal is None:
+        return f"model class {name} is not in the tested list, since its text model ({causal}) is not; {remedy}"
+    layer = layer_of(model, refusal)
+    return f"model class {name} is not supported: {f'{layer} ' if layer else 'it '}{refusal.text}; {remedy}"
 
 
 def refusal_of(name: str) -> Refusal | None:

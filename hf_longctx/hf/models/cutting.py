@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
 from hf_longctx.hf.models.dropout.keyed_modules import outer_dropout
+from hf_longctx.hf.models.heads.kinds import head_of, is_tied
 from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import num_calls
 from hf_longctx.hf.models.wrapped.text import text_part, tower_names, tower_parameters
@@ -91,7 +92,7 @@ class StageLayers(nn.ModuleList):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Names of the modules between which a causal language model can be cut.
+    """Names of the modules between which a causal language model or a classifier can be cut.
 
     decoder: the model whose output the head reads. first, layers, last: attributes of `decoder`, for the modules that turn token
     ids into hidden states, for the list of layers, and for the modules after the layers. head: name of the head in `model`.
@@ -117,7 +118,7 @@ class Pieces:
     def is_tied(self) -> bool:
         """Whether class and config say that the head of the whole model shares the embedding's weight."""
         owner: Any = self.model.get_submodule(self.head.rpartition(".")[0])
-        return bool(type(owner)._tied_weights_keys) and bool(getattr(owner.config, "tie_word_embeddings", False))
+        return bool(type(owner)._tied_weights_keys) and is_tied(owner)
 
 
 def stage_problems(model: nn.Module) -> list[str]:
@@ -164,11 +165,12 @@ def find_pieces(model: nn.Module) -> Pieces:
     # a text model without the head is a decoder itself; the rest of a multimodal model stays with the first stage
     decoder: Any = _decoder(text) or (text if text is not inner else None)
     if not isinstance(inner, PreTrainedModel) or decoder is None:
-        raise ValueError(f"{refused}it is not a causal language model with a decoder and a head{remedy}")
-    head = inner.get_output_embeddings()
+        raise ValueError(f"{refused}it has no decoder with a head{remedy}")
+    head = head_of(inner)
     name_of_head = next((name for name, module in inner.named_modules() if module is head), "")
     around = text.named_children() if decoder is not text else ()
-    others = [name for name, module in around if module is not decoder and module is not head]
+    # the dropout before a classifier runs on the last stage, as its head does
+    others = [name for name, module in around if module is not decoder and module is not head and type(module) is not nn.Dropout]
     if not name_of_head or others:
         found = f"it has {', '.join(others)} besides" if others else "it has no output embeddings after"
         raise ValueError(f"{refused}{found} its decoder{remedy}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.heads.kinds import head_kind, head_of
 from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.execution.spread_experts import spread_group
@@ -62,8 +63,8 @@ def _mlp(layer: nn.Module) -> nn.Module:
 def output_head(model: nn.Module) -> nn.Module:
     """The module of `model` whose output is the logits, even inside wrappers; raises ValueError if there is none."""
     inner = base_of(model)
-    head = inner.get_output_embeddings() if isinstance(inner, PreTrainedModel) else None
-    if not isinstance(head, nn.Module):
+    head = head_of(model)
+    if head is None:
         raise ValueError(
             f"{type(inner).__name__} has no output embeddings, so its loss cannot be computed in tiles; use a causal language "
             f"model of transformers"
@@ -77,6 +78,9 @@ def head_problem(model: nn.Module) -> str:
     config = getattr(inner, "config", None)
     if not isinstance(config, PretrainedConfig):
         return f"{type(inner).__name__} has no config of transformers, which would tell whether it changes its logits"
+    if head_kind(model) != "next_token":
+        # only language models obey such settings
+        return ""
     for each in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in sorted(each.to_dict().items()):
             is_ours = any(word in name for word in _LOGIT_WORDS) and not any(word in name for word in _OTHER_WORDS)

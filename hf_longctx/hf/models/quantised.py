@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.plan.core.model_spec import PackedSpec
 
@@ -50,7 +51,7 @@ def quantised_problems(model: Any) -> list[str]:
             "load the model in bfloat16"
         ]
     problems = []
-    for name, end in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
+    for name, end in (("embedding", model.get_input_embeddings()), ("head", head_of(model))):
         if isinstance(end, nn.Module) and four_bit_layers(end):
             problems.append(f"the {name} is quantised, which is not tested; name it in llm_int8_skip_modules when loading")
     found = {layer.compute_dtype for layer in layers.values()}

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.runtime.execution.experts import RouterBalance
 
 # routers that return the logits, scores and indices of a token's experts; add a class only together with its rows in
@@ -49,7 +50,10 @@ def router_problems(model: PreTrainedModel) -> list[str]:
 def has_balance(model: nn.Module) -> bool:
     """Whether the model's config asks for a load-balancing loss of its experts (`output_router_logits`)."""
     config = getattr(base_of(model), "config", None)
-    return config is not None and bool(getattr(config.get_text_config(), "output_router_logits", False))
+    # the losses of classifiers leave it out
+    if config is None or head_kind(model) != "next_token":
+        return False
+    return bool(getattr(config.get_text_config(), "output_router_logits", False))
 
 
 def spread_experts_of(model: nn.Module) -> list[nn.Module]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.models.adapters import adapter_spec, hidden_dtype
+from hf_longctx.hf.models.adapters import adapter_spec, base_of, hidden_dtype
 from hf_longctx.hf.models.cutting import RANGES
+from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
 from hf_longctx.hf.models.layers import has_plain_projections
 from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
@@ -35,6 +36,8 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
     """The shapes of `model` for the planner. is_autocast: whether attention runs in bf16, whatever the dtype of the weights."""
     element = hidden_dtype(model).itemsize
     spec = ModelSpec.from_config(_fields(model.config), bytes_per_element=element)
+    if head_kind(model) != "next_token":
+        spec = replace(spec, num_labels=num_outputs(base_of(model)), tied_embeddings=False)
     return replace(
         spec,
         idle_parameters=spec.idle_parameters + _uncounted_parameters(model, spec),

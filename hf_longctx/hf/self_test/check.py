@@ -39,7 +39,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from hf_longctx.hf.data.labels.task import HeadTask
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import shorten_limits
 from hf_longctx.hf.models.older.positions import absent_token_ids
@@ -57,7 +59,8 @@ from hf_longctx.hf.start.losses import WAY_OUT, loss_name, token_loss_problems
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.plan.core.types import Span, StepPlan
-from hf_longctx.runtime.core.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss
+from hf_longctx.runtime.core.value_losses import SquaredError, ValueLoss
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 logger = logging.getLogger(__name__)
@@ -154,8 +157,10 @@ class SelfTest:
         device, loss = place.device, ""
         if place.token_loss is not None:
             # the copy has fewer token ids, which a loss with a weight for each of them cannot take
-            fits = not token_loss_problems(place.token_loss, self.exact.num_token_ids, device)
-            loss = loss_name(place.token_loss) if fits else "cross-entropy, since token_loss needs all token ids"
+            num_classes = place.task.num_labels or self.exact.num_token_ids
+            fits = not token_loss_problems(place.token_loss, num_classes, device)
+            own = SquaredError.name if place.token_loss is _distance else loss_name(place.token_loss)
+            loss = own if fits else "cross-entropy, since token_loss needs all token ids"
             loss = f"loss of a token: {loss}, "
             place = place if fits else replace(place, token_loss=None)
         try:
@@ -176,7 +181,8 @@ class SelfTest:
     def _compare(self, place: RunPlace, forward: str) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
         """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans."""
         exact, pool = Specimen(self.exact, False, self.setup, place), place.pool
-        rows = _rows(self.lengths, self.exact.num_token_ids, absent_token_ids(base_of(self.exact.model).config))
+        absent = absent_token_ids(base_of(self.exact.model).config)
+        rows = _rows(self.lengths, self.exact.num_token_ids, absent, place.task)
         probes = exact.probes(self.lengths)
         # slices leave their states at these places
         spans = {(span.sequence, span.start) for probe in probes for span in _spans(probe.plan) if span.start}
@@ -301,16 +307,37 @@ def _spans(plan: StepPlan) -> Iterator[Span]:
             yield from chunk.spans
 
 
-def _rows(lengths: Sequence[int], num_token_ids: int, absent: Collection[int]) -> Rows:
+def probed(token_loss: TokenLoss | ValueLoss | None, task: HeadTask) -> tuple[TokenLoss | None, HeadTask]:
+    """The loss and the labels of the test's rows for a run with this loss and these labels: always classes."""
+    if isinstance(token_loss, ValueLoss):
+        return _distance, replace(task, problem="single_label_classification")
+    return token_loss, task
+
+
+def _distance(logits_TK: Tensor, labels_T: Tensor) -> Tensor:
+    """Squared error with the number of the class as the value: losses [T]."""
+    return SquaredError().losses(logits_TK, labels_T.unsqueeze(1).to(logits_TK.dtype))
+
+
+def _rows(lengths: Sequence[int], num_token_ids: int, absent: Collection[int], task: HeadTask) -> Rows:
     """Documents of random tokens, equal on every rank; some tokens have no label, so that ranks have different label counts.
 
-    absent: token ids that no row may have.
+    absent: token ids that no row may have. task: the labels of the rows.
     """
     generator = random.Random(0)
     known = [token for token in range(num_token_ids) if token not in absent]
     rows = []
     for length in lengths:
         ids = [generator.choice(known) for _ in range(length)]
+        if task.kind == "document":
+            # the last token is the one that the head reads
+            ids[-1] = next(token for token in (ids[-1], *known) if token != task.pad_token_id)
+            rows.append({"input_ids": ids, "labels": [generator.randrange(task.num_labels)]})
+            continue
+        if task.kind == "token":
+            classes = [IGNORE_INDEX if generator.random() < _MASKED_SHARE else token % task.num_labels for token in ids]
+            rows.append({"input_ids": ids, "labels": [*classes[:-1], ids[-1] % task.num_labels]})
+            continue
         labels = [IGNORE_INDEX if generator.random() < _MASKED_SHARE else token for token in ids]
         rows.append({"input_ids": ids, "labels": [*labels[:-1], ids[-1]]})
     return rows

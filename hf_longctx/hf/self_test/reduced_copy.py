@@ -22,6 +22,7 @@ from torch import nn
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import PLAIN, Identity
+from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
 from hf_longctx.hf.models.states.patching import leave_kernels_out, mixers_of
 from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
@@ -221,14 +222,19 @@ def _is_plain(value: Any) -> bool:
 def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
     """Puts the first rows of embedding and head into `memo`, if both are plain modules; returns the number of usable ids."""
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if head_kind(base) != "next_token":
+        # a classifier has no row of its head for a token id
+        head = embedding
     num_rows = embedding.weight.shape[0], getattr(head, "weight", embedding.weight).shape[0]
     num_ids: int = min(num_rows)
-    if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and not hasattr(head, "base_layer")):
+    if not (
+        isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear | nn.Embedding) and not hasattr(head, "base_layer")
+    ):
         return num_ids
     if hasattr(embedding, "base_layer") or num_rows[0] != num_rows[1]:
         return num_ids
     kept = min(num_ids, max(NUM_TOKEN_IDS, (embedding.padding_idx or 0) + 1))
-    for parameter in (embedding.weight, head.weight, head.bias):
+    for parameter in (embedding.weight, head.weight, getattr(head, "bias", None)):
         if isinstance(parameter, nn.Parameter):
             memo[id(parameter)] = nn.Parameter(parameter.detach()[:kept].clone(), parameter.requires_grad)
     return kept

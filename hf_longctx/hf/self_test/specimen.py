@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
@@ -78,6 +79,7 @@ class RunPlace:
 
     mesh: the ranks over which parameters are sharded; None if they are not. fp32_gradients: gradients of weights in half
     precision add up in fp32. count: sums a number over all ranks. token_loss: the run's loss of a token; None for cross-entropy.
+    task: the labels of the copy's rows; they are classes.
     """
 
     pool: GroupPool
@@ -86,6 +88,18 @@ class RunPlace:
     fp32_gradients: bool
     count: Callable[[int], int]
     token_loss: TokenLoss | None = None
+    task: HeadTask = NEXT_TOKEN
+
+    def labels_of(self, row: Mapping[str, list[int]]) -> list[int]:
+        """The labels of the logits that `logits_of` returns for a row."""
+        return row["labels"][1:] if self.task.kind == "next_token" else row["labels"]
+
+    def logits_of(self, output: Any) -> Tensor:
+        """The logits [n, V] with labels in the model's output for one row: those of all tokens, or of the whole document."""
+        if self.task.kind == "document":
+            return output.logits  # type: ignore[no-any-return]
+        logits_TV: Tensor = output.logits[0]
+        return logits_TV[:-1] if self.task.kind == "next_token" else logits_TV
 
 
 class Specimen:
@@ -139,16 +153,16 @@ class Specimen:
         cuts: rows and positions at which the states of layers are recorded too.
         """
         trace = HiddenTrace(self._sites)
-        num_labels = sum(label != IGNORE_INDEX for row in rows for label in row["labels"][1:])
+        num_labels = sum(label != IGNORE_INDEX for row in rows for label in self.place.labels_of(row))
         total = 0.0
         with trace.hooked():
             for number in range(len(rows)) if members is None else members:
                 ids = torch.tensor([rows[number]["input_ids"]], device=self.device)
-                labels = torch.tensor(rows[number]["labels"][1:], device=self.device)
+                labels = torch.tensor(self.place.labels_of(rows[number]), device=self.device)
                 # reset, so that a document does not get the rotary frequencies of a longer one before it
                 forget_documents(self.model)
                 with self._alone(number, ids), trace.recording([(number, 0, ids.shape[1], 0)]):
-                    logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+                    logits_TV = self.place.logits_of(self.model(input_ids=ids, use_cache=False))
                 loss = self._summed_loss(logits_TV, labels, self.place.token_loss) / num_labels
                 loss.backward()
                 total += float(loss.detach())
@@ -193,18 +207,19 @@ class Specimen:
         """
         ids = torch.tensor([row["input_ids"]], device=self.device)
         labels = torch.tensor([row["labels"]], device=self.device)
-        num_labels = sum(label != IGNORE_INDEX for label in row["labels"][1:])
+        own_labels = torch.tensor(self.place.labels_of(row), device=self.device)
+        num_labels = int((own_labels != IGNORE_INDEX).sum())
         try:
             forget_documents(self.model)
             with self._alone(0, ids):
                 loss = self.model(input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=num_labels).loss
             forget_documents(self.model)
             with self._alone(0, ids):
-                logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+                logits_TV = self.place.logits_of(self.model(input_ids=ids, use_cache=False))
         except Exception:
             # nothing that plans would call
             return None
-        return None if loss is None else (float(loss), float(self._summed_loss(logits_TV, labels[0, 1:], None)) / num_labels)
+        return None if loss is None else (float(loss), float(self._summed_loss(logits_TV, own_labels, None)) / num_labels)
 
     @staticmethod
     def _summed_loss(logits_TV: Tensor, labels_T: Tensor, token_loss: TokenLoss | None) -> Tensor:
@@ -218,7 +233,7 @@ class Specimen:
         trace = HiddenTrace(self._own_sites)
         rank_plan = plan.for_rank(self.pool.rank)
         lengths = np.array([len(row["input_ids"]) for row in rows])
-        dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
+        dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"), task=self.place.task)
         batch = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), self.pool.rank)]])
         forwards = self._forwards(plan)
         stage, *stages = (_TracedStage.of(each, trace, forwards) for each in (self.stage, *self._all_stages))

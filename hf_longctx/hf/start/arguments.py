@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
 from hf_longctx.hf.models.cutting import stage_problems
+from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
@@ -38,7 +40,6 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "torch_compile": ((False,), "leave it out; compiled models are not supported yet"),
     "average_tokens_across_devices": ((True,), "leave it True: a step's loss is the mean over the label tokens of all ranks"),
     "auto_find_batch_size": ((False,), "leave it out; tokens_per_rank bounds memory"),
-    "neftune_noise_alpha": ((None,), "leave it out"),
     "use_liger_kernel": ((False,), "leave it out; models that it patches are not tested"),
     "parallelism_config": ((None,), "leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
     "dataloader_in_order": ((True,), "leave it True: plans must be used in order on every rank"),
@@ -67,6 +68,9 @@ _TRAINER_ARGUMENTS = {
     "preprocess_logits_for_metrics": "leave it out; logits never exist as a whole",
 }
 
+# arguments about the logits of all rows, which classifiers have
+_OF_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
+
 
 def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True) -> list[str]:
     """Problems with trainer settings that do not work under plans yet, or would mean something else there.
@@ -86,6 +90,11 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
         )
     if draws_batches and getattr(args.accelerator_config, "split_batches", False):
         problems.append("accelerator_config split_batches=True has no effect on planned steps; leave it out")
+    if not draws_batches and args.neftune_noise_alpha is not None:
+        problems.append(
+            f"neftune_noise_alpha={args.neftune_noise_alpha!r} would draw other noise on every rank that shares a document; call "
+            f"attach(trainer), or use LongContextTrainer"
+        )
     for name in _DDP_ARGUMENTS:
         if draws_batches and getattr(args, name, None) is not None:
             problems.append(f"{name}={getattr(args, name)!r} has no effect here, since DDP is not used; leave it out")
@@ -118,7 +127,11 @@ def run_problems(
     if keeps_loader := is_scored(trainer):
         # its collator makes the batches
         trainer_arguments = {name: value for name, value in trainer_arguments.items() if name != "data_collator"}
-    problems = argument_problems(args, trainer_arguments, not keeps_loader) + trainer_problems(trainer, args, config)
+    given = dict(trainer_arguments)
+    if isinstance(model, nn.Module) and head_kind(model) != "next_token":
+        for name in _OF_LOGITS:
+            given.pop(name, None)
+    problems = argument_problems(args, given, not keeps_loader) + trainer_problems(trainer, args, config)
     problems += placement_problems(model, config, args, trainer_arguments)
     return problems if keeps_loader else problems + evaluation_problems(args)
 

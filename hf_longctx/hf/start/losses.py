@@ -11,16 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, LabelSmoothing, TokenLoss
+from hf_longctx.runtime.core.value_losses import BinaryCrossEntropy, SquaredError, ValueLoss
 
-# the loss of transformers that plans train by default: module and name
-_CAUSAL_LM = ("transformers.loss.loss_utils", "ForCausalLMLoss")
+# the losses of transformers that plans train by default, by what the head predicts: module and names
+_MODULE = "transformers.loss.loss_utils"
+_STOCK = {"next_token": "ForCausalLMLoss", "document": "ForSequenceClassificationLoss", "token": "ForTokenClassification"}
+_TRAINED = {
+    "next_token": "the token mean of cross-entropy",
+    "document": "the mean over documents of the loss that problem_type names",
+    "token": "the token mean of cross-entropy",
+}
 # share by which the loss of a token may differ when other tokens are beside it: rounding of fp32
 _ROUNDING = 1e-4
 # largest difference between a loss and cross-entropy in fp32 of which the two are taken for one
@@ -29,16 +38,22 @@ _EQUAL = 1e-6
 WAY_OUT = "pass the loss of a token as LongContextTrainer(..., token_loss=...) or attach(trainer, token_loss=...)"
 
 
-def chosen_loss(args: TrainingArguments, token_loss: TokenLoss | None) -> TokenLoss | None:
-    """The loss of a token that plans train; None for cross-entropy."""
+def chosen_loss(
+    args: TrainingArguments, token_loss: TokenLoss | None, task: HeadTask = NEXT_TOKEN
+) -> TokenLoss | ValueLoss | None:
+    """The loss of a token that plans train; None for cross-entropy. task: the labels of the run."""
+    if task.has_values:
+        return SquaredError() if task.problem == "regression" else BinaryCrossEntropy()
     factor = float(args.label_smoothing_factor)
     return LabelSmoothing(factor) if token_loss is None and factor else token_loss
 
 
-def loss_name(token_loss: TokenLoss | None) -> str:
+def loss_name(token_loss: TokenLoss | ValueLoss | None) -> str:
     """The loss of a token, in words for the log."""
     if token_loss is None:
         return "cross-entropy"
+    if isinstance(token_loss, ValueLoss):
+        return token_loss.name
     if isinstance(token_loss, LabelSmoothing):
         return f"cross-entropy with label_smoothing_factor={token_loss.factor:g}"
     return f"token_loss {getattr(token_loss, '__qualname__', type(token_loss).__qualname__)}"
@@ -48,7 +63,7 @@ def loss_problems(model: Any, args: TrainingArguments, token_loss: TokenLoss | N
     """Problems with a user's `token_loss`, and with losses elsewhere that plans would not train."""
     if token_loss is None:
         return model_loss_problems(model, args.device)
-    problems = token_loss_problems(token_loss, vocab_size_of(model), args.device)
+    problems = token_loss_problems(token_loss, num_outputs(model), args.device)
     if factor := args.label_smoothing_factor:
         problems.append(f"label_smoothing_factor={factor!r} has no effect beside token_loss; leave one of them out")
     return problems
@@ -63,10 +78,10 @@ def stock_loss_problems(model: Any, args: TrainingArguments, config: LongContext
             f"attach(trainer), or use LongContextTrainer"
         )
     found = _other_loss(model)
-    if found is None or _is_cross_entropy(found, vocab_size_of(model), args.device, is_shifted=True):
+    if found is None or _is_cross_entropy(found, num_outputs(model), args.device, is_shifted=True):
         return problems
     name = _described(model, found)
-    if not _adds_up(found, vocab_size_of(model), args.device):
+    if not _adds_up(found, num_outputs(model), args.device):
         problems.append(
             f"{name}, whose values on two parts of a row do not add up to that on the whole row, as those of the ranks must; let "
             f"it read shift_labels and divide a sum by num_items_in_batch, or {WAY_OUT}"
@@ -79,28 +94,23 @@ def stock_loss_problems(model: Any, args: TrainingArguments, config: LongContext
 def model_loss_problems(model: Any, device: torch.device) -> list[str]:
     """Problem with a model whose `loss_function` is not the token mean of cross-entropy that plans train."""
     found = _other_loss(model)
-    if found is None or _is_cross_entropy(found, vocab_size_of(model), device):
+    if found is None or (head_kind(model) == "next_token" and _is_cross_entropy(found, num_outputs(model), device)):
         return []
     return [
-        f"{_described(model, found)}, but plans train the token mean of cross-entropy and would never call it; {WAY_OUT}, or "
+        f"{_described(model, found)}, but plans train {_TRAINED[head_kind(model)]} and would never call it; {WAY_OUT}, or "
         f"restore the model's own loss"
     ]
-
-
-def vocab_size_of(model: Any) -> int:
-    """Entries of the model's vocabulary; 0 for an object that is no model of transformers, which is refused elsewhere."""
-    config = getattr(model, "config", None)
-    return getattr(config.get_text_config(), "vocab_size", 0) if isinstance(config, PretrainedConfig) else 0
 
 
 def _other_loss(model: Any) -> Any:
     """The model's loss function if it is not that of transformers for causal language models, else None."""
     base = base_of(model) if isinstance(model, nn.Module) else None
     # other models are refused for their class
-    if not isinstance(base, PreTrainedModel) or not vocab_size_of(model):
+    if not isinstance(base, PreTrainedModel) or not num_outputs(model):
         return None
     found = base.loss_function
-    return None if (getattr(found, "__module__", ""), getattr(found, "__qualname__", "")) == _CAUSAL_LM else found
+    stock = (_MODULE, _STOCK[head_kind(base)])
+    return None if (getattr(found, "__module__", ""), getattr(found, "__qualname__", "")) == stock else found
 
 
 def _described(model: Any, found: Any) -> str:

@@ -59,7 +59,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         return quantised
     text = text_part(base)
     problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(text), *router_problems(base)]
-    problems += _setting_problems(config, KEYED_FIELDS.get(name, ())) + dropout_problems(text)
+    problems += _setting_problems(config, KEYED_FIELDS.get(text_class(base), ())) + dropout_problems(text)
     problems += [
         f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))

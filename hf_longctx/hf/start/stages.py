@@ -16,6 +16,7 @@ from hf_longctx.hf.checkpoints.stage_loading import checkpoint_config, load_stag
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.models.cutting import RANGES
+from hf_longctx.hf.models.heads.kinds import CLASSIFIERS
 from hf_longctx.hf.models.spec import cluster_spec
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
@@ -94,6 +95,11 @@ def load_pipeline_stage(
     if config.stages == "auto":
         raise ValueError("stages is 'auto', which is chosen after the model is loaded; give the number of stages")
     state, checkpoint, launch = PartialState(), checkpoint_config(folder), LaunchEnvironment.read()
+    if wrong := [name for name in checkpoint.architectures or () if name.endswith(tuple(CLASSIFIERS))]:
+        raise ValueError(
+            f"the checkpoint holds a {wrong[0]}, of which single stages cannot be loaded; load it whole with its own class, "
+            f"and the trainer cuts it"
+        )
     if state.num_processes != launch.num_ranks:
         raise ValueError(
             f"the launcher started {launch.num_ranks} processes, but only {state.num_processes} of them joined; make the "

@@ -10,6 +10,7 @@ from torch import nn
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.layers import output_head
 from hf_longctx.hf.models.windows import decoder_layers
 from hf_longctx.runtime.execution.checks import hooked_weights
@@ -98,7 +99,7 @@ def _shared_weight_problems(model: nn.Module, layers: list[nn.Module], has_stage
     base = base_of(model)
     inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
     # adapters wrap embedding and head
-    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if isinstance(end, nn.Module)]
+    ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, nn.Module)]
     in_ends = {id(module) for end in ends for module in end.modules()}
     owners: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -26,8 +26,10 @@ from hf_longctx.hf.checkpoints.choice import Choice
 from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
+from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
+from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.loader_workers import keep_workers
@@ -222,6 +224,11 @@ class LongContextCallback(TrainerCallback):
         problems += folder_problems(args, model) + _signal_problems(args)
         if attention_name(model) in NAMES.values():
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
+        if head_kind(model) != "next_token":
+            problems.append(
+                f"model class {type(base_of(model)).__name__} classifies documents or tokens, and a stock forward reads "
+                f"whole rows for its loss; call attach(trainer), or use LongContextTrainer"
+            )
         if has_balance(model):
             problems.append(
                 "the model's config asks for a load-balancing loss of its experts (output_router_logits=True), which a stock "
@@ -337,7 +344,7 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     problems = argument_problems(trainer.args, {"model_init": trainer.model_init}) + _signal_problems(trainer.args)
     if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
-    problems += collator_problems(trainer.data_collator, trainer.train_dataset)
+    problems += collator_problems(trainer.data_collator, trainer.train_dataset, head_kind(cast(Any, trainer.model)))
     if config.parameters != "replicated":
         problems.append(
             f"parameters={config.parameters!r} would leave a sharded model in a stock trainer; use LongContextTrainer, or "

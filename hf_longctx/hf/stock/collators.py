@@ -16,6 +16,7 @@ import transformers
 from transformers import default_data_collator
 
 from hf_longctx.hf.data.scan import PACKED
+from hf_longctx.hf.models.heads.kinds import HeadKind
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 _BATCH_ROWS = 1000
@@ -26,12 +27,14 @@ _KNOWN = "default_data_collator, DataCollatorWithPadding, DataCollatorForSeq2Seq
 DataCollatorForLanguageModeling(mlm=False)"
 
 
-def collator_problems(collator: Any, dataset: Any) -> list[str]:
+def collator_problems(collator: Any, dataset: Any, kind_of_head: HeadKind = "next_token") -> list[str]:
     """Why plans would learn other tokens than batches of `collator` over `dataset`; empty if they would learn the same ones.
 
-    Subclasses of known collators are refused, because they may do anything.
+    Subclasses of known collators are refused, because they may do anything. kind_of_head: what the model's head predicts.
     """
     kind, name = type(collator), getattr(collator, "__name__", type(collator).__name__)
+    if kind_of_head != "next_token":
+        return _classifier_problems(collator, kind, name, kind_of_head)
     if kind is transformers.DataCollatorWithFlattening:
         return _flattening_problems(collator) + _packing_problems(name, dataset)
     if kind is transformers.DataCollatorForSeq2Seq:
@@ -47,6 +50,20 @@ def collator_problems(collator: Any, dataset: Any) -> list[str]:
         f"data_collator is {name}, which is not tested, so plans might learn other tokens; use one of {_KNOWN} and do the rest "
         f"in the dataset (dataset.map), or use the callback without `attach`"
     ]
+
+
+def _classifier_problems(collator: Any, kind: type, name: str, kind_of_head: HeadKind) -> list[str]:
+    """Why plans would learn other labels of documents or tokens than batches of `collator`."""
+    known = _PADDING if kind_of_head == "document" else (transformers.DataCollatorForTokenClassification,)
+    if kind not in known and collator is not default_data_collator:
+        names = ", ".join(each.__name__ for each in known)
+        return [
+            f"data_collator is {name}, which is not tested with a model that classifies {kind_of_head}s; use {names} or "
+            f"default_data_collator, or LongContextTrainer without a collator"
+        ]
+    if kind is transformers.DataCollatorForTokenClassification and collator.label_pad_token_id != IGNORE_INDEX:
+        return [f"{name} has label_pad_token_id={collator.label_pad_token_id}, which would be learnt; set it to {IGNORE_INDEX}"]
+    return _padding_side_problems(collator) if hasattr(collator, "tokenizer") else []
 
 
 def _label_problems(name: str, dataset: Any) -> list[str]:

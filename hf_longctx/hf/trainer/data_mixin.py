@@ -45,7 +45,9 @@ class PlannedDataMixin(_TrainerBase):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
-        return eval_loader(self.longctx_run, "eval_dataset", read_columns(type(self), dataset))
+        # metrics of a classifier need the logits of all rows, also of those without a label
+        marks = self.longctx_run.task.kind != "next_token" and self.compute_metrics is not None
+        return eval_loader(self.longctx_run, "eval_dataset", read_columns(type(self), dataset), marks)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sequences of one optimizer step over all ranks; with tokens_per_step, their mean number.

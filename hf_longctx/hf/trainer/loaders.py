@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,16 +54,18 @@ def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> Data
     seed = sampler.seed if sampler.shuffle else None
     _check_resumed(run, run.sets.digest("train_dataset"), seed, run.sets.is_cut("train_dataset"))
     done = partial(_batches_done, run, len(sampler), global_step)
-    rows = PlannedDataset(token_rows(dataset), index, run.sets.scanned("train_dataset"))
+    rows = PlannedDataset(token_rows(dataset, run.task), index, run.sets.scanned("train_dataset"), run.task)
     return _loader(run, rows, PlannedBatchSampler(sampler, index.lengths, run.source, True, done))
 
 
-def eval_loader(run: Run, name: str, dataset: Any) -> DataLoader[Any]:
-    """Planned steps of a set, in its order; `name`: the name of the set in messages."""
+def eval_loader(run: Run, name: str, dataset: Any, marks: bool = False) -> DataLoader[Any]:
+    """Planned steps of a set, in its order; `name`: the name of the set in messages. marks: see `HeadTask`."""
     index = run.sets.index(name, dataset)
     per_step = run.args.per_device_eval_batch_size * run.args.world_size
     sampler = LengthAwareSampler(index.lengths, per_step, run.config.tokens_per_step, shuffle=False)
-    rows = PlannedDataset(token_rows(dataset), index, run.sets.scanned(name))
+    rows = PlannedDataset(
+        token_rows(dataset, run.task), index, run.sets.scanned(name), replace(run.sets.task_of(name), marks=marks)
+    )
     return _loader(run, rows, PlannedBatchSampler(sampler, index.lengths, run.source, explore=False))
 
 

@@ -209,6 +209,7 @@ class NonfiniteGuard:
         folder.mkdir(parents=True, exist_ok=True)
         content = {"format": 1, "step": number, "loss": str(self.loss), "bf16": bool(self.run.args.bf16), "plans": plans}
         content["loss_of_a_token"] = loss_name(self.run.token_loss)
+        content["head"] = self.run.task.kind
         if (dropout := self.run.dropout) is not None:
             content["dropout"] = {"seed": dropout.seed, "step": dropout.step}
         (folder / STEP_FILE).write_text(json.dumps(content))

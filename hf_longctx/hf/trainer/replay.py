@@ -33,6 +33,10 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
     """
     content = _read(folder / STEP_FILE)
     source = model_folder or folder / MODEL_FOLDER
+    if (kind := content.get("head", "next_token")) != "next_token":
+        raise ValueError(
+            f"{folder} holds a step of a model that classifies {kind}s, which cannot be replayed; load {source} yourself"
+        )
     is_adapter = (source / "adapter_config.json").exists()
     model: Any = AutoPeftModelForCausalLM.from_pretrained(source, is_trainable=True) if is_adapter else _whole_model(source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hf_longctx.hf.data.collator import PlannedStep, shift
+from hf_longctx.hf.data.collator import PlannedStep, shift, token_sequences
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.data.scan import PACKED
 from hf_longctx.hf.models.adapters import base_of
@@ -20,8 +20,6 @@ from hf_longctx.hf.models.classes import class_problem
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.layers import head_problem, output_head
 from hf_longctx.hf.models.quantised import settle_quantised
-from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores, token_scores
@@ -75,7 +73,7 @@ def step_scores(
     parts = []
     for (group, _), inputs, found in zip(step.plan.for_rank(step.rank).rounds, chunks, scores, strict=True):
         for index, chunk_scores in found.items():
-            sequences_T = _token_sequences(group.chunks[index], group, position)
+            sequences_T = token_sequences(group.chunks[index], group, position)
             # dummy tokens have no label, so any row will do
             rows_T = rows[np.asarray(step.sequences, dtype=np.int64)[sequences_T]]
             held = inputs[index]
@@ -145,10 +143,3 @@ def _labelled(rows_T: IntArray, inputs: ChunkInputs, scores: TokenScores) -> Row
     found = (scores.losses_T.cpu().numpy(), scores.is_right_T.cpu().numpy(), scores.entropies_T.cpu().numpy())
     weights_T = np.ones(len(rows_T)) if inputs.loss_weights is None else inputs.loss_weights[0].cpu().numpy()
     return RowScores(*(each[is_label_T] for each in (rows_T, positions_T, *found, weights_T)))
-
-
-def _token_sequences(chunk: Chunk, group: SequenceGroup, position: int) -> IntArray:
-    """Number of the plan's sequence for every token [T] of `chunk` on the rank at `position`; 0 for dummy tokens."""
-    pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
-    numbers = [chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else 0 for piece in pieces]
-    return np.repeat(np.asarray(numbers, dtype=np.int64), [piece.num_tokens for piece in pieces])

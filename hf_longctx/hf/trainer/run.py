@@ -16,19 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.labels.task import HeadTask, task_of
 from hf_longctx.hf.data.resume import DataRecorder
+from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
+from hf_longctx.hf.models.dropout.embedding_noise import key_noise, rest_noise
+from hf_longctx.hf.models.heads.kinds import num_outputs
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, differing_settings, raise_together
 from hf_longctx.hf.ranks.heartbeats import follow_launcher
-from hf_longctx.hf.self_test.check import SelfTest
+from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.specimen import RunPlace
-from hf_longctx.hf.start.losses import chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems, vocab_size_of
+from hf_longctx.hf.start.classifiers import classifier_problems
+from hf_longctx.hf.start.losses import chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (
@@ -41,6 +46,7 @@ from hf_longctx.hf.trainer.placement import (
 )
 from hf_longctx.hf.trainer.sets import SequenceSets
 from hf_longctx.runtime.core.loss import TokenLoss
+from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
@@ -70,11 +76,20 @@ class RunRequest:
     token_loss: TokenLoss | None = None
     reference: nn.Module | None = None
 
+    @property
+    def task(self) -> HeadTask:
+        """The labels of the sets that are read under plans."""
+        sets = self.datasets or {}
+        given = (sets[name] for name in ("train_dataset", "eval_dataset") if sets.get(name) is not None)
+        return task_of(self.model, next((each for each in given if not is_stream(each)), None))
+
     def problems_of_loss(self, control: dist.ProcessGroup | None) -> list[str]:
         """Problems with the loss, also if it differs between ranks. Collective."""
         if self.datasets is None:
             return stock_loss_problems(self.model, self.args, self.config)
-        digest = loss_digest(self.token_loss, vocab_size_of(self.model), self.args.device)
+        if problems := classifier_problems(self.task, self.config, self.args, self.datasets, self.token_loss):
+            return problems
+        digest = loss_digest(self.token_loss, num_outputs(self.model), self.args.device)
         return loss_problems(self.model, self.args, self.token_loss) + differing_settings({"token_loss": digest}, control)
 
 
@@ -102,8 +117,13 @@ class Run:
     report: RunReport
     undo: ExitStack
     all_stages: tuple[StageModel, ...] = ()
-    token_loss: TokenLoss | None = None
+    token_loss: TokenLoss | ValueLoss | None = None
     dropout: DropoutKeys | None = None
+
+    @property
+    def task(self) -> HeadTask:
+        """The labels that the model's head learns."""
+        return self.sets.task
 
     @property
     def pool(self) -> GroupPool:
@@ -154,14 +174,15 @@ def start_run(request: RunRequest) -> Run:
     control = meet(config, request.control)
     problems = request.problems + request.problems_of_loss(control)
     degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
-    token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss)
+    task = request.task
+    token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss, task)
     # with a loss of its own, a run leaves out the forward's on purpose
     forward = user_forward(model) if token_loss is None else ""
     beside = request.reference.parameters() if request.reference is not None else ()
     reference_bytes = sum(weight.nbytes for weight in beside)
     train_dataset = (request.datasets or {}).get("train_dataset")
     setup = choose_setup(config, model, args, degrees, control, train_dataset, reference_bytes)
-    sets = SequenceSets(config, args, setup, control)
+    sets = SequenceSets(config, args, setup, control, task)
     if request.datasets is None:
         setup = replace(setup, planner=replace(setup.planner, one_micro_batch=True))
     else:
@@ -169,6 +190,9 @@ def start_run(request: RunRequest) -> Run:
     with ExitStack() as undo:
         undo.callback(restore_attention, model, attention_name(model))
         patch_model(model)
+        if args.neftune_noise_alpha is not None and request.datasets is not None:
+            key_noise(model, args.neftune_noise_alpha)
+            undo.callback(rest_noise, model)
         if (dropout := keys_of(model)) is not None:
             dropout.seed = args.seed
         # the self-test copies the model before it is cut or placed
@@ -196,7 +220,9 @@ def start_run(request: RunRequest) -> Run:
             opening = f"{opening}\nloss of a token: {loss_name(token_loss)}"
         if test is not None:
             count = partial(count_over_ranks, group=control)
-            passed = test.run(RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, token_loss), forward)
+            passed = test.run(
+                RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, *probed(token_loss, task)), forward
+            )
             opening = f"{opening}\n{passed}"
         return Run(
             config=config,

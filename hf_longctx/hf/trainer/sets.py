@@ -15,6 +15,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
@@ -25,17 +26,33 @@ from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 
 logger = logging.getLogger(__name__)
 
+# name of a set that is given to `predict`
+TEST_SET = "test_dataset"
+
 
 class SequenceSets:
-    """The row lengths of a run's sets, by the name of the set in messages, and the rules for rows that are too long."""
+    """The row lengths of a run's sets, by the name of the set in messages, and the rules for rows that are too long.
+
+    task: the labels of the sets.
+    """
 
     def __init__(
-        self, config: LongContextConfig, args: TrainingArguments, setup: RunSetup, control: dist.ProcessGroup | None
+        self,
+        config: LongContextConfig,
+        args: TrainingArguments,
+        setup: RunSetup,
+        control: dist.ProcessGroup | None,
+        task: HeadTask = NEXT_TOKEN,
     ) -> None:
-        self.config, self.args, self.setup, self.control = config, args, setup, control
+        self.config, self.args, self.setup, self.control, self.task = config, args, setup, control, task
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
         # names of the sets whose cut rows were reported already
         self._told: set[str] = set()
+
+    def task_of(self, name: str) -> HeadTask:
+        """The labels of a set; a set to predict need not have any, if the model classifies."""
+        is_marked = name == TEST_SET and self.task.kind != "next_token"
+        return replace(self.task, marks=True) if is_marked else self.task
 
     @property
     def longest_sequence(self) -> int:
@@ -122,7 +139,9 @@ class SequenceSets:
         """Lengths and problems of named sets; with long_sequences="error", rows that are too long are problems too."""
         setup = self.setup
         show_progress = not self.args.disable_tqdm
-        scans = scan_on_every_rank(sets, setup.costs.model.vocab_size, show_progress, setup.placeholders)
+        # a set to predict is always scanned alone
+        task = self.task_of(TEST_SET) if TEST_SET in sets else self.task
+        scans = scan_on_every_rank(sets, setup.costs.model.vocab_size, show_progress, setup.placeholders, task)
         if self.config.long_sequences != "error":
             return scans
         limits = setup.max_length, setup.room_tokens, setup.planner.tokens_per_rank

@@ -56,6 +56,7 @@ from hf_longctx.hf.start.trl import (
     trainer_problems,
     trl_class,
 )
+from hf_longctx.hf.trainer.classifiers.predictions import predictions_of, step_logits
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.loaders import eval_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
@@ -63,9 +64,11 @@ from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, start_run
+from hf_longctx.hf.trainer.sets import TEST_SET
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.loss import LabelSmoothing, TemperedCrossEntropy, TokenLoss
+from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
 from hf_longctx.runtime.parameters.finite import nonfinite_names
@@ -151,6 +154,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor, self._guard = None, NonfiniteGuard(self.longctx_run)
         thaw = freeze_towers(cast(nn.Module, self.model))
+        # the model's embedding adds noise by token instead
+        alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
             with self._stop.during_training(self.args, lambda: self.state.global_step), self._ending_saving():
                 self._open_saving()
@@ -161,7 +166,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
                 self._guard.count_on_from(chosen)
                 return super().train(chosen, *args, **kwargs)
         finally:
-            self._chosen = None
+            self._chosen, self.neftune_noise_alpha = None, alpha
             self.longctx_run.recorder.resume(None)
             self._release_models()
             thaw()
@@ -258,12 +263,15 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         the mean cross-entropy. `eval_mean_token_accuracy` and `eval_entropy` are means over tokens that are learnt; with
         `token_loss` only `predict` computes them, since they take a second forward.
 
-        A trainer of TRL with a loss of log-probabilities keeps its own loop and metrics; its forwards run under plans.
+        A trainer of TRL with a loss of log-probabilities keeps its own loop and metrics; its forwards run under plans. A model
+        that classifies has its loss, and the metrics of `compute_metrics`, which gets the logits of all rows.
         """
         if self._two_passes is not None:
             with self._explained(), self._evaluating():
                 self._placed_model()
                 return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.longctx_run.task.kind != "next_token":
+            return self._classified(dataloader, metric_key_prefix)
         metrics, num_samples, _ = self._evaluated(dataloader, metric_key_prefix)
         no_predictions: Any = None
         return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
@@ -290,12 +298,19 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         `predictions` is a structured array with one entry per row, equal on all ranks: `log_prob` (the sum of the
         log-probabilities of the row's label tokens, by cross-entropy), `num_tokens` (how many these are), `num_right` (those that
         were the likeliest), and `entropy` (the sum over them). Metrics are those of an evaluation.
+
+        A model that classifies has its logits as `predictions`, as a stock trainer returns them.
         """
         if self._two_passes is not None:
             raise ValueError(
                 f"predict() of {type(self).__name__} would return whole logits, which plans never make; use evaluate()"
             )
-        dataloader = eval_loader(self.longctx_run, "test_dataset", read_columns(type(self), test_dataset))
+        is_classifier, test_dataset = self.longctx_run.task.kind != "next_token", read_columns(type(self), test_dataset)
+        dataloader = eval_loader(self.longctx_run, TEST_SET, test_dataset, marks=is_classifier)
+        if is_classifier:
+            output = self._classified(dataloader, metric_key_prefix)
+            self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
+            return PredictionOutput(output.predictions, output.label_ids, output.metrics)
         metrics, _, scores = self._evaluated(dataloader, metric_key_prefix, wants_scores=True)
         sums = scores.by_row(len(test_dataset))
         totals = np.reshape(sums_over_ranks(sums.ravel().tolist(), self.longctx_run.control), sums.shape)
@@ -327,7 +342,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         """Raises ValueError on every rank if a loss was set that plans would never call."""
         run = self.longctx_run
         problems = trainer_loss_problems(self)
-        if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing):
+        if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing | ValueLoss):
             problems += model_loss_problems(self.model, self.args.device)
         raise_together(problems, run.control)
 
@@ -517,6 +532,26 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             # without a backward nothing is saved: policies only make tiles, and no host memory is needed
             rank_plan = forward_only(batch["step"].plan.for_rank(run.pool.rank))
             yield executor, (rank_plan, batch["chunks"], run.activations.engine(model, rank_plan)), batch
+
+    def _classified(self, dataloader: DataLoader[Any], prefix: str) -> EvalLoopOutput:
+        """The loss of a set, or its logits, labels and metrics if all of its tokens that the head reads are marked."""
+        self.callback_handler.eval_dataloader = dataloader
+        rows: Any = dataloader.dataset
+        run, loss_sum, total_weight, own = self.longctx_run, 0.0, 0.0, []
+        with self._explained(), self._evaluating():
+            for executor, forwards, batch in self._planned_forwards(dataloader):
+                if rows.task.marks:
+                    own += step_logits(batch["step"], batch["chunks"], executor.read(*forwards))
+                else:
+                    loss_sum += float(executor.evaluate(*forwards))
+                    total_weight += batch["total_weight"]
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        nothing: Any = None
+        if not rows.task.marks:
+            return EvalLoopOutput(nothing, nothing, {f"{prefix}_loss": loss_sum / (total_weight or 1)}, len(rows))
+        found = predictions_of(rows, [part for parts in gather_objects(own, run.control) for part in parts])
+        made, metrics = found.metrics(prefix, run.token_loss, self.compute_metrics, self.preprocess_logits_for_metrics)
+        return EvalLoopOutput(made, found.labels, metrics, len(found.logits))
 
     def _evaluated(
         self, dataloader: DataLoader[Any], prefix: str, wants_scores: bool = False

@@ -120,7 +120,8 @@ class ModelSpec:
     everything. states: layers that carry a state along the sequence in place of attention. gates_output: attention's output is
     multiplied by a gate, which is projected from hidden states. has_wide_norms: norms keep the product before their weight in
     fp32. experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline stages, so that
-    stages can lend their ranks.
+    stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
+    predicts the next token.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -158,6 +159,7 @@ class ModelSpec:
     has_wide_norms: bool = False
     experts: ExpertSpec = ExpertSpec()
     keeps_all_stages: bool = False
+    num_labels: int = 0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -305,7 +307,7 @@ class ModelSpec:
     @property
     def token_products(self) -> int:
         """Multiplications of one token's forward through all layers and the output head."""
-        return self.num_layers * self.layer_products + self.vocab_size * self.hidden_size
+        return self.num_layers * self.layer_products + self.head_outputs * self.hidden_size
 
     @property
     def mixing_share(self) -> float:
@@ -320,9 +322,14 @@ class ModelSpec:
         return self.layer_parameters + self.idle_parameters
 
     @property
+    def head_outputs(self) -> int:
+        """Logits of one token: entries of the vocabulary, or labels."""
+        return self.num_labels or self.vocab_size
+
+    @property
     def head_share(self) -> float:
         """The output head's share of the matrix products of one token's forward."""
-        return self.vocab_size * self.hidden_size / self.token_products
+        return self.head_outputs * self.hidden_size / self.token_products
 
     @property
     def num_parameters(self) -> int:
@@ -331,10 +338,11 @@ class ModelSpec:
 
     def part_parameters(self, num_layers: int, is_first: bool, is_last: bool) -> int:
         """Matrix parameters of `num_layers` layers, with the embedding if `is_first` and the head if `is_last`."""
-        table = self.vocab_size * self.hidden_size
         positions = self.max_positions * self.hidden_size if self.learned_positions and is_first else 0
-        num_tables = 1 if self.tied_embeddings and is_first and is_last else is_first + is_last
-        return num_layers * self.layer_weights + num_tables * table + positions
+        rows = self.vocab_size * is_first + self.head_outputs * is_last
+        if self.tied_embeddings and is_first and is_last:
+            rows = self.vocab_size
+        return num_layers * self.layer_weights + rows * self.hidden_size + positions
 
     def part_weight_bytes(self, num_layers: int, is_first: bool, is_last: bool) -> int:
         """Bytes of the weights that `part_parameters` counts, without scales of packed weights."""

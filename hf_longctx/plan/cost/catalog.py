@@ -109,6 +109,7 @@ def spec_name(spec: ModelSpec) -> str:
     states = spec.states
     carried = f", states of {states.heads} x {states.head_elements} in {sum(states.layers)} layers" if not states.is_empty else ""
     vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
+    vocabulary += f" to {spec.num_labels} labels" if spec.num_labels else ""
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
         f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}{windows}{carried}, vocabulary "

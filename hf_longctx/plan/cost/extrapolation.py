@@ -57,7 +57,7 @@ def hardware_rates(spec: ModelSpec, cluster: ClusterSpec, costs: CostCoefficient
     whose coefficient was fitted as zero stays as it was.
     """
     hardware, forward, backward = cluster.hardware, costs.forward, costs.backward
-    matrix = spec.num_layers * spec.layer_products + spec.vocab_size * spec.hidden_size
+    matrix = spec.num_layers * spec.layer_products + spec.head_outputs * spec.hidden_size
     pair = spec.num_layers * spec.pair_operations
 
     def per_second(amount: float, seconds: float, otherwise: float) -> float:

@@ -386,7 +386,7 @@ class OutsideBytes:
 
     def __init__(self, model: ModelSpec, load: Load, tile_tokens: int) -> None:
         e, d, wide = model.bytes_per_element, model.hidden_size, max(4, model.bytes_per_element)
-        tokens, vocabulary = load.num_tokens, model.vocab_size
+        tokens, vocabulary = load.num_tokens, model.head_outputs
         # bytes of cosines and sines, token ids and labels
         self.shared = tokens * (2 * e * model.head_dim + 16)
         self.head = self.forward = self.backward = 0

@@ -83,7 +83,7 @@ def saved_token_bytes(model: ModelSpec) -> int:
     """
     e, num_states = model.bytes_per_element, sum(model.states.layers)
     layers = (model.num_layers - num_states) * plain_layer_bytes(model) + num_states * plain_layer_bytes(model, True)
-    return layers + model.vocab_size * (e + 3 * max(4, e))
+    return layers + model.head_outputs * (e + 3 * max(4, e))
 
 
 def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int) -> tuple[int, int]:

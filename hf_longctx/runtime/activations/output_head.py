@@ -37,6 +37,7 @@ from hf_longctx.runtime.core.loss import (
     TokenLoss,
     TokenScores,
     custom_losses,
+    label_logits,
     summed_loss,
     token_scores,
     weighted,
@@ -57,9 +58,10 @@ class _Order:
     targets: Targets
     tile_tokens: int
     keep_gradients: bool = False
-    # list that receives the scores of the tokens, and how they are scored; both are given if scores are wanted
+    # lists that receive the scores of the tokens, or the logits of those with labels, if they are wanted, and how to score
     scores: list[TokenScores] | None = None
     scoring: Scoring | None = None
+    logits: list[Tensor] | None = None
     num_calls: int = 0
 
 
@@ -109,6 +111,13 @@ class OutputHead:
         scores: list[TokenScores] = []
         with self._ordered(_Order(Targets(shift_labels_1T), tile_tokens, scores=scores, scoring=scoring)):
             yield scores
+
+    @contextmanager
+    def reading(self, labels_1T: Tensor, tile_tokens: int) -> Iterator[list[Tensor]]:
+        """Context like `scoring`; afterwards the list holds the logits [n, V] of the tokens with labels."""
+        logits: list[Tensor] = []
+        with self._ordered(_Order(Targets(labels_1T), tile_tokens, logits=logits)):
+            yield logits
 
     @contextmanager
     def _ordered(self, order: _Order) -> Iterator[None]:
@@ -161,6 +170,11 @@ def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Ten
     if order.scores is not None and order.scoring is not None:
         order.scores.append(_scores_of_tiles(hidden_1TC, labels_1T, run, tiles, order.scoring))
         return order.scores[-1].losses_T.sum()
+    if order.logits is not None:
+        with torch.no_grad():
+            found = [label_logits(run(hidden_1TC[:, tile], tile), labels_1T[:, tile]) for tile in tiles]
+        order.logits.append(torch.cat(found))
+        return found[0].new_zeros(())
     keeps = order.keep_gradients and torch.is_grad_enabled()
     tiled = _Tiled(run, tiles, parameters=tuple(parameters), token_loss=targets.token_loss)
     loss: Tensor = _SummedLoss.apply(hidden_1TC, labels_1T, weights_1T, tiled, keeps, *parameters)

@@ -193,7 +193,8 @@ class GroupContext:
         if keys is None:
             return replace(self, position_ids=position_ids)
         pieces = [(count, sequence) for (count, _), sequence in zip(self.documents, self.sequences, strict=True)]
-        return replace(self, position_ids=position_ids, tokens=keys.of_pieces(pieces, position_ids))
+        tokens = keys.of_pieces(pieces, position_ids, [length for _, length in self.documents])
+        return replace(self, position_ids=position_ids, tokens=tokens)
 
     def running(self) -> AbstractContextManager[None]:
         """Context around a forward of the model: its dropout modules get this rank's tokens."""

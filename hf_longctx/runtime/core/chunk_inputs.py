@@ -13,13 +13,16 @@ from torch import Tensor
 class ChunkInputs:
     """This rank's shard of one chunk, each of shape [1, T] and type int64: token ids, positions, next-token labels.
 
-    loss_weights: the weight of each next-token label in the loss, fp64; None if every label weighs 1.
+    loss_weights: the weight of each next-token label in the loss, fp64; None if every label weighs 1. label_values: what the
+    labels number, one row [K] of numbers for each, if a label is no class (shape [N, K], fp32); None if labels are classes.
+    For a head that classifies documents or tokens, `shift_labels` are the labels of the tokens themselves.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     shift_labels: Tensor
     loss_weights: Tensor | None = None
+    label_values: Tensor | None = None
 
     def pin_memory(self) -> ChunkInputs:
         """Copy of the shard in pinned memory; called by the loader's pinning thread."""
@@ -32,4 +35,5 @@ class ChunkInputs:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkInputs:
         """The inputs with every tensor changed by `change`."""
         ids, positions, labels = map(change, (self.input_ids, self.position_ids, self.shift_labels))
-        return ChunkInputs(ids, positions, labels, None if self.loss_weights is None else change(self.loss_weights))
+        weights, values = (None if each is None else change(each) for each in (self.loss_weights, self.label_values))
+        return ChunkInputs(ids, positions, labels, weights, values)

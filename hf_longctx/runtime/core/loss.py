@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.value_losses import AtValues, ValueLoss
 
 IGNORE_INDEX = -100
 # tokens whose probabilities exist at once when tokens are scored
@@ -88,9 +89,11 @@ class Targets:
     token_loss: TokenLoss | None = None
 
     @classmethod
-    def of(cls, inputs: ChunkInputs, token_loss: TokenLoss | None = None) -> Targets:
+    def of(cls, inputs: ChunkInputs, token_loss: TokenLoss | ValueLoss | None = None) -> Targets:
         """The targets of a chunk's tokens, on the device of `inputs`."""
         labels_1T, weights_1T = inputs.shift_labels, inputs.loss_weights
+        if isinstance(token_loss, ValueLoss):
+            token_loss = AtValues(token_loss, inputs.label_values)
         if weights_1T is not None:
             # without a label, so that tiles of weight 0 are skipped and infinite losses of weight 0 are not NaN
             labels_1T = labels_1T.masked_fill(weights_1T == 0, IGNORE_INDEX)
@@ -132,6 +135,11 @@ def wide_logits(logits_1TV: Tensor) -> Tensor:
     """Logits [T, V] in at least fp32."""
     logits_TV = logits_1TV.reshape(-1, logits_1TV.shape[-1])
     return logits_TV.float() if logits_TV.dtype in (torch.float16, torch.bfloat16) else logits_TV
+
+
+def label_logits(logits_1TV: Tensor, labels_1T: Tensor) -> Tensor:
+    """Logits [n, V] of the tokens with labels, in order, in at least fp32."""
+    return wide_logits(logits_1TV)[labels_1T.reshape(-1) != IGNORE_INDEX]
 
 
 def custom_losses(token_loss: TokenLoss, logits_TV: Tensor, labels_T: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.kernels.dropout_mask import WORD, keep_mask
+from hf_longctx.kernels.dropout_mask import WORD, keep_mask, random_words
 
 # attribute of a dropout module that holds its site
 SITE = "_longctx_dropout_site"
@@ -64,11 +64,16 @@ class DropoutKeys:
         """Ends a training: forwards without a plan drop as torch does."""
         self.is_training = False
 
-    def of_pieces(self, pieces: Sequence[tuple[int, int]], positions_1T: Tensor) -> DropoutTokens:
-        """The tokens of a forward: (tokens, sequence of the plan, -1 for dummies) of every piece, and positions in documents."""
+    def of_pieces(self, pieces: Sequence[tuple[int, int]], positions_1T: Tensor, lengths: Sequence[int] = ()) -> DropoutTokens:
+        """The tokens of a forward: (tokens, sequence of the plan, -1 for dummies) of every piece, and positions in documents.
+
+        lengths: tokens of the whole document of every piece; () if each piece is one.
+        """
         numbers = [sequence + self._first_document if sequence >= 0 else WORD for _, sequence in pieces]
-        documents_T = torch.tensor(numbers).repeat_interleave(torch.tensor([count for count, _ in pieces]))
-        return DropoutTokens(self, self.step, documents_T.to(positions_1T.device, non_blocking=True), positions_1T.view(-1))
+        counts = [count for count, _ in pieces]
+        both_2T = torch.tensor([numbers, list(lengths) or counts]).repeat_interleave(torch.tensor(counts), dim=1)
+        documents_T, lengths_T = both_2T.to(positions_1T.device, non_blocking=True)
+        return DropoutTokens(self, self.step, documents_T, positions_1T.view(-1), lengths_T)
 
     def site_key(self, name: str) -> int:
         """64 bits of the module `name` under the seed."""
@@ -80,7 +85,7 @@ class DropoutKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DropoutTokens:
-    """The tokens of one forward, layer or tile, in order: document and position of each, int64.
+    """The tokens of one forward, layer or tile, in order: document, position and tokens of the whole document of each, int64.
 
     calls: how often each module has run on these tokens, since every call of a module draws another mask.
     """
@@ -89,11 +94,13 @@ class DropoutTokens:
     step: int
     documents_T: Tensor
     positions_T: Tensor
+    lengths_T: Tensor
     calls: dict[str, int] = field(default_factory=dict)
 
     def part(self, tokens: slice = slice(None)) -> DropoutTokens:
         """Some of the tokens (default: all), before any call."""
-        return DropoutTokens(self.keys, self.step, self.documents_T[tokens], self.positions_T[tokens])
+        documents_T, positions_T, lengths_T = (each[tokens] for each in (self.documents_T, self.positions_T, self.lengths_T))
+        return DropoutTokens(self.keys, self.step, documents_T, positions_T, lengths_T)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -118,6 +125,12 @@ class DropoutTokens:
         call = self.calls[name] = self.calls.get(name, 0) + 1
         dropped: Tensor = _Drop.apply(x, self, rate, self.keys.site_key(f"{name}:{call}" if call > 1 else name))
         return dropped
+
+    def uniform(self, num_channels: int, name: str) -> Tensor:
+        """Numbers between 0 and 1 for the module `name`, evenly distributed, [T, C], fp64 on CPUs and fp32 elsewhere."""
+        words_TC = random_words(self.documents_T, self.positions_T, self.step, self.keys.site_key(name), num_channels)
+        dtype = torch.float64 if words_TC.device.type == "cpu" else torch.float32
+        return (words_TC.to(dtype) + 0.5) / (WORD + 1)
 
     def masked(self, x_TC: Tensor, rate: float, key: int) -> Tensor:
         """`x_TC` with values dropped and scaled; draws the mask for some tokens at a time."""

@@ -20,12 +20,13 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores
+from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.lent_round import LentRound
 from hf_longctx.runtime.execution.results import StepMemory, StepResult
-from hf_longctx.runtime.execution.round import Round
+from hf_longctx.runtime.execution.round import Round, Wanted
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient
 from hf_longctx.runtime.parameters.gradients import TiedWeight
@@ -57,7 +58,7 @@ class StepExecutor:
         fp32_gradients: bool = True,
         all_stages: Sequence[StageModel] = (),
         routers: RouterBalance | None = None,
-        token_loss: TokenLoss | None = None,
+        token_loss: TokenLoss | ValueLoss | None = None,
     ) -> None:
         self.token_loss = token_loss
         self.model, self.pool, self.device, self.routers = stage.model, pool, device, routers
@@ -153,9 +154,15 @@ class StepExecutor:
 
         Collective, like `evaluate`.
         """
-        scores: list[dict[int, TokenScores]] = []
-        self._run_forwards(plan, inputs, "evaluation", engine, scoring=scoring or Scoring(), scores=scores)
-        return scores
+        rounds: list[Round] = []
+        self._run_forwards(plan, inputs, "evaluation", engine, wanted=scoring or Scoring(), rounds=rounds)
+        return [each.scores for each in rounds]
+
+    def read(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> list[dict[int, Tensor]]:
+        """Logits [n, V] of the tokens with labels in this rank's shard of every chunk; otherwise like `score`. Collective."""
+        rounds: list[Round] = []
+        self._run_forwards(plan, inputs, "evaluation", engine, wanted="logits", rounds=rounds)
+        return [each.logits for each in rounds]
 
     def route(self, plans: Sequence[tuple[RankPlan, PlanInputs]], engine: ActivationEngine | None = None) -> None:
         """Counts which experts the tokens of an optimizer step go to, in forwards of all its plans. Call it before `run`.
@@ -208,12 +215,12 @@ class StepExecutor:
         purpose: str,
         engine: ActivationEngine | None,
         is_counted: bool = False,
-        scoring: Scoring | None = None,
-        scores: list[dict[int, TokenScores]] | None = None,
+        wanted: Wanted = "loss",
+        rounds: list[Round] | None = None,
     ) -> Tensor:
-        """Runs the forwards of a plan; returns this rank's summed loss, or zero and fills `scores` if `scoring` is given.
+        """Runs the forwards of a plan; returns this rank's summed loss, or zero if something else is `wanted`.
 
-        `purpose`: name of the run in error messages.
+        `purpose`: name of the run in error messages. `rounds`: list that receives the micro-batches, which hold what is wanted.
         """
         self._begin_plan(plan)
         self.parameters.check(plan.parameters)
@@ -224,10 +231,10 @@ class StepExecutor:
         for index, (group, stage) in enumerate(plan.rounds):
             self.parameters.enter_round(plan.parameters)
             forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
-            current = Round(host, group, stage, inputs[index], index, is_counted, scoring=scoring)
+            current = Round(host, group, stage, inputs[index], index, is_counted, wanted)
             total += current.run(forwards, f"{purpose} {plan.step}, round {index}")
-            if scores is not None:
-                scores.append(current.scores)
+            if rounds is not None:
+                rounds.append(current)
         self.parameters.free()
         return total
 

@@ -14,7 +14,8 @@ from hf_longctx.runtime.activations.output_head import check_untouched
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import Scoring, Targets, TokenLoss, TokenScores, summed_loss, token_scores
+from hf_longctx.runtime.core.loss import Scoring, Targets, TokenLoss, TokenScores, label_logits, summed_loss, token_scores
+from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
@@ -43,7 +44,7 @@ class RoundHost:
     all_stages: tuple[StageModel, ...] = ()
     routers: RouterBalance | None = None
     settle_routers: Callable[[], None] = lambda: None
-    token_loss: TokenLoss | None = None
+    token_loss: TokenLoss | ValueLoss | None = None
 
     def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
         """Logits [1, T, V] of this rank's shard from the last part; hidden states for the next one from every other part.
@@ -93,3 +94,15 @@ class RoundHost:
         with head.scoring(chunk.shift_labels, tile_tokens, scoring) as scores:
             self.forward_chunk(inputs, context, part, hidden_1TC)
         return scores[0]
+
+    def read_chunk(
+        self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
+    ) -> Tensor:
+        """Logits [n, V] of the tokens of this rank's shard with labels; makes others only if it must, like `score_chunk`."""
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return label_logits(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
+        with head.reading(chunk.shift_labels, tile_tokens) as logits:
+            self.forward_chunk(inputs, context, part, hidden_1TC)
+        return logits[0]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from hf_longctx.runtime.execution.out_of_memory import explained
 from hf_longctx.runtime.execution.results import StepMemory
 from hf_longctx.runtime.process_groups.links import RoundMessages
 
+# results of the forwards at the end of the model
+Wanted = Literal["loss", "logits"] | Scoring
 # key of one forward: (layer range, chunk), or (stage, chunk) if ranks are lent to other stages
 _Pass = tuple[int, int]
 
@@ -34,7 +37,8 @@ class Round:
     gradient the next layer range sends. A forward's input is a leaf, whose gradient goes to the layer range before.
 
     inputs: this rank's shard of every chunk. index: index of the micro-batch in the plan. is_counted: forwards count the tokens
-    that routers send to each expert. scoring: if given, forwards put scores of tokens into `scores`, by chunk, and make no loss.
+    that routers send to each expert. wanted: the loss; or, with a `Scoring`, scores of tokens in
+    `scores`, by chunk; or logits of tokens with labels in `logits`.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Round:
         inputs: Sequence[ChunkInputs],
         index: int,
         is_counted: bool = False,
-        scoring: Scoring | None = None,
+        wanted: Wanted = "loss",
     ) -> None:
         self.host, self.group, self.stage, self.inputs = host, group, stage, inputs
         self.index, self.is_counted = index, is_counted
@@ -60,7 +64,9 @@ class Round:
         self.books: list[KVBook] = []
         self.state_book = StateBook()
         self.messages: RoundMessages | None = None
-        self.scoring, self.scores = scoring, dict[int, TokenScores]()
+        self.wanted = wanted
+        self.scores: dict[int, TokenScores] = {}
+        self.logits: dict[int, Tensor] = {}
         self.total = torch.zeros((), dtype=torch.float64, device=host.device)
         self.handlers = {
             "F": self._forward,
@@ -118,9 +124,12 @@ class Round:
             return
         policy = self.policies.get(key)
         tile_tokens = policy.tile_tokens if policy is not None else 0
-        if self.scoring is not None:
-            found = self.host.score_chunk(inputs, context, tile_tokens, action.part, hidden_1TC, self.scoring)
+        if isinstance(self.wanted, Scoring):
+            found = self.host.score_chunk(inputs, context, tile_tokens, action.part, hidden_1TC, self.wanted)
             self.scores[action.chunk] = found
+            return
+        if self.wanted == "logits":
+            self.logits[action.chunk] = self.host.read_chunk(inputs, context, tile_tokens, action.part, hidden_1TC)
             return
         is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
         loss_sum = self.host.sum_chunk(inputs, context, tile_tokens, is_backward_next, action.part, hidden_1TC)

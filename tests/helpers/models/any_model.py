@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -151,9 +152,13 @@ def class_names() -> list[str]:
 
 def tiny_config(model_class: type[PreTrainedModel], **changes: Any) -> PretrainedConfig:
     """The class's default config in small sizes, with each kind of layer that its lists of one entry per layer contain."""
-    special = _OF_CLASS.get(model_class.__name__, {}) | changes
+    special = (
+        _OF_CLASS.get(re.sub(r"(Text)?For(Sequence|Token)Classification$", "ForCausalLM", model_class.__name__), {}) | changes
+    )
     config_class: Any = model_class.config_class
-    if "text_config" not in config_class.sub_configs or model_class.__name__.endswith("ForCausalLM"):
+    if "text_config" not in config_class.sub_configs or model_class.__name__.endswith(
+        ("ForCausalLM", "TextForSequenceClassification")
+    ):
         return _small(config_class, special)
     default = config_class()
     parts = {name: getattr(default, name, None) for name in config_class.sub_configs}

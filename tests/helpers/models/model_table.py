@@ -19,6 +19,12 @@ parameters are sharded (FSDP2), and in pipeline stages. `no` means refused with 
 plans keep everything, which the run says once. `whole logits`: the class changes its logits after the head, so plans keep
 everything for it, too.
 """
+_CLASSIFIERS = """
+Models that classify documents or tokens (`...ForSequenceClassification`, `...ForTokenClassification`) run if their text model is
+that of an exact class and their head is one linear module on it: those that transformers derives from its generic classes, and
+BioGpt, GPTBigCode, GPTNeoX and OPT. `pytest -m sweep tests/hf/models/heads` compares each of them with plain transformers, packed
+and in slices, to 1e-12.
+"""
 _WRAPPED = """
 A multimodal class trains rows of text if it stands here and its text model is the one named, or that of an exact class above.
 Errors are measured as above, against the whole multimodal model on rows of text. Towers for images, sound and video are
@@ -43,6 +49,8 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
         *(f"| {summary} | {count} |" for summary, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
         "",
         " ".join(_EXACT.split()),
+        "",
+        " ".join(_CLASSIFIERS.split()),
         "",
         "`python tests/helpers/models/model_table.py` writes this page; `pytest -m sweep "
         "tests/hf/models/test_model_sweep.py` proves it.",

@@ -201,6 +201,8 @@ STATE_FAMILIES: dict[str, Any] = {
 # defaults of a ModelCase: layers, KV heads, head size
 NUM_LAYERS, NUM_KV, HEAD_DIM = 2, 2, 8
 VOCAB_SIZE = 64
+# padding token of models that classify
+PAD = 7
 # the longest document that dynamic and longrope do not scale
 SHORT = 24
 _SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -235,7 +237,8 @@ class ModelCase:
     weights are trained. four_bit: type of the frozen linear weights under the adapters. balance: coefficient of the experts'
     balancing loss; None leaves it out. window: replaces the family's window in layers that have one; 0 keeps the family's.
     loss: the loss of a token by its name in `token_losses`; empty for cross-entropy. spread: experts are spread over the ranks
-    that share one copy of sharded parameters.
+    that share one copy of sharded parameters. head: settings of a config with which the family's class for documents,
+    or with `classifier_dropout` for tokens, is built; empty for its causal language model.
     """
 
     family: str = "llama"
@@ -256,6 +259,7 @@ class ModelCase:
     window: int = 0
     loss: str = ""
     spread: bool = False
+    head: tuple[tuple[str, Any], ...] = ()
 
 
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -306,6 +310,10 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     """The model of a case, in training mode, with weights so large that gradients are not tiny."""
     families = FAMILIES | OTHER_FAMILIES | MOE_FAMILIES | CHUNKED_FAMILIES | STATE_FAMILIES
     config_class, model_class, extra = families[case.family]
+    if case.head:
+        ending = "ForTokenClassification" if "classifier_dropout" in dict(case.head) else "ForSequenceClassification"
+        model_class = getattr(transformers, model_class.__name__.replace("ForCausalLM", ending))
+        extra = {**extra, **dict(case.head), "pad_token_id": PAD}
     if case.balance is not None:
         extra = {**extra, "output_router_logits": True, "router_aux_loss_coef": case.balance}
     if case.window:
@@ -342,7 +350,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
 
 def adapted(model: Any, seed: int = 3, autocast: bool = False, **settings: Any) -> Any:
     """The model with LoRA adapters that change its output, in its own dtype or (`autocast`) in fp32; the rest is frozen."""
-    config = peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    config = peft.LoraConfig(**{"init_lora_weights": False, "task_type": "CAUSAL_LM", **settings})
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -79,8 +79,9 @@ def dropout_problems(model: nn.Module) -> list[str]:
 
 
 def outer_dropout(model: nn.Module, layers: str) -> str:
-    """The name of a dropout module of `model` outside its list of layers and outside adapters on its head; "" without one."""
-    return next((name for name, _ in _dropouts(model) if f"{layers}." not in f"{name}." and "lora_" not in name), "")
+    """The name of a dropout module of `model` outside its list of layers, its classifier and adapters; "" without one."""
+    inside = [name for name, _ in _dropouts(model) if f"{layers}." in f"{name}." or "lora_" in name or "." not in name]
+    return next((name for name, _ in _dropouts(model) if name not in inside), "")
 
 
 def _dropouts(model: nn.Module) -> list[tuple[str, nn.Dropout]]:

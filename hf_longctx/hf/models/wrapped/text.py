@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.hf.models.heads.kinds import backbone_of, head_kind, inner_model
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
 
@@ -63,10 +64,16 @@ def text_path(wrapper: PreTrainedModel) -> str:
 def text_class(model: nn.Module) -> str:
     """Name of the causal language model whose text model a model has, such as LlamaForCausalLM for a LlamaModel in a wrapper.
 
-    For models of text alone, the name of their class.
+    For causal language models themselves, the name of their class.
     """
+    if head_kind(model) != "next_token":
+        return _causal_name(backbone_of(inner_model(model)))
     name = type(text_part(model)).__name__
-    return name if wrapper_of(model) is None else re.sub(r"^(FSDP)?(.+?)(Text)?Model$", r"\2ForCausalLM", name)
+    return name if wrapper_of(model) is None else _causal_name(text_part(model))
+
+
+def _causal_name(text: nn.Module) -> str:
+    return re.sub(r"^(FSDP)?(.+?)(Text)?Model$", r"\2ForCausalLM", type(text).__name__)
 
 
 def text_layers(model: nn.Module) -> list[nn.Module]:

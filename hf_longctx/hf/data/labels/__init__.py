@@ -1,0 +1,1 @@
+"""Labels of rows: next tokens, classes of tokens, and classes or numbers of documents."""

@@ -1,0 +1,190 @@
+"""Describes the labels that rows have for a model's output head, and reads them from rows and Arrow tables.
+
+A language model learns the next token of every token. A head that classifies tokens has one label per token in the column
+`labels`. A head that classifies documents has one label per row, in `labels`, `label` or `label_ids`, which stock collators take
+alike: a class, a number (regression), or one number for each class (multi-label). Such a label belongs to the token that the head
+of transformers reads: the last one that is no padding token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from torch import nn
+
+from hf_longctx.hf.models.heads.kinds import HeadKind, head_kind, inner_model
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
+
+Problem = Literal["single_label_classification", "regression", "multi_label_classification"]
+# columns with the label of a document, in the order in which stock collators prefer them
+_COLUMNS = ("label", "label_ids", "labels")
+# tokens that are looked at together for the last one that is no padding
+_TAIL = 64
+
+
+@dataclass(frozen=True)
+class HeadTask:
+    """The labels of a run.
+
+    kind: what the head predicts. num_labels: outputs of a head that classifies. problem: the loss of a document, under the name
+    that transformers gives it. pad_token_id: the token that a head for documents leaves out at their ends; None: it leaves out
+    none. marks: every token that the head reads has the label 0, whatever label its row has, if it has one.
+    """
+
+    kind: HeadKind = "next_token"
+    num_labels: int = 0
+    problem: Problem = "single_label_classification"
+    pad_token_id: int | None = None
+    marks: bool = False
+
+    @property
+    def has_values(self) -> bool:
+        """Whether labels are numbers instead of classes."""
+        return self.kind == "document" and self.problem != "single_label_classification"
+
+    @property
+    def labels_per_row(self) -> int:
+        """Entries of the label of a document."""
+        return self.num_labels if self.has_values else 1
+
+    def label_column(self, columns: Sequence[str]) -> str:
+        """The column with labels; "" without one."""
+        names = _COLUMNS if self.kind == "document" else ("labels",)
+        return next((name for name in names if name in columns), "")
+
+    def renamed(self, columns: Sequence[str]) -> list[str]:
+        """The names of columns after `listed`."""
+        own = self.label_column(columns)
+        return ["labels" if name == own else name for name in columns]
+
+    def listed(self, rows: Any) -> Any:
+        """A row, or an Arrow table of rows, whose documents' labels are lists in the column `labels`; others unchanged."""
+        if self.kind != "document":
+            return rows
+        if isinstance(rows, pa.Table):
+            return self._listed_table(rows)
+        if not isinstance(rows, Mapping) or not (own := self.label_column(list(rows))) or rows[own] is None:
+            return rows
+        values = np.atleast_1d(np.asarray(rows[own]))
+        if values.dtype.kind in ("iuf" if self.has_values else "iu"):
+            values = values.astype(np.float64 if self.has_values else np.int64)
+        return {**{name: value for name, value in rows.items() if name != own}, "labels": values}
+
+    def _listed_table(self, table: pa.Table) -> pa.Table:
+        own = self.label_column(table.column_names)
+        if not own:
+            return table
+        column = table[own]
+        if not hasattr(column.type, "value_type"):
+            values = column.combine_chunks()
+            values = values if isinstance(values, pa.Array) else pa.concat_arrays(values.chunks)
+            if self.has_values and pa.types.is_integer(values.type):
+                values = values.cast(pa.float64())
+            column = pa.FixedSizeListArray.from_arrays(values, 1)
+        return table.drop_columns([own]).append_column("labels", column)
+
+    @property
+    def expected_labels(self) -> str:
+        """The labels of a document that may stand in a row, in words for an error; "" for labels of tokens."""
+        if self.kind != "document":
+            return ""
+        if not self.has_values:
+            return f"expected one class per row, an integer from 0 to {self.num_labels - 1}"
+        return f"expected {f'a list of {self.num_labels} numbers' if self.num_labels > 1 else 'a number'} per row"
+
+    def column_problem(self, columns: Sequence[str], name: str, packed: Sequence[str], weights: str) -> str | None:
+        """Explains why rows with these columns have no labels for the head, or returns None.
+
+        packed: columns that divide a row into documents; weights: the column with weights of tokens.
+        """
+        if self.kind == "next_token":
+            return None
+        found = [column for column in (_COLUMNS if self.kind == "document" else ("labels",)) if column in columns]
+        if not found and not self.marks:
+            what = "'labels', one class per token" if self.kind == "token" else "'label' or 'labels', one label per row"
+            return f"{name} has no column {what}, which a model that classifies {self.kind}s learns; add it"
+        if len(found) > 1:
+            return f"{name} has the columns {' and '.join(map(repr, found))}, which both hold labels; remove all but one"
+        if self.kind == "document" and (wrong := [column for column in (*packed, weights) if column in columns]):
+            why = "weighs tokens, but the loss is that of documents" if wrong[0] == weights else "divides rows into documents"
+            return (
+                f"{name} has a column {wrong[0]!r}, which {why}, and a model that classifies documents has one label per row; "
+                f"give one document per row, and remove the column"
+            )
+        return None
+
+    def document_problems(self, name: str, first_row: int, column: pa.ChunkedArray) -> list[str]:
+        """Reports labels of documents that the head cannot learn, in a column of lists."""
+        counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+        if len(wrong := np.flatnonzero(counts != self.labels_per_row)):
+            found = f"has {counts[wrong[0]]} labels" if counts[wrong[0]] else "has no label"
+            return [f"{name} row {first_row + wrong[0]} {found}, {self.expected_labels} (problem_type {self.problem!r})"]
+        values = pc.list_flatten(column)
+        if not self.has_values:
+            return class_problems(name, values, self.num_labels)
+        numbers = pc.fill_null(values.cast(pa.float64()), float("nan")).to_numpy()
+        if not np.isfinite(numbers).all():
+            return [f"{name} has a label that is missing or not finite; give finite numbers, or remove the row"]
+        if self.problem == "multi_label_classification" and ((numbers < 0) | (numbers > 1)).any():
+            wrong_one = numbers[(numbers < 0) | (numbers > 1)][0]
+            return [f"{name} has the label {wrong_one:g}, but multi_label_classification learns numbers from 0 to 1"]
+        return []
+
+    def label_place(self, ids: Any, start: int, stop: int) -> int:
+        """Index of the token whose logits transformers takes for a document at tokens [start, stop) of a row.
+
+        ids: token ids of the row, as something that can be sliced.
+        """
+        if self.pad_token_id is None:
+            return stop - 1
+        for end in range(stop, start, -_TAIL):
+            begin = max(start, end - _TAIL)
+            found = np.flatnonzero(np.asarray(ids[begin:end]) != self.pad_token_id)
+            if len(found):
+                return begin + int(found[-1])
+        # a document of padding alone
+        return start
+
+
+def class_problems(name: str, labels: pa.ChunkedArray, num_labels: int) -> list[str]:
+    """Reports a label that is missing, or neither a class nor IGNORE_INDEX."""
+    if labels.null_count:
+        return [f"{name} has a row with a missing label; write {IGNORE_INDEX} for no label, or remove the row"]
+    values = labels.to_numpy()
+    if len(wrong := values[((values < 0) | (values >= num_labels)) & (values != IGNORE_INDEX)]):
+        return [
+            f"{name} holds label {wrong[0]}, but the model has {num_labels} labels, from 0 to {num_labels - 1} ({IGNORE_INDEX} "
+            f"means no label); load it with num_labels set to the number of classes"
+        ]
+    return []
+
+
+NEXT_TOKEN = HeadTask()
+
+
+def task_of(model: Any, dataset: Any = None) -> HeadTask:
+    """The labels that the head of `model` learns; `dataset`: rows by which it is told whether classes exclude each other."""
+    base = inner_model(model) if isinstance(model, nn.Module) else model
+    kind = head_kind(base) if isinstance(base, nn.Module) else "next_token"
+    if kind == "next_token":
+        return NEXT_TOKEN
+    num_labels = int(base.config.num_labels)
+    if kind == "token":
+        return HeadTask(kind, num_labels)
+    problem = base.config.problem_type or _problem(num_labels, dataset)
+    return HeadTask(kind, num_labels, problem, base.config.get_text_config().pad_token_id)
+
+
+def _problem(num_labels: int, dataset: Any) -> Problem:
+    """The problem that transformers infers from the first labels that it sees, where the config names none."""
+    if num_labels == 1:
+        return "regression"
+    row = dataset[0] if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) else {}
+    own = HeadTask("document").label_column(list(row)) if isinstance(row, Mapping) else ""
+    is_class = not own or np.asarray(row[own]).dtype.kind in "iu"
+    return "single_label_classification" if is_class else "multi_label_classification"
