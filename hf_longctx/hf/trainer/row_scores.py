@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from hf_longctx.hf.models.classes import class_problem
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.layers import head_problem, output_head
 from hf_longctx.hf.models.quantised import settle_quantised
+from hf_longctx.hf.ranks.agreement import sums_over_ranks
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores, token_scores
@@ -63,6 +65,16 @@ class RowScores:
         the sum of their entropies. Shape [4, num_rows]."""
         columns = (-self.losses, np.ones(len(self.rows)), self.is_right, self.entropies)
         return np.stack([np.bincount(self.rows, column, num_rows) for column in columns])
+
+    def of_rows(self, num_rows: int, control: dist.ProcessGroup | None) -> NDArray[np.void]:
+        """`by_row`, summed over all ranks, as a structured array with one entry per row. Collective."""
+        sums = self.by_row(num_rows)
+        totals = np.reshape(sums_over_ranks(sums.ravel().tolist(), control), sums.shape)
+        kinds: Any = [("log_prob", "f8"), ("num_tokens", "i8"), ("num_right", "i8"), ("entropy", "f8")]
+        found = np.zeros(num_rows, dtype=kinds)
+        for (name, _), values in zip(kinds, totals, strict=True):
+            found[name] = values
+        return found
 
 
 def step_scores(

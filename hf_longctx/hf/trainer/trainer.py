@@ -56,7 +56,7 @@ from hf_longctx.hf.start.trl import (
     trainer_problems,
     trl_class,
 )
-from hf_longctx.hf.trainer.classifiers.predictions import predictions_of, step_logits
+from hf_longctx.hf.trainer.classifiers.evaluation import classified
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.loaders import eval_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
@@ -299,7 +299,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         log-probabilities of the row's label tokens, by cross-entropy), `num_tokens` (how many these are), `num_right` (those that
         were the likeliest), and `entropy` (the sum over them). Metrics are those of an evaluation.
 
-        A model that classifies has its logits as `predictions`, as a stock trainer returns them.
+        `predictions` of a model that classifies are its logits, as from a stock trainer.
         """
         if self._two_passes is not None:
             raise ValueError(
@@ -312,12 +312,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
             return PredictionOutput(output.predictions, output.label_ids, output.metrics)
         metrics, _, scores = self._evaluated(dataloader, metric_key_prefix, wants_scores=True)
-        sums = scores.by_row(len(test_dataset))
-        totals = np.reshape(sums_over_ranks(sums.ravel().tolist(), self.longctx_run.control), sums.shape)
-        kinds: Any = [("log_prob", "f8"), ("num_tokens", "i8"), ("num_right", "i8"), ("entropy", "f8")]
-        predictions = np.zeros(len(test_dataset), dtype=kinds)
-        for (name, _), values in zip(kinds, totals, strict=True):
-            predictions[name] = values
+        predictions = scores.of_rows(len(test_dataset), self.longctx_run.control)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(predictions=predictions, label_ids=None, metrics=metrics)
 
@@ -533,37 +528,29 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             rank_plan = forward_only(batch["step"].plan.for_rank(run.pool.rank))
             yield executor, (rank_plan, batch["chunks"], run.activations.engine(model, rank_plan)), batch
 
-    def _classified(self, dataloader: DataLoader[Any], prefix: str) -> EvalLoopOutput:
-        """The loss of a set, or its logits, labels and metrics if all of its tokens that the head reads are marked."""
+    def _told_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
+        """Yields like `_planned_forwards`, and tells the callbacks when a step is over."""
         self.callback_handler.eval_dataloader = dataloader
-        rows: Any = dataloader.dataset
-        run, loss_sum, total_weight, own = self.longctx_run, 0.0, 0.0, []
+        for each in self._planned_forwards(dataloader):
+            yield each
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    def _classified(self, dataloader: DataLoader[Any], prefix: str) -> EvalLoopOutput:
+        """Evaluates a set with a model that classifies."""
+        user = self.compute_metrics, self.preprocess_logits_for_metrics
         with self._explained(), self._evaluating():
-            for executor, forwards, batch in self._planned_forwards(dataloader):
-                if rows.task.marks:
-                    own += step_logits(batch["step"], batch["chunks"], executor.read(*forwards))
-                else:
-                    loss_sum += float(executor.evaluate(*forwards))
-                    total_weight += batch["total_weight"]
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        nothing: Any = None
-        if not rows.task.marks:
-            return EvalLoopOutput(nothing, nothing, {f"{prefix}_loss": loss_sum / (total_weight or 1)}, len(rows))
-        found = predictions_of(rows, [part for parts in gather_objects(own, run.control) for part in parts])
-        made, metrics = found.metrics(prefix, run.token_loss, self.compute_metrics, self.preprocess_logits_for_metrics)
-        return EvalLoopOutput(made, found.labels, metrics, len(found.logits))
+            return classified(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, *user)
 
     def _evaluated(
         self, dataloader: DataLoader[Any], prefix: str, wants_scores: bool = False
     ) -> tuple[dict[str, float], int, RowScores]:
         """Metrics of a set over all ranks, its number of sequences, and the scores that this rank holds if they are wanted."""
-        self.callback_handler.eval_dataloader = dataloader
         rows = dataloader.dataset.index.rows  # type: ignore[attr-defined]
         token_loss = self.longctx_run.token_loss
         sums, loss_sum, total_weight, num_samples = np.zeros(6), 0.0, 0.0, 0
         kept: list[RowScores] = []
         with self._explained(), self._evaluating():
-            for executor, forwards, batch in self._planned_forwards(dataloader):
+            for executor, forwards, batch in self._told_forwards(dataloader):
                 if token_loss is not None:
                     loss_sum += float(executor.evaluate(*forwards))
                 if token_loss is None or wants_scores:
@@ -572,7 +559,6 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
                     kept += [scores] * wants_scores
                 total_weight += batch["total_weight"]
                 num_samples += len(batch["step"].sequences)
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         weighted, weight, loss, num_tokens, num_right, entropy = sums_over_ranks(sums.tolist(), self.longctx_run.control)
         mean = (weighted / (weight or 1)) if token_loss is None else loss_sum / (total_weight or 1)
         metrics = {f"{prefix}_loss": mean}
