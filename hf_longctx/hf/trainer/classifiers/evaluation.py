@@ -22,8 +22,8 @@ def classified(
 ) -> EvalLoopOutput:
     """The loss of a set, or its logits, labels and metrics if all of its tokens that the head reads are marked.
 
-    steps: for every planned step of `dataloader` the executor, the arguments of its forwards, and the batch. user: `compute_metrics`
-    and `preprocess_logits_for_metrics`. Collective over all ranks.
+    steps: for every planned step of `dataloader` the executor, the arguments of its forwards, and the batch. user:
+    `compute_metrics` and `preprocess_logits_for_metrics`. Collective over all ranks.
     """
     rows: Any = dataloader.dataset
     loss_sum, total_weight, own = 0.0, 0.0, []
