@@ -90,9 +90,10 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
     """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers.
 
     Recomputing a class takes as long as its part of the forward: by exact pairs for attention, for other classes by their share
-    of the layer's parameters. The MLP's seconds include the output projection, since the MLP's replay runs through it. The output
-    head belongs to no layer, so its share of a token's seconds is left out. A layer with a state keeps no attention output, and
-    its mixer is recomputed as a whole, with the share that attention's projections have in the mean layer.
+    of the layer's parameters, and for the MLP with the travel of tokens to spread experts. The MLP's seconds include the output
+    projection, since the MLP's replay runs through it. The output head belongs to no layer, so its share of a token's seconds is
+    left out. A layer with a state keeps no attention output, and its mixer is recomputed as a whole, with the share that
+    attention's projections have in the mean layer.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
@@ -102,7 +103,7 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
         "layer_input": 0.0,
         "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
         "qkv": qkv_part * token_s * inside,
-        "mlp": (1 - qkv_part) * token_s * inside,
+        "mlp": (1 - qkv_part) * token_s * inside + costs.expert_exchange_s(tokens) / model.num_layers,
     }
     # classes of which a replay reuses nothing
     replayed = ("qkv",) * (not model.can_keep_qkv) + ("mlp",) * model.experts.are_spread

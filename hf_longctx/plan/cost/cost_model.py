@@ -26,7 +26,7 @@ from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
-from hf_longctx.plan.cost.traffic import Traffic, added_products, group_shapes, mean_traffic
+from hf_longctx.plan.cost.traffic import Traffic, added_products, expert_traffic, group_shapes, mean_traffic
 
 # factor on the exchange time of groups larger than `favoured_degree`, to make the planner avoid them
 _AVOIDED = 1e3
@@ -205,6 +205,10 @@ class CostModel:
         costs = self.coefficients.forward
         byte_s = costs.network_byte_s if leaves_node else costs.link_byte_s
         return costs.message_s + byte_s * num_tokens * self.model.hidden_size * self.model.bytes_per_element
+
+    def expert_exchange_s(self, own_tokens: float) -> float:
+        """Seconds in which a rank's tokens travel to spread experts and back, in one forward or replay over all layers."""
+        return self.coefficients.forward.exchange_s(expert_traffic(self.model, self.cluster, own_tokens, is_backward=False))
 
     def exchange_line(self, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> tuple[float, float]:
         """Seconds of communication in one pass over all layers, as (fixed seconds, seconds per token of the group)."""

@@ -105,7 +105,7 @@ def mean_traffic(
     the speed of the network, because all of its ranks wait for the slowest hop. If the hardware has a measured rate for blocks
     of this size, bytes are scaled so that they take the measured time at the nominal rate.
     """
-    to_experts = _expert_traffic(model, cluster, num_tokens / shape.degree, is_backward)
+    to_experts = expert_traffic(model, cluster, num_tokens / shape.degree, is_backward)
     if shape.degree == 1:
         return to_experts
     num_states = sum(model.states.layers)
@@ -136,7 +136,7 @@ def mean_traffic(
     return Traffic(link + to_experts.link_bytes, network + to_experts.network_bytes, messages + to_experts.messages)
 
 
-def _expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is_backward: bool) -> Traffic:
+def expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is_backward: bool) -> Traffic:
     """Traffic of a rank in one pass of `own_tokens` tokens to experts that are spread over ranks, if routers balance the load."""
     experts = model.experts
     if experts.num_ranks == 1:

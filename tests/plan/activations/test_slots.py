@@ -75,6 +75,17 @@ def test_a_slot_says_what_the_runtime_may_do_with_each_class(can_keep_qkv: bool,
     }
 
 
+def test_a_replay_sends_tokens_to_spread_experts_once_more() -> None:
+    costs = tiny_costs(2)
+    experts = ExpertSpec(token_rows=4, num_layers=2, num_experts=4, num_ranks=2)
+    models = costs.model, replace(costs.model, experts=experts)
+    chunk = Chunk(0, (Span(0, 0, 9),))
+    whole, spread = (layer_slot(replace(costs, model=model), chunk, LOCAL, FULL) for model in models)
+    seconds = [next(item.recompute_s for item in slot.saved if item.tensor_class == "mlp") for slot in (whole, spread)]
+    # alone, a rank sends nothing else
+    assert seconds[1] - seconds[0] == pytest.approx(spread.forward_s - whole.forward_s) and seconds[1] > seconds[0]
+
+
 def test_layers_of_one_window_have_one_slot() -> None:
     costs = tiny_costs(1)
     costs = replace(costs, model=replace(costs.model, num_layers=4, windows=(5, None, 5, None)))

@@ -20,10 +20,11 @@ from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StepPlan, TensorShare
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.round_bytes import RoundBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
+from hf_longctx.plan.pipeline.activations.cells import recomputed_layer
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_alone
 from hf_longctx.plan.prediction.planning import Planning
 
@@ -74,6 +75,36 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     return RoomMaker(planning.costs, budget, allows_slices, planning.known, planning.fitted).for_plan(plan)
 
 
+def replayed_together(groups: tuple[SequenceGroup, ...]) -> tuple[SequenceGroup, ...]:
+    """The groups of a micro-batch with replays, in each of them, of every layer that one of them replays.
+
+    Ranks that share experts replay layers together, or not at all. A layer that a group would have kept keeps its attention.
+    """
+    replays = {
+        place
+        for group in groups
+        for policy in group.stages[0].activations
+        for place, layer in enumerate(policy.layers)
+        if not layer.keeps_everything
+    }
+    if not replays:
+        return groups
+    num_layers = groups[0].stages[0].num_layers
+    again = recomputed_layer(keeps_attention=True)
+
+    def joined(group: SequenceGroup) -> SequenceGroup:
+        (stage,), policies = group.stages, {policy.chunk: policy for policy in group.stages[0].activations}
+        found = []
+        for chunk in group.chunks:
+            policy = policies.get(chunk.index, ActivationPolicy(chunk.index))
+            own = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
+            layers = (again if place in replays and each.keeps_everything else each for place, each in enumerate(own))
+            found.append(replace(policy, layers=tuple(layers)))
+        return replace(group, stages=(replace(stage, activations=tuple(found)),))
+
+    return tuple(map(joined, groups))
+
+
 class RoomMaker:
     """Makes room for the groups of all plans of one step: policies, and slices if `allows_slices`.
 
@@ -101,19 +132,19 @@ class RoomMaker:
         """
         # ranks that share parameters run one order of actions
         is_free = plan.parameters != "sharded"
-        return replace(
-            plan,
-            micro_batches=tuple(
-                replace(
-                    micro_batch,
-                    groups=tuple(
-                        self.for_group(group, self.allows_slices and (is_free or len(micro_batch.groups) == 1))
-                        for group in micro_batch.groups
-                    ),
-                )
-                for micro_batch in plan.micro_batches
-            ),
+        micro_batches = tuple(
+            replace(
+                micro_batch,
+                groups=tuple(
+                    self.for_group(group, self.allows_slices and (is_free or len(micro_batch.groups) == 1))
+                    for group in micro_batch.groups
+                ),
+            )
+            for micro_batch in plan.micro_batches
         )
+        if self.costs.model.experts.are_spread:
+            micro_batches = tuple(replace(each, groups=replayed_together(each.groups)) for each in micro_batches)
+        return replace(plan, micro_batches=micro_batches)
 
     @property
     def _solves(self) -> bool:

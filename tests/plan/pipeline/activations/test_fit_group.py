@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import ExpertSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest
-from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import LayerPolicy, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -147,6 +148,32 @@ def test_one_long_sequence_is_recomputed_and_short_ones_are_not() -> None:
     # sharing a micro-batch with the long one would have them computed again
     assert [policies[i,] for i in (1, 2, 3)] == [()] * 3
     assert policies[0,]
+
+
+def test_ranks_that_share_experts_replay_the_same_layers() -> None:
+    experts = ExpertSpec(token_rows=2 * LARGE.num_layers, num_layers=LARGE.num_layers, num_experts=8, num_ranks=4)
+    costs = costs_of(replace(LARGE, experts=experts), 4, parameters="sharded")
+    # groups of one rank, so that the long sequence is one of four groups
+    config = replace(config_of(costs, ByteModel(costs.model).kept_bytes(8_000, is_shared=True)), degrees=(1,))
+    plan = plan_step(0, [14_000, 7_000, 6_900, 6_800], costs, config)
+    mixed = 0
+    for micro_batch in plan.micro_batches:
+        replays = [
+            {place for policy in group.stages[0].activations for place, layer in enumerate(policy.layers) if is_replay(layer)}
+            for group in micro_batch.groups
+        ]
+        assert replays == [replays[0]] * len(replays)
+        tokens = [max(shard_tokens(group.chunks[0], group.shape)) for group in micro_batch.groups]
+        mixed += bool(replays[0]) and min(tokens) <= config.activations.kept_tokens < max(tokens)
+        whole = [layer.share("mlp").recompute for g in micro_batch.groups for p in g.stages[0].activations for layer in p.layers]
+        assert set(whole) <= {0.0, 1.0}
+    # some group would have kept everything
+    assert mixed
+    check_memory(plan, costs, config.activations)
+
+
+def is_replay(layer: LayerPolicy) -> bool:
+    return not layer.keeps_everything
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 34])
