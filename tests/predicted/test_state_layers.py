@@ -117,7 +117,10 @@ def check_sent(ranks: Any, case: ModelCase, shape: GroupShape, lengths: list[int
     plan = plan_of([[(shape.degree, tuple(range(len(lengths))))]], lengths, shape.degree, shape.ulysses)
     model = model_spec(build_model(case))
     cluster = ClusterSpec(shape.degree, shape.degree, GENERIC_CPU)
-    each = [mean_traffic(model, cluster, shape, sum(lengths), is_backward).num_bytes for is_backward in (False, True)]
+    each = [
+        mean_traffic(model, cluster, shape, sum(lengths), is_backward, num_documents=len(lengths)).num_bytes
+        for is_backward in (False, True)
+    ]
     found = ranks(shape.degree).run(sent_on_rank, case, plan, random_rows(lengths))
     expected = [shape.degree * each[0], shape.degree * sum(each)]
     assert [sum(one) for one in zip(*found, strict=True)] == pytest.approx(expected, rel=1e-12)
@@ -131,8 +134,8 @@ def test_ranks_send_what_the_planner_counts(ranks, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [GroupShape(4), GroupShape(4, 2)], ids=["ring", "hybrid"])
 def test_ranks_that_pass_states_on_send_what_the_planner_counts(ranks, shape: GroupShape) -> None:
-    # states travel in fp32
-    check_sent(ranks, replace(QWEN, dtype=torch.bfloat16), shape, [64])
+    # states travel in fp32, for every document
+    check_sent(ranks, replace(QWEN, dtype=torch.bfloat16), shape, [64, 32])
 
 
 def test_more_ranks_than_heads_send_what_the_planner_counts(ranks) -> None:

@@ -200,10 +200,11 @@ def chunk_samples(
 
     def sample(timing: Timing, is_backward: bool) -> PassSample:
         chunk, shape = timing.probe.chunk, timing.probe.shape
-        traffic = mean_traffic(costs.model, costs.cluster, shape, float(max(chunk.num_tokens, shape.degree)), is_backward)
+        tokens, num_documents = float(max(chunk.num_tokens, shape.degree)), len(chunk.spans)
+        traffic = mean_traffic(costs.model, costs.cluster, shape, tokens, is_backward, num_documents=num_documents)
         num_pairs = pairs.of_chunk(chunk) if has_attention else 0.0
         seconds = timing.backward_s if is_backward else timing.forward_s
-        return PassSample(chunk.num_tokens, num_pairs, shape.degree, traffic, seconds, num_tiles(shape, len(chunk.spans)))
+        return PassSample(chunk.num_tokens, num_pairs, shape.degree, traffic, seconds, num_tiles(shape, num_documents))
 
     chosen = [timing for timing in timings if is_held_out is None or timing.probe.is_held_out == is_held_out]
     return [ChunkSample(sample(timing, False), sample(timing, True)) for timing in chosen]

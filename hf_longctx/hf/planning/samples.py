@@ -31,8 +31,9 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
     def sample(group: SequenceGroup, round_index: int, action: Action) -> PassSample:
         chunk = group.chunks[action.chunk]
         tokens = float(max(chunk.num_tokens, group.degree))
-        traffic = mean_traffic(costs.model, costs.cluster, group.shape, tokens, action.kind == "B")
-        tiles = num_tiles(group.shape, len(chunk.spans))
+        num_documents = len(chunk.spans)
+        traffic = mean_traffic(costs.model, costs.cluster, group.shape, tokens, action.kind == "B", num_documents=num_documents)
+        tiles = num_tiles(group.shape, num_documents)
         part = _part_of(costs.model, group, action)
         seconds_of = seconds[round_index, str(action)]
         num_pairs = costs.model.attention_pairs(_layers_of(group, action)).of_chunk(chunk)

@@ -157,12 +157,29 @@ class CostModel:
         return self._pass_s(chunk, shape, num_layers, True, near_ranks, pairs)
 
     def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
-        """Seconds of one pass of `chunk` over all layers without communication, if every layer had `pairs` (None: its own)."""
+        """Seconds of one pass of `chunk` over all layers, if every layer had `pairs` (None: its own).
+
+        Leaves out the communication that `exchange_line` counts.
+        """
         pairs = self.model.attention_pairs() if pairs is None else pairs
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         tokens = float(max(chunk.num_tokens, shape.degree))
         seconds = (costs.pair_s * pairs.of_chunk(chunk) + costs.token_s * tokens) / shape.degree + costs.chunk_s
-        return seconds + costs.tile_s * num_tiles(shape, len(chunk.spans))
+        return seconds + self.document_s(shape, is_backward) * len(chunk.spans)
+
+    def document_s(self, shape: GroupShape, is_backward: bool) -> float:
+        """Seconds that every document adds to one pass over all layers: a ring's tiles, and the states that it passes on."""
+        if shape.num_blocks == 1:
+            return 0.0
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        tiles_s = costs.tile_s * num_tiles(shape, 1.0)
+        if self.model.states.is_empty:
+            return tiles_s
+        without, one = (
+            costs.exchange_s(mean_traffic(self.model, self.cluster, shape, 0.0, is_backward, num_documents=number))
+            for number in (0.0, 1.0)
+        )
+        return tiles_s + one - without
 
     def part_s(
         self,
@@ -211,7 +228,10 @@ class CostModel:
         return self.coefficients.forward.exchange_s(expert_traffic(self.model, self.cluster, own_tokens, is_backward=False))
 
     def exchange_line(self, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> tuple[float, float]:
-        """Seconds of communication in one pass over all layers, as (fixed seconds, seconds per token of the group)."""
+        """Seconds of communication in one pass over all layers, as (fixed seconds, seconds per token of the group).
+
+        Leaves out what `document_s` counts.
+        """
         fixed_s, one_s = (self._pass_exchange_s(tokens, shape, is_backward, near_ranks) for tokens in (0.0, 1.0))
         return fixed_s, one_s - fixed_s
 
@@ -221,7 +241,7 @@ class CostModel:
         total, seen = np.zeros_like(tokens), self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * seen + costs.token_s * tokens) / shape.degree
-        # bytes sent are linear in the number of tokens; messages and tiles do not depend on it
+        # bytes sent are linear in the number of tokens; messages, tiles and states do not depend on it
         fixed_s = self._exchange_s(0.0, shape)
         total += (self._exchange_s(1.0, shape) - fixed_s) * tokens + self._sharing_s(0.0, 1.0, shape) - fixed_s
         return total
@@ -235,13 +255,14 @@ class CostModel:
         return sum(self._pass_exchange_s(num_tokens, shape, is_backward) for is_backward in (False, True))
 
     def _sharing_s(self, num_tokens: float, num_documents: float, shape: GroupShape) -> float:
-        """Seconds that sharing adds to forward and backward of a chunk: exchanges, and a ring's tiles."""
-        tile_s = self.coefficients.forward.tile_s + self.coefficients.backward.tile_s
-        return self._exchange_s(num_tokens, shape) + tile_s * num_tiles(shape, num_documents)
+        """Seconds that sharing adds to forward and backward of a chunk: exchanges, and what a ring does for each document."""
+        document_s = sum(self.document_s(shape, is_backward) for is_backward in (False, True))
+        return self._exchange_s(num_tokens, shape) + document_s * num_documents
 
     def _pass_exchange_s(self, num_tokens: float, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> float:
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
-        seconds = costs.exchange_s(mean_traffic(self.model, self.cluster, shape, num_tokens, is_backward, near_ranks))
+        traffic = mean_traffic(self.model, self.cluster, shape, num_tokens, is_backward, near_ranks, num_documents=0.0)
+        seconds = costs.exchange_s(traffic)
         if added := added_products(self.model, shape):
             seconds += costs.token_s * num_tokens / shape.degree * added / self.model.token_products
         if 0 < self.favoured_degree < shape.degree:

@@ -11,8 +11,8 @@ layers whose window is shorter than the chunk's longest document, blocks send ea
 In layers with a state, a rank of a block sends the inputs of the scan and gets its results back, likewise by heads; fp32 inputs
 travel in an exchange of their own. In rings, and in blocks of more ranks than heads, every rank runs all heads. It tells each
 rank with later tokens of its documents, in at least fp32, how its own tokens change a state; backward sends the gradients back.
-Before the convolution a rank sends the last tokens before the first ones of others. States and these tokens count for one
-document per chunk.
+Before the convolution a rank sends the last tokens before the first ones of others. In a ring all of this counts for every
+document, and in a block for one.
 
 Experts that are spread over ranks get each token once for every expert that it chose, and as many rows travel back; the backward
 pass does the same, and the forward first exchanges counts of rows. These ranks are those that share one copy of sharded weights,
@@ -94,7 +94,13 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
 
 
 def mean_traffic(
-    model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_tokens: float, is_backward: bool, near_ranks: int = 0
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    shape: GroupShape,
+    num_tokens: float,
+    is_backward: bool,
+    near_ranks: int = 0,
+    num_documents: float = 1.0,
 ) -> Traffic:
     """Traffic of a rank in one pass of a chunk of `num_tokens` evenly spread tokens, averaged over the ranks of the group.
 
@@ -103,7 +109,8 @@ def mean_traffic(
 
     near_ranks: number of the group's ranks on its emptiest node; 0 for the best placement. A ring that leaves a node runs at
     the speed of the network, because all of its ranks wait for the slowest hop. If the hardware has a measured rate for blocks
-    of this size, bytes are scaled so that they take the measured time at the nominal rate.
+    of this size, bytes are scaled so that they take the measured time at the nominal rate. num_documents: a ring passes states on
+    within each.
     """
     to_experts = expert_traffic(model, cluster, num_tokens / shape.degree, is_backward)
     if shape.degree == 1:
@@ -124,7 +131,7 @@ def mean_traffic(
     if hops:
         travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
         passed = travelling * sum(heads.kv) * model.kv_head_size / shape.ulysses
-        ring = hops * passed * element + passed_on
+        ring = hops * passed * element + num_documents * passed_on
         messages += hops * num_attending
         if is_backward:
             ring += hops * passed * gradient

@@ -17,7 +17,7 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
-from hf_longctx.plan.cost.cost_model import CostModel, num_tiles
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
@@ -229,7 +229,7 @@ def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], ha
         fixed_s, sent_s = costs.exchange_line(shape, is_backward)
         pair_s += share * each.pair_s / shape.degree
         token_s += share * (each.token_s * (1 - head) / shape.degree + sent_s) + has_head * head * each.token_s / shape.degree
-        document_s += share * each.tile_s * num_tiles(shape, 1.0)
+        document_s += share * costs.document_s(shape, is_backward)
         chunk_s += share * (each.chunk_s + fixed_s)
     return StageRates(SpanRates(pair_s, token_s, costs.model.attention_pairs(layers)), document_s, chunk_s)
 
@@ -287,5 +287,5 @@ def _layer_and_head_s(
     fixed_s, sent_s = costs.exchange_line(shape, is_backward)
     head_s = each.token_s * costs.head_share(is_backward) * tokens / shape.degree
     whole_s = (each.pair_s * pairs + each.token_s * tokens) / shape.degree + each.chunk_s
-    whole_s = whole_s + each.tile_s * num_tiles(shape, 1.0) * documents + fixed_s + sent_s * tokens
+    whole_s = whole_s + costs.document_s(shape, is_backward) * documents + fixed_s + sent_s * tokens
     return (whole_s - head_s) / costs.model.num_layers, head_s

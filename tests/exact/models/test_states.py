@@ -121,10 +121,10 @@ def test_adapters_and_frozen_layers_below_match() -> None:
     assert lone_error(QWEN, plan, decays_only) <= TOLERANCE
 
 
-def wide_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -> list[Step]:
+def wide_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any, bug: str = "") -> list[Step]:
     """Runs `step_on_rank` for some plans."""
     with wide_floats():
-        return [step_on_rank(case, plan_json, rows) for plan_json in plans_json]
+        return [step_on_rank(case, plan_json, rows, bug) for plan_json in plans_json]
 
 
 def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plans: list[StepPlan]) -> None:
@@ -161,6 +161,15 @@ def test_rings_and_hybrids_match(ranks, case: ModelCase) -> None:
         plans.append(same_policy(plans[0], *[replayed(1.0)] * 4, tile_tokens=8))
         plans.append(plan_of(every, lengths, 4, ulysses=2, parameters="sharded"))
     check_groups(ranks, 4, case, plans)
+
+
+@pytest.mark.parametrize("bug", ["states of other ranks dropped", "tokens of other ranks dropped"])
+def test_planted_bugs_between_ranks_are_noticed(ranks, bug: str) -> None:
+    plan, rows = plan_of([[(2, (0, 1))]], [37, 5], 2, ulysses=1), random_rows([37, 5])
+    with wide_floats():
+        expected = reference_step(build_model(QWEN), rows)
+    for (step,) in ranks(2).run(wide_step_on_rank, QWEN, [plan_to_json(plan)], rows, bug):
+        assert worst_error(step, expected) > 1e-4
 
 
 def test_more_ranks_than_heads_with_a_state_match(ranks) -> None:

@@ -126,6 +126,12 @@ def test_states_run_in_all_shapes_and_share_out_heads_while_that_is_cheaper() ->
     assert group_shapes(32, "auto", QWEN, cluster) == (GroupShape(32, 4), GroupShape(32))
     costs = CostModel(QWEN, cluster, default_coefficients(QWEN, cluster))
     assert costs.best_shape(8, 2.0**14) == GroupShape(8, 8) and costs.best_shape(6, 2.0**14).num_blocks == 3
+    # states of every document travel around a ring, and share out no heads
+    one, two = (
+        costs.forward_s(Chunk(0, spans), GroupShape(8), 32) for spans in ((Span(0, 0, 64),), (Span(0, 0, 32), Span(1, 0, 32)))
+    )
+    assert costs.document_s(GroupShape(8), False) > 24 * 7 * 32 * 2 * 128 * 128 * 4 / GPU.link_bytes_per_s and two > one
+    assert costs.document_s(GroupShape(8, 8), False) == 0
     # a scan of all heads finds what earlier states add, too: 32 heads of 128 x 128 in 24 layers
     added = added_products(QWEN, GroupShape(8))
     assert added == 24 * 32 * (3 * 64 * 128 // 2 + 3 * 128 * 128) * 15 / 16
