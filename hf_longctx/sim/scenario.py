@@ -111,6 +111,9 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     model, notes = _model(request, calibration)
     if request.expert_ranks:
         request, model = _spread(request, model)
+        notes.append(
+            "tokens travel to experts on other ranks: seconds and bytes are those of experts that are chosen equally often"
+        )
     cluster = _cluster(request, profile.spec.name, ClusterSpec(request.num_ranks, request.ranks_per_node, profile.spec))
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
     if request.lora_rank < 0:

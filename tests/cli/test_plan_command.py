@@ -135,6 +135,7 @@ def test_spread_experts_are_priced(tmp_path: Path, capsys) -> None:
     less = gathered["memory"]["state_bytes"] - spread["memory"]["state_bytes"]
     assert less == 2 * 2 * 2 * 3 * 64 * 2048 * 768
     assert spread["estimate"]["step_s"] > gathered["estimate"]["step_s"]
+    assert any("chosen equally often" in note for note in spread["notes"])
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(spread))
     assert json.loads(printed(["simulate", str(path), "--json"], capsys))["step_s"] > 0

@@ -13,13 +13,15 @@ from helpers.models.reference import balance_of, random_rows, reference_step
 from helpers.models.tiny_models import MOE_FAMILIES, ModelCase, build_model
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
-from helpers.trainers.trainer_runs import LossRecorder, make_trainer, training_arguments
+from helpers.trainers.trainer_runs import LossRecorder, StepRecorder, make_trainer, training_arguments
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.hf.data.sampler import LengthAwareSampler
+from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start.arguments import placement_problems
 from hf_longctx.hf.start.model_checks import model_problems
+from hf_longctx.plan.memory.byte_model import ByteModel
 
 CASE = ModelCase("qwen3_moe", promoted=True, balance=0.5)
 LENGTHS = [31, 7, 5, 19, 3, 12, 9, 26]
@@ -85,6 +87,27 @@ def test_accumulated_plans_follow_one_plain_process(ranks, tmp_path: Path, param
         assert len(logged) == NUM_STEPS and all(1 <= load <= 4 / 2 for _, load in logged)
         assert losses == pytest.approx(expected[0], rel=1e-10)
         assert worst(weights, expected[1]) <= 1e-10
+
+
+def train_in_short_memory(rows: Any, folder: str) -> tuple[int, dict[str, Any]]:
+    """Policies of all steps, and final weights, if a device keeps everything of 20 tokens and no group has two ranks."""
+    spec = model_spec(build_model(CASE))
+    spec = replace(spec, experts=replace(spec.experts, num_ranks=2))
+    device_bytes = ByteModel(spec).states("sharded", 2) + ByteModel(spec).kept_bytes(20)
+    config = {**SPREAD, "degrees": [1], "device_gib": device_bytes / 2**30, "tile_tokens": 8}
+    trainer = make_trainer(CASE, rows, folder, config, ARGUMENTS)
+    recorder = StepRecorder()
+    recorder.attach(trainer)
+    trainer.train()
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    return sum(step.num_policies for step in recorder.steps), weights
+
+
+def test_plans_replay_layers_with_spread_experts(ranks, tmp_path: Path) -> None:
+    rows = random_rows(LENGTHS)
+    expected = plain_run(rows)[1]
+    for num_policies, weights in ranks(2).run(train_in_short_memory, rows, str(tmp_path)):
+        assert num_policies and worst(weights, expected) <= 1e-10
 
 
 @resuming
