@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -326,7 +327,22 @@ def open_plan_source(
 
 
 def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
-    """The line that a run prints once: its attention operators, and above how many tokens it recomputes or offloads."""
+    """The text that a run prints once: its attention operators, and above how many tokens it recomputes or offloads."""
+    return "\n".join(filter(None, (_opening_line(setup, args, model), allocator_advice(args.device.type, dict(os.environ)))))
+
+
+def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
+    """A setting of torch's allocator that is missing; empty if none is, or on a CPU."""
+    settings = [environment.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if device_type != "cuda" or any("expandable_segments" in each for each in settings):
+        return ""
+    return (
+        "memory: sizes of tensors change in every step, which leaves gaps between them; set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+    )
+
+
+def _opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
     dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
     spec = setup.costs.model
     name = attention_backend(args.device, dtype, max(spec.head_dim, spec.value_head_dim), spec.caps_scores)

@@ -187,6 +187,10 @@ def _differing_stages(stage: int, model: nn.Module, control: dist.ProcessGroup |
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """A hash over one sum per parameter: equal on all ranks if they start from the same weights."""
-    sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
-    return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
+    """A hash over one sum per parameter: equal on all ranks if they start from the same weights.
+
+    Bits are added as whole numbers, whose sum does not depend on the number of threads or the kind of processor.
+    """
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [parameter.detach().view(whole[parameter.element_size()]).sum(dtype=torch.int64) for parameter in model.parameters()]
+    return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]

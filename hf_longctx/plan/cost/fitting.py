@@ -31,6 +31,9 @@ _PRIOR_WEIGHT = 0.01
 _RATES = ("pair_s", "token_s", "chunk_s", "message_s", "link_byte_s", "network_byte_s", "tile_s")
 _TOKENS = _RATES.index("token_s")
 
+# two events of a device may get the same time
+_LEAST_S = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class PassSample:
@@ -138,7 +141,7 @@ def scaled_coefficients(coefficients: CostCoefficients, factor: float) -> CostCo
 def relative_errors(samples: Sequence[ChunkSample], coefficients: CostCoefficients) -> list[float]:
     """Relative error, predicted / measured - 1, of the forward and the backward of every sample."""
     return [
-        one_pass.predicted_s(costs) / one_pass.seconds - 1
+        one_pass.predicted_s(costs) / max(one_pass.seconds, _LEAST_S) - 1
         for sample in samples
         for one_pass, costs in ((sample.forward, coefficients.forward), (sample.backward, coefficients.backward))
     ]
@@ -154,7 +157,7 @@ def _fit_pass(
     is_cut = not all(sample.part.is_whole for sample in samples)
     rows_of_samples = [(*sample.features, *([sample.head_tokens] if is_cut else [])) for sample in samples]
     features = np.array(rows_of_samples, dtype=np.float64)
-    seconds = np.maximum([sample.seconds for sample in samples], 1e-9)
+    seconds = np.maximum([sample.seconds for sample in samples], _LEAST_S)
     prior = PassCoefficients(*[0.0] * len(samples[0].features)) if prior is None else prior
     known = np.array(prior.rates)
     head_share = max(sample.part.head_share for sample in samples)

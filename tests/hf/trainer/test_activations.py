@@ -22,6 +22,7 @@ from hf_longctx.hf.models.activations import slab_rate
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
+from hf_longctx.hf.start.setup import allocator_advice
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -213,6 +214,12 @@ def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> N
         "attention: torch's own for whole documents, cpu_flash for tiles of rings, slices and replayed layers | everything is "
         f"kept up to {KEPT_TOKENS} tokens on a rank, recomputed as needed up to {most}, in 0.0 GiB beside the model"
     ]
+
+
+def test_a_gpu_is_advised_to_use_memory_without_gaps() -> None:
+    assert "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in allocator_advice("cuda", {})
+    assert not allocator_advice("cuda", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert not allocator_advice("cpu", {})
 
 
 def test_copies_over_a_slab_are_measured_and_later_plans_count_on_them() -> None:

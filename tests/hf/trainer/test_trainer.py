@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.integrations import TensorBoardCallback
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
+from hf_longctx.hf.trainer.sets import _weights_digest
 
 # name -> (ranks, settings)
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -267,6 +268,23 @@ def differ_on_rank_one(rows: list[dict[str, list[int]]], what: str) -> str:
         except ValueError as error:
             return str(error)
     return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8], ids=str)
+def test_a_digest_of_weights_depends_on_every_value_and_on_nothing_else(dtype: torch.dtype) -> None:
+    values = torch.randn(300, 7, generator=torch.Generator().manual_seed(0)).mul(50)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(values.to(dtype), requires_grad=False)
+    before, threads = _weights_digest(module), torch.get_num_threads()
+    # sums of floating-point numbers would depend on their order
+    torch.set_num_threads(3)
+    try:
+        module.weight.data = module.weight.data.flip(0)
+        assert _weights_digest(module) == before
+    finally:
+        torch.set_num_threads(threads)
+    module.weight.data[100, 3] += 1
+    assert _weights_digest(module) != before
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import astuple, replace
 
@@ -131,6 +132,13 @@ def test_short_chunks_count_as_much_as_long_ones() -> None:
 def test_one_sample_is_enough_to_predict_itself() -> None:
     sample = plain_sample(100, 5000.0, 0.25, 0.5)
     assert mean_relative_error([sample], fit_coefficients([sample], step_s=0.0, source="run").coefficients) < 1e-9
+
+
+def test_a_pass_that_took_no_time_on_the_clock_can_be_fitted() -> None:
+    # two events of a device may get the same time
+    sample = plain_sample(100, 5000.0, 0.0, 0.0)
+    found = fit_coefficients([sample], step_s=0.0, source="run")
+    assert all(math.isfinite(rate) for rate in (*found.coefficients.forward.rates, found.residuals.median))
 
 
 def test_the_error_is_the_mean_over_both_passes() -> None:
