@@ -105,11 +105,11 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class _Untrained:
-    """A batch that waits for its second pass, and the log-probabilities [B, S - 1] in which its gradient gathers."""
+class Untrained:
+    """A batch that waits for its second pass, and the values in which its gradient gathers: log-probabilities [B, S - 1]."""
 
     batch: _Batch
-    log_probs_BS: Tensor
+    values: Tensor
 
 
 class TwoPasses:
@@ -124,7 +124,7 @@ class TwoPasses:
         self.max_length, self.placeholders = max_length, frozenset(placeholders)
         self.scoring = Scoring(temperature, with_extras=True)
         self._num_plans = 0
-        self._waiting: list[_Untrained] = []
+        self._waiting: list[Untrained] = []
 
     def bind(self, model: Any, scored: ScoredModel, is_trained: bool) -> Callable[[], None]:
         """Lets calls of `model` with a fused head run under plans; returns a function that undoes it.
@@ -186,7 +186,7 @@ class TwoPasses:
         losses_BS, is_right_BS, entropies_BS, mean_BS, squares_BS = map(column, range(5))
         log_probs_BS = losses_BS.neg().requires_grad_(is_trained)
         if is_trained:
-            self._waiting.append(_Untrained(batch, log_probs_BS))
+            self._waiting.append(Untrained(batch, log_probs_BS))
         return TokenValues(log_probs_BS, entropies_BS, is_right_BS.bool(), mean_BS, squares_BS, mask_BS[:, :-1])
 
     def second_pass(self) -> Iterator[dict[str, Any]]:
@@ -197,7 +197,7 @@ class TwoPasses:
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             batch, rank = each.batch, self.pool.rank
-            slopes_BS = torch.zeros_like(each.log_probs_BS) if each.log_probs_BS.grad is None else each.log_probs_BS.grad
+            slopes_BS = torch.zeros_like(each.values) if each.values.grad is None else each.values.grad
             # the last column has no label
             slopes_T = nn.functional.pad(slopes_BS, (0, 1))[batch.documents.kept_BS].double()
             slopes_n = self._joined(slopes_T.unsqueeze(1), batch.own, len(batch.rows_n2)).squeeze(1).cpu()
@@ -251,7 +251,7 @@ class TwoPasses:
         _, position = batch.plan.place(self.pool.rank)
         for (group, _), scores in zip(plan.rounds, found, strict=True):
             for index, each in scores.items():
-                places_T = torch.from_numpy(_places(group.chunks[index], group, position, batch.firsts))
+                places_T = torch.from_numpy(token_places(group.chunks[index], group, position, batch.firsts))
                 is_real_T = places_T >= 0
                 columns = torch.stack([each.losses_T, each.is_right_T.double(), each.entropies_T, *each.extras_2T], dim=1)
                 values_nk[places_T[is_real_T].to(values_nk.device)] = columns.to(values_nk.device)[is_real_T.to(values_nk.device)]
@@ -266,7 +266,7 @@ class TwoPasses:
         return values_nk
 
 
-def _places(chunk: Chunk, group: SequenceGroup, position: int, firsts: Sequence[int]) -> IntArray:
+def token_places(chunk: Chunk, group: SequenceGroup, position: int, firsts: Sequence[int]) -> IntArray:
     """Number among all tokens, for every token [T] of `chunk` on the rank at `position`; -1 for dummy tokens."""
     parts: list[IntArray] = [np.zeros(0, np.int64)]
     for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:

@@ -309,9 +309,8 @@ def _spans(plan: StepPlan) -> Iterator[Span]:
 
 def probed(token_loss: TokenLoss | ValueLoss | None, task: HeadTask) -> tuple[TokenLoss | None, HeadTask]:
     """The loss and the labels of the test's rows for a run with this loss and these labels: always classes."""
-    if isinstance(token_loss, ValueLoss):
-        return _distance, replace(task, problem="single_label_classification")
-    return token_loss, task
+    own = _distance if isinstance(token_loss, ValueLoss) else token_loss
+    return own, replace(task, problem="single_label_classification") if task.has_values else task
 
 
 def _distance(logits_TK: Tensor, labels_T: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels.task import HeadTask, Problem
 from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.runtime.core.value_losses import OwnLogit
 
 
 def classifier_problems(
@@ -34,7 +35,7 @@ def classifier_problems(
             f"label_smoothing_factor={args.label_smoothing_factor!r} smooths classes, but labels of problem_type "
             f"{task.problem!r} are numbers; leave it out"
         )
-    if task.has_values and token_loss is not None:
+    if task.has_values and not (token_loss is None or isinstance(token_loss, OwnLogit)):
         problems.append(
             f"token_loss gets classes, but labels of problem_type {task.problem!r} are numbers; leave it out, or set "
             f"problem_type of the config to 'single_label_classification'"

@@ -42,7 +42,7 @@ def chosen_loss(
     args: TrainingArguments, token_loss: TokenLoss | None, task: HeadTask = NEXT_TOKEN
 ) -> TokenLoss | ValueLoss | None:
     """The loss of a token that plans train; None for cross-entropy. task: the labels of the run."""
-    if task.has_values:
+    if task.has_values and token_loss is None:
         return SquaredError() if task.problem == "regression" else BinaryCrossEntropy()
     factor = float(args.label_smoothing_factor)
     return LabelSmoothing(factor) if token_loss is None and factor else token_loss

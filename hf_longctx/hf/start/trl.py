@@ -5,7 +5,8 @@ loss of `SFTTrainer` is the token mean of the cross-entropy, and so is the loss 
 `compute_loss`, `training_step` and `prediction_step`, which would only add entropy and token accuracy to the log (evaluations
 under plans log both). The losses of `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` are functions of
 log-probabilities of tokens. These trainers keep their loaders and their losses, and plans compute the log-probabilities and train
-them (`log_probs/two_passes.py`). Under the callback alone, an exchange around each forward serves `SFTTrainer` and `DPOTrainer`
+them (`log_probs/two_passes.py`). That of `RewardTrainer` is a function of rewards of documents, and runs in the same way
+(`log_probs/rewards.py`). Under the callback alone, an exchange around each forward serves `SFTTrainer` and `DPOTrainer`
 (`stock/exchange.py`). TRL is never imported here.
 """
 
@@ -18,15 +19,18 @@ from torch import nn
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.scan import LOSS_WEIGHTS, WEIGHTS
-from hf_longctx.hf.models.adapters import is_adapted
+from hf_longctx.hf.models.adapters import base_of, is_adapted
+from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
+from hf_longctx.runtime.core.loss import TemperedCrossEntropy, TokenLoss
+from hf_longctx.runtime.core.value_losses import OwnLogit
 
 # add a trainer only together with its runs in tests/hf/trainer/test_trl_trainers.py
 _PLANNED = "SFTTrainer"
-# trainers whose loss is a function of log-probabilities of tokens; those that generate the tokens themselves
-_SCORED = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+# trainers whose loss is a function of log-probabilities of tokens, or of rewards; those that generate the tokens themselves
+_SCORED = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
 _GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
 # columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
@@ -88,6 +92,14 @@ def scored_temperature(trainer: Any) -> float:
     return float(getattr(trainer, "temperature", 1.0)) if _generates(trl_class(type(trainer))) else 1.0
 
 
+def scored_loss(trainer: Any) -> TokenLoss | None:
+    """The loss of a token that the second pass weighs; None for cross-entropy."""
+    if getattr(trl_class(type(trainer)), "__name__", "") == "RewardTrainer":
+        return OwnLogit()
+    temperature = scored_temperature(trainer)
+    return None if temperature == 1 else TemperedCrossEntropy(temperature)
+
+
 def _generates(found: type | None) -> bool:
     return found is not None and found.__name__ in _GENERATING
 
@@ -137,6 +149,10 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
     """Reasons why a trainer of TRL with a loss of log-probabilities cannot run under plans, once it has prepared its model."""
     model, name = trainer.model, getattr(trl_class(type(trainer)), "__name__", "")
     problems = []
+    if name == "RewardTrainer" and head_kind(model) != "document":
+        problems.append(
+            f"{name} was given a {type(base_of(model)).__name__}, which has no reward per row; load ...ForSequenceClassification"
+        )
     if getattr(trainer, "_is_vision_dataset", False) or hasattr(trainer.processing_class, "image_processor"):
         problems.append(f"{name} was given images or a processor for images, but plans run rows of text alone; pass a tokenizer")
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):

@@ -34,6 +34,7 @@ from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.log_probs.loader import LoaderCheck
+from hf_longctx.hf.log_probs.rewards import passes_of
 from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.wrapped.text import freeze_towers
@@ -51,6 +52,7 @@ from hf_longctx.hf.start.trl import (
     is_scored,
     prepared_model_problems,
     read_columns,
+    scored_loss,
     scored_temperature,
     scored_trainer_problems,
     trainer_problems,
@@ -67,7 +69,7 @@ from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, star
 from hf_longctx.hf.trainer.sets import TEST_SET
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.core.loss import LabelSmoothing, TemperedCrossEntropy, TokenLoss
+from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
 from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
@@ -359,8 +361,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
     def _start_two_passes(self) -> None:
         """Lets the forwards of model and reference model that the trainer's own loss asks for run under plans."""
         run = self.longctx_run
-        temperature = scored_temperature(self)
-        passes = TwoPasses(run.source, run.sets.longest_sequence, run.setup.placeholders, temperature)
+        limits = run.sets.longest_sequence, run.setup.placeholders
+        passes = passes_of(run.source, *limits, scored_temperature(self), run.task)
 
         def own_executor() -> StepExecutor:
             model = self._placed_model()
@@ -438,9 +440,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             if token_loss is not None:
                 problems.append(f"token_loss has no effect beside the loss of {type(self).__name__}; leave it out")
             # the trainer's own loader reads its rows
-            datasets, reference = {}, getattr(self, "ref_model", None)
-            if (temperature := scored_temperature(self)) != 1:
-                token_loss = TemperedCrossEntropy(temperature)
+            datasets, reference, token_loss = {}, getattr(self, "ref_model", None), scored_loss(self)
         request = RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
         return replace(request, token_loss=token_loss, reference=reference)
 

@@ -52,6 +52,15 @@ class BinaryCrossEntropy(ValueLoss):
 
 
 @dataclass(frozen=True, slots=True)
+class OwnLogit:
+    """A `TokenLoss`: the first logit itself, such as a reward, so that weights of labels are slopes of a loss by rewards."""
+
+    def __call__(self, logits_TK: Tensor, labels_T: Tensor) -> Tensor:
+        """Losses [T]."""
+        return logits_TK[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
 class AtValues:
     """A `TokenLoss`: a `ValueLoss` with its table, in which labels number the rows.
 

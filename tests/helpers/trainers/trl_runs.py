@@ -42,6 +42,7 @@ def rows_of(kind: str) -> datasets.Dataset:
         "chat": lambda a, b: {"messages": conversation(a, b, a, "hello")},
         "preference": lambda a, b: {"prompt": a, "chosen": f" {b}", "rejected": f" {b[: len(b) // 2]} hello"},
         "unpaired": lambda a, b: {"prompt": a, "completion": f" {b}", "label": len(b) % 3 > 0},
+        "reward": lambda a, b: {"chosen": f"{a} {b}", "rejected": f"{a} {b[: len(b) // 2]} hello", "margin": len(b) % 3 / 10},
         "prompt": lambda a, b: {"prompt": a},
         "prompt, rloo": lambda a, b: {"prompt": a},
     }
@@ -98,7 +99,7 @@ def train_trl(
     import trl
 
     losses: list[float] = []
-    name = {"preference": "DPO", "unpaired": "KTO", "prompt": "GRPO", "prompt, rloo": "RLOO"}.get(kind, "SFT")
+    name = {"preference": "DPO", "unpaired": "KTO", "reward": "Reward", "prompt": "GRPO", "prompt, rloo": "RLOO"}.get(kind, "SFT")
     base: Any = getattr(trl, f"{name}Trainer")
     samples = arguments.get("seed") is not None
     if name in ("GRPO", "RLOO") and not samples:
@@ -116,9 +117,10 @@ def train_trl(
     settings: dict[str, Any] = {"longctx_config": quiet_config(**config)} if how == "mixin" else {}
     callback = LongContextCallback(quiet_config(**config)) if how in ("attached", "alone") else None
     trainer_class = {"mixin": Planned, "attached": base}.get(how, Kept)
-    model = build_model(replace(case, lora=()))
+    head = (("num_labels", 1),) if name == "Reward" else ()
+    model = build_model(replace(case, lora=(), head=head))
     if case.lora:
-        settings["peft_config"] = peft.LoraConfig(task_type="CAUSAL_LM", **dict(case.lora))
+        settings["peft_config"] = peft.LoraConfig(task_type="SEQ_CLS" if head else "CAUSAL_LM", **dict(case.lora))
     elif name in ("DPO", "KTO") and not arguments.get("precompute_ref_log_probs"):
         settings["ref_model"] = build_model(case).eval()
     if name in ("GRPO", "RLOO"):

@@ -31,6 +31,7 @@ PACKED = {"packing": True, "max_length": 48, "rows_per_step": 2, "max_steps": 3}
 # losses of pairs beyond the sigmoid: of sorted pairs, of tokens, weighted by all probabilities
 LOSSES = {"loss_type": ["aot", "sft", "robust"], "loss_weights": [1.0, 0.3, 0.5], "label_smoothing": 0.1}
 LOSSES |= {"precompute_ref_log_probs": True}
+CENTRED = {"gradient_accumulation_steps": 2, "center_rewards_coefficient": 0.1}
 ACCUMULATED = {"gradient_accumulation_steps": 2, "use_weighting": True}
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
 
@@ -64,6 +65,9 @@ RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
     "pairs, sharded": (2, "preference", "mixin", (), {"tokens_per_rank": 60, "parameters": "sharded"}, {"ld_alpha": 0.5}),
     "unpaired": (1, "unpaired", "mixin", (), {"tokens_per_rank": 60}, {}),
     "unpaired, two ranks": (2, "unpaired", "mixin", LORA, {"tokens_per_rank": 60}, {"loss_type": "apo_zero_unpaired"}),
+    "rewards": (2, "reward", "mixin", (), {"tokens_per_rank": 60}, {"rows_per_step": 4, **CENTRED}),
+    "rewards in slices": (1, "reward", "mixin", (), {"device_gib": _tight(22), "tile_tokens": 8}, {}),
+    "rewards, adapters": (2, "reward", "mixin", LORA, {"tokens_per_rank": 60, "stages": 2}, {}),
     "policy": (2, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"beta": 0.1, "temperature": 0.7, "num_iterations": 2}),
     "policy, sampled": (1, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"seed": 5, "loss_type": "grpo"}),
     "policy, rloo": (2, "prompt, rloo", "mixin", LORA, {"tokens_per_rank": 40}, {"beta": 0.1, "num_iterations": 2}),

@@ -1,0 +1,139 @@
+"""Losses of rewards (`RewardTrainer` of TRL): two passes, as in `two_passes.py`, over one number per document.
+
+The loss compares the rewards of a chosen and a rejected answer, which a plan may put into different chunks, groups and
+micro-batches. So the first pass reads the reward of every document under a plan, and sends it to the rank whose trainer loaded
+the row. The trainer's own code computes the loss, and autograd its slope by every reward. The second pass trains the sum of slope
+times reward: its gradient is that of the loss, whatever the loss is.
+
+Shapes: B rows of this rank's batch, N documents of all ranks, n tokens of all ranks, T tokens of a shard.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from hf_longctx.hf.data.collator import step_batch
+from hf_longctx.hf.data.labels.task import HeadTask
+from hf_longctx.hf.log_probs.documents import LocalDocuments
+from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses, Untrained, token_places
+from hf_longctx.hf.planning.source import PlanSource
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
+from hf_longctx.runtime.execution.checks import forward_only
+
+# keywords of a batch of TRL; the model ignores margins, which the loss reads
+_KNOWN = ("input_ids", "attention_mask", "margin", "use_cache", "return_dict")
+
+
+class RewardPasses(TwoPasses):
+    """Runs forwards of a reward model under plans, and makes the batches of the second pass. See `TwoPasses`.
+
+    task: says which token of a document the reward is read at.
+    """
+
+    def __init__(self, source: PlanSource, max_length: int, task: HeadTask) -> None:
+        super().__init__(source, max_length, ())
+        self.task = task
+
+    def bind(self, model: Any, scored: ScoredModel, is_trained: bool) -> Callable[[], None]:
+        """Lets calls of `model` outside of plans run under them; returns a function that undoes it."""
+        before, own = model.forward, vars(model).get("forward")
+
+        @functools.wraps(getattr(before, "__func__", before))
+        def forward(this: Any, *args: Any, **keywords: Any) -> Any:
+            if this is not model:
+                # a deep copy
+                return type(this).forward(this, *args, **keywords)
+            if "longctx" in keywords:
+                return before(*args, **keywords)
+            return self.rewards(scored, args, keywords, torch.is_grad_enabled() and is_trained)
+
+        vars(model)["forward"] = MethodType(forward, model)
+
+        def undo() -> None:
+            vars(model).pop("forward", None)
+            vars(model).update(() if own is None else (("forward", own),))
+
+        return undo
+
+    def rewards(
+        self, scored: ScoredModel, args: Sequence[Any], inputs: dict[str, Any], is_trained: bool
+    ) -> SequenceClassifierOutputWithPast:
+        """The first pass: rewards [B, 1] of this rank's batch, computed under one plan for the batches of all ranks.
+
+        is_trained: they are a leaf with a gradient, and the batch waits for `second_pass`. Raises ValueError on every rank if
+        some rank has a batch that plans cannot run.
+        """
+        batch, rank = self._planned(args, inputs, explore=is_trained), self.pool.rank
+        executor = scored.executor()
+        plan = forward_only(batch.plan.for_rank(rank))
+        chunks = batch.chunks(rank)
+        found = executor.read(plan, chunks, scored.engine(executor.model, plan))
+        device, num_documents = batch.documents.rows_T2.device, len(batch.firsts)
+        rewards_N1 = torch.zeros(num_documents, 1, dtype=torch.float64, device=device)
+        _, position = batch.plan.place(rank)
+        for (group, _), inputs_of_round, read in zip(plan.rounds, chunks, found, strict=True):
+            for index, rewards_n1 in read.items():
+                places_T = torch.from_numpy(token_places(group.chunks[index], group, position, batch.firsts))
+                labelled = places_T[inputs_of_round[index].shift_labels[0] != IGNORE_INDEX]
+                documents = torch.searchsorted(torch.tensor(batch.firsts), labelled, right=True) - 1
+                rewards_N1[documents.to(device)] = rewards_n1.to(device, torch.float64)
+        rewards_N1 = self._joined(rewards_N1, slice(0, num_documents), num_documents)
+        first = bisect_left(batch.firsts, batch.own.start)
+        dtype = torch.promote_types(next(executor.model.parameters()).dtype, torch.float32)
+        rewards_B1 = rewards_N1[first : first + len(batch.documents.lengths)].to(dtype).requires_grad_(is_trained)
+        if is_trained:
+            self._waiting.append(Untrained(batch, rewards_B1))
+        # a view, as that of a head: losses may change what they get in place
+        return SequenceClassifierOutputWithPast(logits=rewards_B1 * 1.0)
+
+    def second_pass(self) -> Iterator[dict[str, Any]]:
+        """Yields the batches that wait, each with the slopes of the loss as weights of its labels.
+
+        The loss is the mean over ranks, as DDP has it: each rank computed its own from its rows.
+        """
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            batch, rank = each.batch, self.pool.rank
+            slopes_B1 = torch.zeros_like(each.values) if each.values.grad is None else each.values.grad
+            first = bisect_left(batch.firsts, batch.own.start)
+            own = slice(first, first + len(slopes_B1))
+            slopes_N = self._joined(slopes_B1.double(), own, len(batch.firsts)).squeeze(1).cpu()
+            weights_n = torch.zeros(len(batch.rows_n2), dtype=torch.float64)
+            weights_n[batch.rows_n2[:, 1] != IGNORE_INDEX] = slopes_N / self.pool.num_ranks
+            yield step_batch(batch.step(rank), batch.chunks(rank, weights_n))
+
+    def _read(self, args: Sequence[Any], inputs: dict[str, Any]) -> LocalDocuments:
+        if args:
+            raise ValueError("the model was called with positional arguments; call it with keywords, as TRL does")
+        if unknown := [name for name, value in inputs.items() if value is not None and name not in _KNOWN]:
+            raise ValueError(f"the batch holds {', '.join(unknown)}, which a plan does not send to other ranks; remove it")
+        ids_BS, mask_BS = inputs["input_ids"], inputs.get("attention_mask")
+        kept_BS = torch.ones_like(ids_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
+        starts_BS = kept_BS & ~torch.nn.functional.pad(kept_BS, (1, 0))[:, :-1]
+        if bool((starts_BS.sum(dim=1) != 1).any()):
+            raise ValueError("a row of the batch has no token, or holes between its tokens; mask only padding around the tokens")
+        lengths: list[int] = kept_BS.sum(dim=1).tolist()
+        if max(lengths, default=0) > self.max_length:
+            raise ValueError(
+                f"the batch has a sequence of {max(lengths)} tokens, and {self.max_length} are the most that plans may have "
+                f"here; cut it (max_length of TRL's arguments), or raise max_length of LongContextConfig"
+            )
+        labels_BS = torch.full_like(ids_BS, IGNORE_INDEX)
+        for row, (ids_S, kept_S) in enumerate(zip(ids_BS.cpu(), kept_BS.cpu(), strict=True)):
+            first = int(kept_S.int().argmax())
+            labels_BS[row, self.task.label_place(ids_S.numpy(), first, first + lengths[row])] = 0
+        return LocalDocuments(torch.stack([ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths, kept_BS)
+
+
+def passes_of(source: PlanSource, max_length: int, placeholders: Sequence[int], temperature: float, task: HeadTask) -> TwoPasses:
+    """The two passes of a trainer of TRL: of rewards for a model that classifies documents, else of log-probabilities."""
+    if task.kind == "document":
+        return RewardPasses(source, max_length, task)
+    return TwoPasses(source, max_length, placeholders, temperature)
