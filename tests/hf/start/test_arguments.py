@@ -47,7 +47,6 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "torch_compile": (True, "torch_compile=True is not supported yet; leave it out"),
     "average_tokens_across_devices": (False, "average_tokens_across_devices=False is not supported yet; leave it True"),
     "auto_find_batch_size": (True, "auto_find_batch_size=True is not supported yet; leave it out"),
-    "neftune_noise_alpha": (5.0, "neftune_noise_alpha=5.0 is not supported yet; leave it out"),
     "use_liger_kernel": (True, "use_liger_kernel=True is not supported yet; leave it out"),
     "dataloader_in_order": (False, "dataloader_in_order=False is not supported yet; leave it True"),
     "fsdp": (
@@ -90,8 +89,15 @@ def test_several_gpus_in_one_process_are_refused_with_the_launch_command(tmp_pat
 
 
 def test_all_problems_are_listed_at_once(tmp_path) -> None:
-    problems = argument_problems(arguments(tmp_path, fp16=True, neftune_noise_alpha=0.2, use_liger_kernel=True), {})
+    problems = argument_problems(arguments(tmp_path, fp16=True, auto_find_batch_size=True, use_liger_kernel=True), {})
     assert len(problems) == 3
+
+
+def test_noise_on_embeddings_is_refused_where_ranks_would_draw_it_alone(tmp_path) -> None:
+    args = arguments(tmp_path, neftune_noise_alpha=5.0)
+    assert argument_problems(args, {}) == []
+    (problem,) = argument_problems(args, {}, draws_batches=False)
+    assert problem.startswith("neftune_noise_alpha=5.0 would draw other noise on every rank")
 
 
 @pytest.mark.parametrize("strategy", ["random", "sequential"])

@@ -33,7 +33,7 @@ def untested_model(name: str) -> PreTrainedModel:
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
         )
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**LLAMA_SHAPE, pad_token_id=0))
+    return transformers.LlamaForQuestionAnswering(transformers.LlamaConfig(**LLAMA_SHAPE, pad_token_id=0))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "a Llama with another head"])
