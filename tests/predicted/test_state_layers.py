@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_steps import rank_inputs
 from predicted.test_memory_model import PACKED, PLAIN, WHOLE, Shape, measured, predicted
 from predicted.test_traffic import sent_on_rank
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.spec import model_spec
@@ -25,9 +27,11 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, GroupShape
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.layer import Load
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.states.maps import DeltaRule
 
 pytestmark = newest
 QWEN = ModelCase("qwen3_5", num_layers=4)
@@ -130,6 +134,43 @@ def check_sent(ranks: Any, case: ModelCase, shape: GroupShape, lengths: list[int
 def test_ranks_send_what_the_planner_counts(ranks, dtype: torch.dtype) -> None:
     # ranks have equal heads and tokens; only the first sends the tokens before the second's
     check_sent(ranks, replace(QWEN, dtype=dtype), GroupShape(2, 2), [32, 16])
+
+
+def test_a_scan_that_finds_what_an_earlier_state_adds_saves_what_is_counted() -> None:
+    states = HybridShape().spec(torch.float32).states
+    num_tokens, rule = 1024, inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+    inputs = [torch.randn(1, num_tokens, heads, 16) for heads in (2, 2, 4)]
+    inputs += [-torch.rand(1, num_tokens, 4), torch.rand(1, num_tokens, 4)]
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def scan(mine: Any, state: Any) -> Any:
+        q, k, v, decay, strength = mine
+        return rule(q, k, v, g=decay, beta=strength, initial_state=state, output_final_state=True)
+
+    def passed() -> Any:
+        wide, first = DeltaRule().widened(leaves)
+        effect = DeltaRule().effect(leaves, (), *scan(wide, first))
+        return effect.output(torch.randn(1, 4, 16, 16, requires_grad=True)), effect.carry
+
+    def saved(run: Any) -> int:
+        storages = {}
+
+        def note(x: torch.Tensor) -> torch.Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            # kept alive, so that no storage takes the place of another
+            result = run()
+        assert result is not None
+        return sum(storage.nbytes() for storage in storages.values())
+
+    added = saved(passed) - saved(lambda: scan(leaves, None))
+    assert 0.8 * added <= 4 * states.carry_wide * num_tokens <= 1.3 * added
+    ring, lone = (Load(num_tokens, (num_tokens,), 3, num_blocks=blocks, is_shared=blocks > 1) for blocks in (2, 1))
+    model = ByteModel(HybridShape().spec(torch.float32))
+    # in two layers of three
+    assert model.chunk(ring).device - model.chunk(lone).device == 2 * 4 * states.carry_wide * num_tokens
 
 
 @pytest.mark.parametrize("shape", [GroupShape(4), GroupShape(4, 2)], ids=["ring", "hybrid"])

@@ -75,8 +75,9 @@ class StateSpec:
     Sent per token in a Ulysses group: read_size elements of each of read_heads heads, which several heads with a state read;
     own_size elements and own_wide fp32 elements of each head with a state; and back out_size elements of each.
 
-    Where ranks pass states on: carry_elements, fp32 elements for each head that say how tokens change an earlier state; and
-    carry_products, multiplications more of the scan for a token whose document begins on another rank.
+    Where ranks pass states on: carry_elements, fp32 elements for each head that say how tokens change an earlier state. For a
+    token whose document begins on another rank: carry_products, multiplications more of the scan; carry_wide, fp32 elements more
+    that are saved.
 
     Saved per token for backward, by transformers' own torch functions, which plans run: saved_elements in the model's format,
     saved_wide in fp32, and copied_wide more in a model of fp32. work_wide: fp32 elements per token that are alive at once inside
@@ -96,6 +97,7 @@ class StateSpec:
     out_size: int = 0
     carry_elements: int = 0
     carry_products: int = 0
+    carry_wide: int = 0
     saved_elements: int = 0
     saved_wide: int = 0
     copied_wide: int = 0
@@ -178,6 +180,8 @@ def _gated_delta_net(config: Mapping[str, Any]) -> StateSpec:
         # values get one more column for each element of a key
         carry_elements=key * key,
         carry_products=heads * (3 * tile * key // 2 + 3 * key * key),
+        # values three times, a state for each tile, and outputs with a copy
+        carry_wide=heads * (5 * key + key * key // tile),
         saved_elements=2 * channels + 3 * values + heads,
         saved_wide=heads * (8 * key + 6 * value + 5 * tile + key * value // tile + 9),
         copied_wide=4 * heads * key,

@@ -14,7 +14,7 @@ import numpy as np
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
-from hf_longctx.plan.core.sharding import sequence_ends
+from hf_longctx.plan.core.sharding import passes_states, sequence_ends
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
     GroupShape,
@@ -26,7 +26,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments
-from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes, StateLayerBytes
+from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes, PassingLayerBytes, StateLayerBytes
 from hf_longctx.plan.memory.round_bytes import (
     LAYER_NUMBERS,
     OUTSIDE_NUMBERS,
@@ -288,7 +288,11 @@ class ByteModel:
         return known[key]
 
     def _counted_layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, has_state: bool) -> LayerBytes:
-        return (StateLayerBytes if has_state else LayerBytes)(self.model, load, policy, tile_tokens)
+        if not has_state:
+            return LayerBytes(self.model, load, policy, tile_tokens)
+        heads = self.model.states.heads
+        passes = heads > 0 and passes_states(load.num_blocks, load.block_ranks, heads)
+        return (PassingLayerBytes if passes else StateLayerBytes)(self.model, load, policy, tile_tokens)
 
     def _layer_rows(self, load: Load, load_number: int, policy: _Policy, has_state: tuple[bool, ...]) -> list[int]:
         """Table rows of all layers of a load, including layers without a policy."""

@@ -36,7 +36,7 @@ class Load:
     tiles_loss: the loss runs in the policy's token tiles. keeps_gradients: the backward comes next, so a loss in tiles makes its
     gradients in the forward. groups_heads: the attention operator reads one KV head for many query heads and takes strided
     tensors, as GPU operators do. receives: hidden states come from another part of the model; they wait with the chunk, because
-    their gradient goes back there.
+    their gradient goes back there. num_blocks, block_ranks: blocks of the rank's group, and ranks of each.
     """
 
     num_tokens: int
@@ -51,6 +51,8 @@ class Load:
     keeps_gradients: bool = True
     groups_heads: bool = False
     receives: bool = False
+    num_blocks: int = 1
+    block_ranks: int = 1
 
     @classmethod
     def document(cls, num_tokens: int, num_layers: int, trains_weights: bool = True) -> Load:
@@ -374,6 +376,25 @@ class StateLayerBytes(LayerBytes):
             outside -= self._replayed_norm * self.tokens
         # the scan's backward frees what it saved as it makes gradients, of which two fifths are alive beside it
         return outside + 2 * max(0, self._scan) // 5
+
+
+class PassingLayerBytes(StateLayerBytes):
+    """Bytes of one layer with a state on a rank that passes states on: its scan finds what an earlier state adds, too.
+
+    All tokens count, although those at the start of a document need no more.
+    """
+
+    @cached_property
+    def _mixer(self) -> int:
+        return super()._mixer + self._added
+
+    @property
+    def _scan(self) -> int:
+        return super()._scan + self._added
+
+    @property
+    def _added(self) -> int:
+        return max(4, self.model.bytes_per_element) * self.model.states.carry_wide * self.tokens
 
 
 class OutsideBytes:

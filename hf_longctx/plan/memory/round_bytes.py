@@ -137,4 +137,6 @@ def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, en
         front_tokens=-(-max((span.start for span in slices), default=0) // degree),
         sliced_tokens=min(tokens, sum(-(-span.num_tokens // degree) for span in slices)),
         is_shared=degree > 1,
+        num_blocks=group.shape.num_blocks,
+        block_ranks=group.shape.ulysses,
     )
