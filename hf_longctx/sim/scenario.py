@@ -206,6 +206,7 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
         notes.append(
             f"{num_states} of {model.num_layers} layers carry states in place of attention: seconds are those of products alone, "
             f"bytes are those of transformers' torch code, which runs them"
+            + ("" if model.states.tile_tokens > 1 else " token by token, in many times these seconds")
         )
     return _quantised(request, model), notes
 

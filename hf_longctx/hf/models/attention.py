@@ -8,11 +8,9 @@ because transformers would take such a name for a kernel and try to download it.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_longctx.hf.models.context.hand_down import hand_context_down, leave_context_out
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
 from hf_longctx.hf.models.heads.serve import restore_head, serve_head
@@ -41,8 +40,6 @@ _WINDOW, _SINKS, _SOFTCAP = "sliding_window", "s_aux", "softcap"
 _SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"
 # attention classes that limit attention by their masks alone; all their layers have the config's window
 _WINDOW_OF_CONFIG = ("PhimoeAttention",)
-# decoder layers that leave the plan's context out when they call their attention
-_DROP_CONTEXT = ("NemotronDecoderLayer", "StableLmDecoderLayer")
 # attention classes that scale the queries of layers without RoPE by their position in the row
 _TEMPERED = ("Llama4TextAttention",)
 
@@ -64,10 +61,7 @@ def patch_model(model: PreTrainedModel) -> None:
     count_from_padding(text)
     patch_mixers(text)
     key_dropouts(model)
-    for layer in text.modules():
-        if type(layer).__name__ in _DROP_CONTEXT:
-            # a plain method, so that it works on a copy of the model too
-            vars(layer)["forward"] = MethodType(_forward_with_context, layer)
+    hand_context_down(text)
     settle_quantised(model)
     current = text.config._attn_implementation
     if current in NAMES.values():
@@ -103,29 +97,7 @@ def restore_attention(model: Any, name: str | None) -> None:
         ignore_padding(model)
         restore_mixers(model)
         release_dropouts(model)
-        for layer in model.modules():
-            if getattr(vars(layer).get("forward"), "__func__", None) is _forward_with_context:
-                del vars(layer)["forward"]
-
-
-def _forward_with_context(layer: Any, *args: Any, **keywords: Any) -> Any:
-    """Forward of a decoder layer's class, checkpointed where that is, whose attention gets the plan's context."""
-    forward = partial(_class_forward, layer, **keywords)
-    if layer.gradient_checkpointing and layer.training:
-        return layer._gradient_checkpointing_func(forward, *args)
-    return forward(*args)
-
-
-def _class_forward(layer: Any, *args: Any, longctx: GroupContext | None = None, **keywords: Any) -> Any:
-    # without the wrapper of transformers that checkpoints a forward: that is done by now
-    forward, attention = inspect.unwrap(type(layer).forward), layer.self_attn
-    own = dict(vars(attention))
-    vars(attention)["forward"] = partial(attention.forward, longctx=longctx)
-    try:
-        return forward(layer, *args, **keywords)
-    finally:
-        vars(attention).pop("forward")
-        vars(attention).update(own)
+        leave_context_out(model)
 
 
 def num_attention_layers(model: PreTrainedModel) -> int:

@@ -55,6 +55,7 @@ TESTED_MODELS: tuple[str, ...] = (
     "Exaone4ForCausalLM",
     "ExaoneMoeForCausalLM",
     "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM",
     "FlexOlmoForCausalLM",
     "FlintForCausalLM",
     "FuyuForCausalLM",
@@ -83,6 +84,7 @@ TESTED_MODELS: tuple[str, ...] = (
     "HunYuanMoEV1ForCausalLM",
     "HyperCLOVAXForCausalLM",
     "Jais2ForCausalLM",
+    "JambaForCausalLM",
     "JetMoeForCausalLM",
     "KimiLinearForCausalLM",
     "Kolibri1ForCausalLM",
@@ -92,6 +94,8 @@ TESTED_MODELS: tuple[str, ...] = (
     "Lfm3ForCausalLM",
     "Llama4ForCausalLM",
     "LongcatFlashForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
     "MellumForCausalLM",
     "MiMoV2FlashForCausalLM",
     "MiniCPM3ForCausalLM",
@@ -135,6 +139,8 @@ TESTED_MODELS: tuple[str, ...] = (
     "XLMRobertaXLForCausalLM",
     "XmodForCausalLM",
     "YoutuForCausalLM",
+    "Zamba2ForCausalLM",
+    "ZambaForCausalLM",
 )
 
 
@@ -181,18 +187,12 @@ REFUSALS = (
         "carries a state from token to token (linear attention, SSM, convolution), which plans neither reset at a new document "
         "nor pass on between ranks",
         (
-            "FalconMambaForCausalLM",
             "InklingForCausalLM",
             "Inkling2ForCausalLM",
-            "JambaForCausalLM",
-            "MambaForCausalLM",
-            "Mamba2ForCausalLM",
             "MiniMaxForCausalLM",
             "Qwen4ExpForCausalLM",
             "RecurrentGemmaForCausalLM",
             "RwkvForCausalLM",
-            "ZambaForCausalLM",
-            "Zamba2ForCausalLM",
             "ZayaForCausalLM",
             "xLSTMForCausalLM",
         ),

@@ -239,7 +239,7 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
         num_stages=len(parts),
         attention_layers=tuple(part.num_layers for part in parts[stage]),
         hidden_size=int(pieces.decoder.config.hidden_size),
-        hidden_dtype=hidden_dtype(model),
+        hidden_dtype=_passed_dtype(model),
         calls=_calls(pieces, parts[stage]),
         tied=next(name for name, value in model.named_parameters() if value is ends[stage].weight) if is_tied else "",
         dropout=keys_of(model),
@@ -259,7 +259,7 @@ def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
     _keep_layers(pieces, ranges)
     _check_passes(pieces)
     _bind_parts(pieces, [ranges], 0)
-    size, dtype = int(pieces.decoder.config.hidden_size), hidden_dtype(model)
+    size, dtype = int(pieces.decoder.config.hidden_size), _passed_dtype(model)
     return tuple(
         StageModel(
             *(model, stage, len(ranges), (own.num_layers,), size, dtype),
@@ -269,6 +269,12 @@ def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
         )
         for stage, own in enumerate(ranges)
     )
+
+
+def _passed_dtype(model: nn.Module) -> torch.dtype:
+    """Dtype of hidden states between layers, which some models keep in fp32 although their weights are not."""
+    dtype, is_wide = hidden_dtype(model), getattr(base_of(model).config, "residual_in_fp32", False)
+    return torch.promote_types(dtype, torch.float32) if is_wide and family_of(base_of(model)) else dtype
 
 
 def _calls(pieces: Pieces, ranges: Sequence[LayerRange]) -> tuple[int, ...]:

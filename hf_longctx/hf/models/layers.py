@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads.kinds import head_kind, head_of
+from hf_longctx.hf.models.states.patching import family_of_mixer, mixers_of
 from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.execution.spread_experts import spread_group
@@ -44,14 +45,16 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
             tuple(layer.get_submodule(name) for name in _NORMS if hasattr(layer, name)),
             _projections(layer),
             mlp_gives_more=type(mlp).__name__ in _MLPS_OF_TWO,
-            meets_ranks=spread_group(mlp) is not None,
+            meets_ranks=mlp is not None and spread_group(mlp) is not None,
         )
         for layer, mlp in ((layer, _mlp(layer)) for layer in layers)
     )
 
 
-def _mlp(layer: nn.Module) -> nn.Module:
+def _mlp(layer: nn.Module) -> nn.Module | None:
     name = next((name for name in _MLPS if hasattr(layer, name)), None)
+    if name is None and any(not family_of_mixer(mixer).has_mlp for mixer in mixers_of(layer).values()):
+        return None
     if name is None:
         raise ValueError(
             f"{type(layer).__name__} has no module `mlp` or `feed_forward`, which activation policies divide into tiles; use "

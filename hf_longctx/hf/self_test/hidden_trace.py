@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.states.book import RECURRENCE
+from hf_longctx.runtime.states.book import CONVOLUTION
 
 # the two recorded quantities
 Kind = Literal["values", "gradients"]
@@ -71,7 +71,7 @@ class HiddenTrace:
         sites = {id(inner): site for site, module in self._modules.items() for inner in module.modules()}
         for place, state in context.state_book.held().items():
             block = context.block
-            shared = (block.index, block.num_ranks) if place.function == RECURRENCE else (0, 1)
+            shared = (0, 1) if place.function == CONVOLUTION else (block.index, block.num_ranks)
             left = (sites[id(place.layer)], place.function, place.sequence, place.position)
             self.states[left] = LeftState(state.detach().to(torch.float64, copy=True), *shared)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -28,7 +29,7 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_len
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.routers import spread_experts_of
-from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.hf.models.states.patching import family_of_mixer, mixers_of
 from hf_longctx.hf.models.windows import decoder_layers
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, Left, LeftState, Part, difference, state_differences
@@ -49,7 +50,7 @@ from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.states.book import CONVOLUTION, RECURRENCE
+from hf_longctx.runtime.states.book import CONVOLUTION, scan_name
 
 Rows = list[dict[str, list[int]]]
 
@@ -185,18 +186,15 @@ class Specimen:
         ids = torch.tensor([rows[number]["input_ids"][:position]], device=self.device)
         forget_documents(self.model)
         with self._alone(number, ids):
-            self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            # models without attention have another name for it
+            names = inspect.signature(type(base_of(self.model)).forward).parameters
+            keyword = next(name for name in ("cache_params", "past_key_values") if name in names)
+            self.model(input_ids=ids, use_cache=True, **{keyword: cache})
         states: dict[Left, LeftState] = {}
         for site, layer in self.layers.items():
             for mixer in mixers_of(layer).values():
-                index: Any = mixer.layer_idx
-                for function, state in (
-                    (CONVOLUTION, cache.get_conv_state(index)),
-                    (RECURRENCE, cache.get_recurrent_state(index)),
-                ):
-                    # a mixer may have a convolution alone
-                    if state is not None:
-                        states[site, function, number, position] = LeftState(state.double())
+                for function, state in _cached(cache, mixer).items():
+                    states[site, function, number, position] = LeftState(state.double())
         return states
 
     @torch.no_grad()
@@ -314,6 +312,17 @@ class Specimen:
         """The layer of every weight."""
         owners = {id(parameter): place for place, layer in layers.items() for parameter in layer.parameters()}
         return {name: owners.get(id(p), ENDS) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _cached(cache: DynamicCache, mixer: Any) -> dict[str, Tensor]:
+    """The states of a mixer in a cache of transformers, by their names in the state book."""
+    convolved, scanned = cache.get_conv_state(mixer.layer_idx), cache.get_recurrent_state(mixer.layer_idx)
+    states = {} if convolved is None else {CONVOLUTION: convolved}
+    # a mixer may have a convolution alone; several scans of it are stacked
+    if scanned is not None:
+        count = family_of_mixer(mixer).num_scans(mixer)
+        states |= {scan_name(1): scanned} if count == 1 else {scan_name(n + 1): scanned[:, n] for n in range(count)}
+    return states
 
 
 @dataclass(frozen=True, kw_only=True)

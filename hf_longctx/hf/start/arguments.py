@@ -17,6 +17,7 @@ from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.models.routers import has_balance, spread_problems
 from hf_longctx.hf.models.states.functions import family_of
+from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.stages import Ranges, loaded_ranges
@@ -326,11 +327,18 @@ def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
 
 
 def least_heads(model: Any) -> int:
-    """Attention heads of the layer with the fewest: the largest group of ranks that can share them."""
+    """Attention heads of the layer with the fewest, or heads with a state: the largest group of ranks that can share them."""
     text = model.config.get_text_config()
     # heads may differ by layer
-    heads: list[int] = list(getattr(text, "num_attention_heads_per_layer", None) or [text.num_attention_heads])
-    return min(heads)
+    heads: list[int] = list(getattr(text, "num_attention_heads_per_layer", None) or [])
+    return min(heads or [getattr(text, "num_attention_heads", None) or _state_heads(model)])
+
+
+def _state_heads(model: Any) -> int:
+    """Heads with a state of their own in a model without attention; in some, every channel is one."""
+    family, text = family_of(base_of(model)), model.config.get_text_config()
+    mixers: Iterable[Any] = mixers_of(base_of(model)).values()
+    return int(getattr(text, family.heads) if family and family.heads else min(mixer.intermediate_size for mixer in mixers))
 
 
 def _state_setting_problems(model: Any, config: LongContextConfig) -> list[str]:

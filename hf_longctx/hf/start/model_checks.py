@@ -114,7 +114,7 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
         if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
     ][:1]
     known = (*_LAYER_TYPES, *(["chunked_attention"] if text_class(model) in _CHUNKED else []))
-    known += (family.layer_type, *family.plain_types) if (family := family_of(model)) else ()
+    known += (family.layer_type, *family.other_types) if (family := family_of(model)) else ()
     problems += [
         f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model whose layers are all of "
         f"type {' or '.join(known)}"

@@ -135,10 +135,15 @@ def with_states(windows: Windows, states: StateSpec) -> Windows:
 
 
 def config_states(config: Mapping[str, Any], num_layers: int) -> StateSpec:
-    """The layers of a config that carry a state along the sequence, by the first row of `_STATES` whose field it has.
+    """The layers of a config that carry a state along the sequence, by its model type or else by the first row of `_STATES` whose
+    field it has.
 
     Empty for other configs, and for mixers that run beside attention in one layer, which no row describes.
     """
+    if (sizes := _STATES_OF_TYPES.get(config.get("model_type", ""))) is not None:
+        # without a period, no layer has attention
+        period, offset = int(config.get("attn_layer_period") or 0), int(config.get("attn_layer_offset") or 0)
+        return replace(sizes(config), layers=tuple(not period or layer % period != offset for layer in range(num_layers)))
     for field, (layer_type, sizes) in _STATES.items():
         if config.get(field):
             every = int(config.get("full_attention_interval") or 4)
@@ -190,6 +195,73 @@ def _gated_delta_net(config: Mapping[str, Any]) -> StateSpec:
     )
 
 
+def _mamba1(config: Mapping[str, Any]) -> StateSpec:
+    """Sizes of a Mamba 1 mixer, in which every channel is a head, with a state of n elements.
+
+    Saved per channel. In the model's format: input and output of the convolution, steps, gate and its activation, input of the
+    last matrix. In fp32: decays, inputs of the state and states, 3 n; output, and its product with the gate.
+    """
+    hidden, size = int(config["hidden_size"]), int(config.get("state_size") or config["mamba_d_state"])
+    channels = int(config.get("expand") or config["mamba_expand"]) * hidden
+    rank = config.get("time_step_rank") or config.get("mamba_dt_rank") or "auto"
+    rank = -(-hidden // 16) if rank == "auto" else int(rank)
+    width = int(config.get("conv_kernel") or config.get("mamba_d_conv") or 4)
+    return StateSpec(
+        # to tokens and gate; to steps and to what takes tokens into the state and out of it; and back
+        parameters=3 * hidden * channels + channels * (2 * rank + 2 * size),
+        heads=channels,
+        head_elements=size,
+        tail_elements=(width - 1) * channels,
+        # decay, step and token into the state, state times decay, state into the output
+        scan_products=5 * channels * size,
+        read_heads=1,
+        read_size=2 * size,
+        own_size=2,
+        out_size=1,
+        carry_elements=size,
+        carry_products=3 * channels * size,
+        saved_elements=6 * channels,
+        saved_wide=channels * (3 * size + 2),
+        work_wide=2 * channels * size,
+    )
+
+
+def _mamba2(config: Mapping[str, Any]) -> StateSpec:
+    """Sizes of a Mamba 2 mixer of h heads with p channels and states of p x n elements, and tiles of t tokens.
+
+    Saved outside the scan. In the model's format: input and output of the convolution; gate, its activation and input of the last
+    matrix. In the scan, in fp32 for each head: tokens, 5 p; what takes them into the state and out of it, 5 n; three t x t
+    matrices of a tile, 3 t; two states for each tile, 2 p n / t; seven numbers.
+    """
+    hidden, heads, head = int(config["hidden_size"]), int(config["num_heads"]), int(config["head_dim"])
+    size, groups, tile = int(config["state_size"]), int(config["n_groups"]), int(config["chunk_size"])
+    values = heads * head
+    channels = values + 2 * groups * size
+    return StateSpec(
+        parameters=hidden * (values + channels + heads) + values * hidden,
+        heads=heads,
+        head_elements=head * size,
+        tail_elements=(int(config.get("conv_kernel") or 4) - 1) * channels,
+        # within a tile: scores of tokens and their products with values; with the state: into it and out of it
+        scan_products=heads * (tile * (size + head) + 2 * head * size),
+        read_heads=groups,
+        read_size=2 * size,
+        own_size=head + 1,
+        out_size=head,
+        carry_elements=1,
+        carry_products=heads * head * size,
+        saved_elements=2 * channels + 3 * values + heads,
+        saved_wide=heads * (5 * head + 5 * size + 3 * tile + 2 * head * size // tile + 7) + 2 * values,
+        work_wide=heads * (3 * head + 3 * size + 3 * tile),
+        tile_tokens=tile,
+    )
+
+
+# value of `model_type` -> sizes of its mixers
+_STATES_OF_TYPES: dict[str, Callable[[Mapping[str, Any]], StateSpec]] = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), _mamba1),
+    "mamba2": _mamba2,
+}
 # field that only configs of one family have -> name of its layers in `layer_types`, and sizes of their mixer
 _STATES: dict[str, tuple[str, Callable[[Mapping[str, Any]], StateSpec]]] = {
     "linear_num_value_heads": ("linear_attention", _gated_delta_net),

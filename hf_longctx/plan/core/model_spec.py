@@ -10,6 +10,8 @@ from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.layer_kinds import NO_STATES, StateSpec, Windows, config_states, config_windows, with_states
 from hf_longctx.plan.core.types import LayerRange
 
+# positions of a model without attention, whose documents may have any length
+NO_POSITIONS = 2**30
 # values of `model_type` in config.json whose models gate attention's output, and keep the product in a norm in fp32
 _GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 # values whose models normalize queries and keys; others set `use_qk_norm`
@@ -189,8 +191,13 @@ class ModelSpec:
                     return int(config[name])
             raise ValueError(f"the model config has no {names[0]}; a decoder-only config with {', '.join(names)} is needed")
 
+        num_layers, hidden_size = get("num_hidden_layers", "n_layer"), get("hidden_size", "n_embd")
+        states = config_states(config, num_layers)
+        if states.layers and all(states.layers):
+            # such models number no positions, have a head for each state, and no MLP beside their mixers
+            own = {"num_attention_heads": states.heads, "max_position_embeddings": NO_POSITIONS, "intermediate_size": 0}
+            config = {**config, **own, "head_dim": max(1, hidden_size // states.heads), "num_key_value_heads": None}
         num_heads = get("num_attention_heads", "n_head")
-        hidden_size = get("hidden_size", "n_embd")
         head_dim = int(config.get("head_dim") or hidden_size // num_heads)
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         latent: dict[str, Any] = {}
@@ -204,9 +211,9 @@ class ModelSpec:
                 "kv_rank": get("kv_lora_rank"),
                 "rope_head_dim": rope_head_dim,
             }
-        num_layers, intermediate_size = get("num_hidden_layers", "n_layer"), get("intermediate_size", "n_inner")
+        intermediate_size = get("intermediate_size", "n_inner")
         intermediate_size, idle, routed, experts = _expert_sizes(config, num_layers, hidden_size, intermediate_size)
-        states, is_gated = config_states(config, num_layers), config.get("model_type") in _GATED_TYPES
+        is_gated = config.get("model_type") in _GATED_TYPES
         return cls(
             num_layers=num_layers,
             hidden_size=hidden_size,
@@ -377,7 +384,7 @@ def _expert_sizes(
     """
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     chosen = next((int(config[name]) for name in _CHOSEN if config.get(name)), 0)
-    if not num_experts or not chosen:
+    if num_experts < 2 or not chosen:
         return dense_size, 0, 0, ExpertSpec()
     size = int(config.get("moe_intermediate_size") or dense_size)
     is_llama4 = config.get("model_type") == "llama4_text"
@@ -390,6 +397,8 @@ def _expert_sizes(
         has_experts = [kind == "sparse" for kind in types]
     if (layers := config.get("moe_layers")) is not None:
         has_experts = [layer in layers for layer in range(num_layers)]
+    if period := int(config.get("expert_layer_period") or 0):
+        has_experts = [layer % period == int(config.get("expert_layer_offset") or 0) for layer in range(num_layers)]
     share = sum(has_experts) / max(1, num_layers)
     shared = int(config.get("shared_expert_intermediate_size") or size * int(config.get("n_shared_experts") or is_llama4))
     passed = chosen * size + shared

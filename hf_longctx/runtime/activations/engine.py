@@ -47,13 +47,14 @@ from hf_longctx.runtime.dropout.keys import DropoutTokens
 class LayerModules:
     """A decoder layer that supports Hugging Face's checkpointing, with its modules that process tokens independently.
 
-    projections: the linear modules that make queries, keys and values; empty if something else makes them.
-    mlp_gives_more: the MLP returns two values, its output and one that the layer drops. meets_ranks: the MLP exchanges tokens
-    with other ranks, so all of them must run it equally often: whole, never in tiles, and replayed by all or by none.
+    mlp: None in a layer without one, which is replayed whole. projections: the linear modules that make queries, keys and
+    values; empty if something else makes them. mlp_gives_more: the MLP returns two values, its output and one that the layer
+    drops. meets_ranks: the MLP exchanges tokens with other ranks, so all of them must run it equally often: whole, never in
+    tiles, and replayed by all or by none.
     """
 
     layer: nn.Module
-    mlp: nn.Module
+    mlp: nn.Module | None
     norms: tuple[nn.Module, ...]
     projections: tuple[nn.Linear, ...] = ()
     mlp_gives_more: bool = False
@@ -288,7 +289,8 @@ class _LayerBinding:
         self.current: LayerSlot | None = None
         # (module, attribute, the instance's own value before; empty if it used that of its class)
         self._replaced: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
-        self._bind_forward(modules.mlp, is_mlp=True)
+        if modules.mlp is not None:
+            self._bind_forward(modules.mlp, is_mlp=True)
         for norm in modules.norms:
             self._bind_forward(norm, is_mlp=False)
         for number, linear in enumerate(modules.projections):

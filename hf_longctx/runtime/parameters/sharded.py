@@ -71,12 +71,12 @@ def block_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh, fp32_gradients: bool = True) -> None:
     """Shards `model` in place over `mesh`: each module of a class in `layer_classes` as one unit, then the rest as another.
 
-    A module that shares a parameter with the rest of the model, such as a tied embedding, belongs to the last unit, so that the
-    parameter remains one. `fp32_gradients`: gradients of half-precision weights are
-    accumulated, and summed over ranks, in fp32. Every rank's backward must reach the same parameters, or FSDP2 silently adds up
-    gradients of different ones; plans ensure it by sending at least one chunk per rank through the whole model. Raises
-    ValueError if no module belongs to one of the classes. Weights that are shards of a `DTensor` already, such as those of
-    experts that are spread over ranks, stay as they are.
+    A module inside of another one belongs to the unit of that. A module that shares a parameter with the rest of the model, such
+    as a tied embedding, belongs to the last unit, so that the parameter remains one. `fp32_gradients`: gradients of
+    half-precision weights are accumulated, and summed over ranks, in fp32. Every rank's backward must reach the same parameters,
+    or FSDP2 silently adds up gradients of different ones; plans ensure it by sending at least one chunk per rank through the
+    whole model. Raises ValueError if no module belongs to one of the classes. Weights that are shards of a `DTensor` already,
+    such as those of experts that are spread over ranks, stay as they are.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -89,6 +89,8 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     ]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layers of class {', '.join(layer_classes) or '(none named)'} to shard")
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    layers = [layer for layer in layers if id(layer) not in inner]
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half and fp32_gradients else None)
     dealt: set[nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}

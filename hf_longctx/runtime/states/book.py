@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,6 +14,19 @@ from hf_longctx.runtime.attention.state_book import StatePlace
 # functions of a layer that leave states
 CONVOLUTION = "convolution"
 RECURRENCE = "recurrence"
+
+
+def scan_name(number: int) -> str:
+    """Name of a layer's scan, counted from 1; most layers have one."""
+    return RECURRENCE if number == 1 else f"{RECURRENCE} {number}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScan:
+    """A scan of a layer, and its name in the state book; most layers have one."""
+
+    layer: Hashable
+    function: str = RECURRENCE
 
 
 def check_not_lent(context: GroupContext) -> None:

@@ -88,3 +88,41 @@ class Decay:
     def carried(self, carry: Tensor, state: Tensor) -> Tensor:
         """The state times its decay."""
         return carry * state
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelDecay:
+    """Mamba 1, with states [1, H, K] of which every element decays by a number of its own; every channel is a head.
+
+    steps: takes inputs and weights of the scan; by how much each token lets each head decay [1, N, H]. decays: takes the weights;
+    the logarithm of what is left of each element after a step of one, [H, K]. reads: takes the inputs; what takes a state to the
+    outputs of all heads [1, N, K].
+    """
+
+    steps: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+    decays: Callable[[Sequence[Tensor]], Tensor]
+    reads: Callable[[Sequence[Tensor]], Tensor]
+
+    def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """The inputs themselves: what a state adds is computed from its decay alone."""
+        return inputs_1NHX, None
+
+    def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
+        """The effect of tokens; outputs are [1, N, H, 1]."""
+        decays_HK, reads_1NK = self.decays(weights_H), self.reads(inputs_1NHX)
+        passed_1NH = self.steps(inputs_1NHX, weights_H).to(decays_HK.dtype).cumsum(dim=1)
+
+        def output_for(state_1HK: Tensor) -> Tensor:
+            left_1NHK = torch.exp(decays_HK * passed_1NH.unsqueeze(-1)) * state_1HK.unsqueeze(1)
+            added_1NH1 = left_1NHK @ reads_1NK.to(left_1NHK.dtype).unsqueeze(-1)
+            return (output + added_1NH1).to(output.dtype)
+
+        return Effect(after, torch.exp(decays_HK * passed_1NH[:, -1].unsqueeze(-1)), output_for)
+
+    def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
+        """One number for each element of the state."""
+        return tuple(state)
+
+    def carried(self, carry: Tensor, state: Tensor) -> Tensor:
+        """The state times its decay."""
+        return carry * state

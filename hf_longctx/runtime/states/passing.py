@@ -15,7 +15,7 @@ Shapes: H heads with a state of their own, T tokens of this rank, N tokens of on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.layout import Chains, GroupLayout
-from hf_longctx.runtime.states.book import RECURRENCE, leave_state, slices_by_document, state_before
+from hf_longctx.runtime.states.book import LayerScan, leave_state, slices_by_document, state_before
 from hf_longctx.runtime.states.messages import exchange, with_backward_of
 
 # takes the tokens of one document or slice and the weights of its heads, and the state before the tokens (None: zeros); returns
@@ -70,7 +70,7 @@ def scan_runs(
     weights_H: Sequence[Tensor],
     scan: Scan,
     state_map: StateMap,
-    layer: Hashable,
+    of: LayerScan,
     context: GroupContext,
 ) -> Tensor:
     """Outputs [1, T, H, E] of `scan` over each document of a chunk, for this rank's tokens, with all heads on every rank.
@@ -79,7 +79,7 @@ def scan_runs(
     """
     layout, slices = context.layout, slices_by_document(context)
     going_on = tuple(slice_.document for slice_ in slices.values() if slice_.stop < slice_.end)
-    earlier = {document: state_before(slice_, RECURRENCE, layer, context) for document, slice_ in slices.items()}
+    earlier = {document: state_before(slice_, of.function, of.layer, context) for document, slice_ in slices.items()}
     outputs: dict[int, Tensor] = {}
     effects: dict[int, Effect] = {}
     steps: list[Step] = []
@@ -111,7 +111,7 @@ def scan_runs(
                 ends[document] = state
     output = outputs[0] if len(outputs) == 1 else torch.cat([outputs[place] for place in range(len(outputs))], dim=1)
     for document in going_on:
-        output = leave_state(slices[document], RECURRENCE, layer, context, ends[document], output)
+        output = leave_state(slices[document], of.function, of.layer, context, ends[document], output)
     # this rank may use neither what it received nor the states
     return with_backward_of(output, received, *(state for state in earlier.values() if state is not None))
 

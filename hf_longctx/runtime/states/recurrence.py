@@ -13,7 +13,7 @@ X and E sizes of a head, h heads that this rank computes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from hf_longctx.plan.core.sharding import head_shares, passes_states
 from hf_longctx.runtime.attention.chunk import documents_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import gather_heads, spread_heads
-from hf_longctx.runtime.states.book import RECURRENCE, check_not_lent, leave_state, state_before
+from hf_longctx.runtime.states.book import LayerScan, check_not_lent, leave_state, state_before
 from hf_longctx.runtime.states.passing import Scan, StateMap, scan_runs
 
 
@@ -31,7 +31,7 @@ def scan_documents(
     own_1THX: Sequence[Tensor],
     weights_H: Sequence[Tensor],
     scan: Scan,
-    layer: Hashable,
+    of: LayerScan,
     context: GroupContext,
     state_map: StateMap | None = None,
 ) -> Tensor:
@@ -39,7 +39,8 @@ def scan_documents(
 
     own_1THX: inputs with H heads; X may be missing. read_1TGX: inputs with G heads, each read by H / G neighbouring heads.
     weights_H: weights of each head. `scan` gets the tensors of `read_1TGX`, `own_1THX` and `weights_H`, in this order.
-    state_map: how `scan` depends on the state before its tokens, for groups that pass states on; None if that is not known.
+    of: the layer that scans. state_map: how `scan` depends on the state before its tokens, for groups that pass states on; None
+    if that is not known.
 
     Every rank of the context's group must call it for the layers in the same order; backward repeats the exchanges in reverse.
     Raises ValueError for slices that are lent ranks of other stages, and for groups in which the scan cannot run.
@@ -52,9 +53,9 @@ def scan_documents(
                 f"a group of {context.layout.num_ranks} ranks in blocks of {num_ranks} would pass states from rank to rank, but "
                 f"this kind of layer only shares out its {own_1THX[0].shape[2]} heads; set method='ulysses' and lower degrees"
             )
-        return scan_runs((*read_1TGX, *own_1THX), weights_H, scan, state_map, layer, context)
+        return scan_runs((*read_1TGX, *own_1THX), weights_H, scan, state_map, of, context)
     if num_ranks == 1:
-        return _scanned((*read_1TGX, *own_1THX), weights_H, scan, layer, context)
+        return _scanned((*read_1TGX, *own_1THX), weights_H, scan, of, context)
     num_heads, num_read = own_1THX[0].shape[2], read_1TGX[0].shape[2] if read_1TGX else own_1THX[0].shape[2]
     shares = head_shares(num_heads, num_read, num_ranks)
     share = shares[context.block.index]
@@ -63,18 +64,28 @@ def scan_documents(
         for each in shares
     ]
     spread = spread_heads([x_1TH.squeeze(0).transpose(0, 1) for x_1TH in (*read_1TGX, *own_1THX)], heads, context)
-    readers = context.readers(share, num_heads // num_read, own_1THX[0].device)
     inputs = [x_hS.transpose(0, 1).unsqueeze(0) for x_hS in spread]
-    read = [readers.expand(x_1Sg, 2) for x_1Sg in inputs[: len(read_1TGX)]]
+    read = inputs[: len(read_1TGX)]
+    if num_read > 1:
+        # neighbouring ranks may share a head that is read; what all heads read is not copied for each of them
+        readers = context.readers(share, num_heads // num_read, own_1THX[0].device)
+        read = [readers.expand(x_1Sg, 2) for x_1Sg in read]
     weights_h = [weight_H[share.q_start : share.q_stop] for weight_H in weights_H]
-    return gather_heads(_scanned((*read, *inputs[len(read) :]), weights_h, scan, layer, context), shares, context)
+    scanned = _scanned((*read, *inputs[len(read) :]), weights_h, scan, of, context)
+    return gather_heads(scanned, shares, context)
 
 
-def _scanned(inputs: Sequence[Tensor], weights_h: Sequence[Tensor], scan: Scan, layer: Hashable, context: GroupContext) -> Tensor:
+def _scanned(
+    inputs: Sequence[Tensor],
+    weights_h: Sequence[Tensor],
+    scan: Scan,
+    of: LayerScan,
+    context: GroupContext,
+) -> Tensor:
     """Outputs [1, S, h, E] of all documents of the block for the heads in `inputs`."""
     outputs = []
     for document in documents_of(context.cu_seqlens, context.slices):
-        before = state_before(document.as_slice, RECURRENCE, layer, context)
+        before = state_before(document.as_slice, of.function, of.layer, context)
         output, after = scan([*(x[:, document.tokens] for x in inputs), *weights_h], before)
-        outputs.append(leave_state(document.as_slice, RECURRENCE, layer, context, after, output))
+        outputs.append(leave_state(document.as_slice, of.function, of.layer, context, after, output))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

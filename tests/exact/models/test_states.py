@@ -16,7 +16,7 @@ import torch
 from helpers.measures.planted import plant
 from helpers.models.any_model import wide_floats
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
-from helpers.models.tiny_models import ModelCase, build_model, with_lora
+from helpers.models.tiny_models import ModelCase, adapted, build_model, with_lora
 from helpers.models.versions import newest
 from helpers.plans.layouts import plan_of
 from helpers.plans.pipeline_plans import LENGTHS, SLICED, pipeline_plan
@@ -45,6 +45,8 @@ QWEN, OLMO = ModelCase("qwen3_5", num_layers=4), ModelCase("olmo_hybrid", num_kv
 # two heads with a state and four of attention
 FEW = ModelCase("qwen3_5_few")
 BAMBA, KIMI, LFM = ModelCase("bamba", num_layers=4), ModelCase("kimi_linear"), ModelCase("lfm3", num_layers=4)
+# no attention in any layer
+MAMBA = ModelCase("mamba")
 # attention and a state in every layer
 BOTH = ModelCase("falcon_h1", num_layers=4)
 FAMILIES = pytest.mark.parametrize("case", [QWEN, OLMO, BAMBA, KIMI, LFM], ids=lambda case: case.family)
@@ -87,6 +89,11 @@ def test_slices_of_one_document_match(case: ModelCase, name: str) -> None:
     assert lone_error(case, same_policy(plan, *[replayed(0.5, 0.25)] * 3, replayed(0.0), tile_tokens=8)) <= TOLERANCE
 
 
+def test_slices_of_a_scan_that_takes_no_first_state_match() -> None:
+    plan = sliced_plan([11], [[span] for span in cut(0, (1, 5, 2, 2, 1))])
+    assert lone_error(MAMBA, same_policy(plan, replayed(1.0), replayed(0.0), tile_tokens=8)) <= TOLERANCE
+
+
 @pytest.mark.parametrize("name", PACKINGS)
 @pytest.mark.parametrize("case", [QWEN, LFM], ids=lambda case: case.family)
 def test_slices_among_other_documents_match(case: ModelCase, name: str) -> None:
@@ -119,6 +126,10 @@ def test_adapters_and_frozen_layers_below_match() -> None:
     assert lone_error(QWEN, plan, later_only) <= TOLERANCE
     assert lone_error(LFM, plan, later_only) <= TOLERANCE
     assert lone_error(QWEN, plan, decays_only) <= TOLERANCE
+    # PEFT does not adapt a matrix that a fused kernel of the mixer reads
+    settings = {"r": 2, "lora_alpha": 8, "target_modules": ["in_proj", "x_proj"]}
+    short = sliced_plan([7, 2], [[(0, 0, 4)], [(0, 4, 7), (1, 0, 2)]])
+    assert lone_error(MAMBA, short, lambda case: adapted(built(case), **settings).train()) <= TOLERANCE
 
 
 def wide_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any, bug: str = "") -> list[Step]:
@@ -178,6 +189,13 @@ def test_more_ranks_than_heads_with_a_state_match(ranks) -> None:
     check_groups(ranks, 4, FEW, [plan, same_policy(plan, replayed(0.5), replayed(0.0), tile_tokens=4)])
 
 
+def test_groups_that_share_channels_match(ranks) -> None:
+    # three ranks share 64 channels, which all read the same tensors
+    chunks = [[(0, 0, 3)], [(0, 3, 4)], [(0, 4, 9), (1, 0, 3), (2, 0, 1)]]
+    plan = sliced_plan([9, 3, 1], chunks, num_ranks=3)
+    check_groups(ranks, 3, MAMBA, [same_policy(plan, replayed(1.0), replayed(0.0), tile_tokens=4)])
+
+
 def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -> list[Step]:
     """Runs `stage_step_on_rank` for some plans."""
     with wide_floats():
@@ -217,7 +235,7 @@ def test_evaluation_passes_states_on_too() -> None:
     "bug",
     ["states leak in the scan", "states leak in the convolution", "states of slices dropped", "gradients of states dropped"],
 )
-@pytest.mark.parametrize("case", [QWEN, KIMI, LFM], ids=lambda case: case.family)
+@pytest.mark.parametrize("case", [QWEN, KIMI, LFM, MAMBA], ids=lambda case: case.family)
 def test_planted_bugs_are_noticed(case: ModelCase, bug: str) -> None:
     if case is LFM and "scan" in bug:
         pytest.skip("its layers have no scan")

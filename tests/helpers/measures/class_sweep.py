@@ -33,6 +33,7 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stage_problems
 from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
 from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.models.wrapped.text import text_part
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.self_test.specimen import RunPlace
@@ -114,12 +115,17 @@ def build(name: str, lora: Lora = ()) -> Any:
 
 
 def attention_adapters(name: str) -> Lora:
-    """Settings of adapters on all linear modules in the attention of a class, except names that PEFT takes to mean experts."""
+    """Settings of adapters on all linear modules in the attention of a class, or in its mixers if it has no attention.
+
+    Leaves out names that PEFT takes to mean experts, and matrices whose weights a mixer reads by itself.
+    """
     # names of the text model, which layers of towers may have too
-    modules = text_part(build_any(name, is_random=False)).modules()
-    blocks = [module for module in modules if any(word in type(module).__name__ for word in ("Attention", "MLA"))]
+    text = text_part(build_any(name, is_random=False))
+    blocks = [module for module in text.modules() if any(word in type(module).__name__ for word in ("Attention", "MLA"))]
+    left_out = {"gate_proj"} if blocks else {"dt_proj", "out_proj"}
+    blocks = blocks or list(mixers_of(text).values())
     linears = {key for block in blocks for key, each in block.named_modules() if isinstance(each, torch.nn.Linear)}
-    found = {key.split(".")[-1] for key in linears} - {"gate_proj"}
+    found = {key.split(".")[-1] for key in linears} - left_out
     return (("r", 2), ("lora_alpha", 8), ("target_modules", sorted(found)))
 
 

@@ -100,6 +100,11 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedForCausalLM": {"use_bidirectional_attention": None},
     "Cohere2VisionForConditionalGeneration": {"alignment_intermediate_size": 32},
     "GraniteMoeHybridForCausalLM": _MAMBA | {"layer_types": ["mamba", "attention"]},
+    # layers with a mixer and an MLP, with a mixer and experts, with attention and an MLP
+    "JambaForCausalLM": {
+        **{"num_hidden_layers": 3, "attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2},
+        **{"expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    },
     "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 4},
     "LagunaForCausalLM": {"num_attention_heads_per_layer": [4, 4, 4]},
     "Lfm2ForCausalLM": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
@@ -128,6 +133,16 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         **{"no_rope_layers": [1, 1, 0, 0], "moe_layers": [0, 2], "intermediate_size": 16},
     },
     "MllamaForCausalLM": {"cross_attention_layers": [1]},
+    # blocks with attention that share their weights, with adapters of their own in Zamba 2
+    "ZambaForCausalLM": {
+        **{"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64},
+        **{"attention_head_dim": 16, "num_key_value_heads": 4, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    },
+    "Zamba2ForCausalLM": {
+        **{"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},
+        **{"n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 2, "chunk_size": 8, "adapter_rank": 4},
+        **{"use_shared_attention_adapter": True, "use_mem_rope": True},
+    },
     "XmodForCausalLM": _FROM_PADDING | {"default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }

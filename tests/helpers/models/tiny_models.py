@@ -188,6 +188,8 @@ STATE_FAMILIES: dict[str, Any] = {
             **{"layer_types": ["linear_attention", "full_attention"], "experts_implementation": "eager"},
         },
     ),
+    # no attention; every channel has a state of its own, and nothing below the model's forward gets keywords
+    "mamba": (transformers.MambaConfig, transformers.MambaForCausalLM, {"state_size": 4, "time_step_rank": 4}),
     # convolutions read six earlier tokens
     "lfm3": (
         transformers.Lfm3Config,
@@ -295,11 +297,15 @@ def in_four_bits(model: Any, kind: str) -> Any:
 
 
 def _defaults(case: ModelCase) -> dict[str, Any]:
-    """Settings of a config that a family may override."""
+    """Settings of attention in a config, which a family may override; none in a family without attention."""
+    if case.family == "mamba":
+        return {}
     # Phi 3 has this field in the config itself too
     trained = ROPE[case.rope_type].get("original_max_position_embeddings")
     return {
         **({"original_max_position_embeddings": trained} if case.rope_type.startswith("longrope") else {}),
+        "num_attention_heads": case.num_heads,
+        "max_position_embeddings": SHORT if case.rope_type == "dynamic" else 512,
         "num_key_value_heads": case.num_kv_heads,
         "rope_parameters": ROPE[case.rope_type],
         "attn_implementation": case.attention,
@@ -324,8 +330,6 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
             hidden_size=8 * case.num_heads,
             intermediate_size=48,
             num_hidden_layers=case.num_layers,
-            num_attention_heads=case.num_heads,
-            max_position_embeddings=SHORT if case.rope_type == "dynamic" else 512,
             tie_word_embeddings=case.tied,
             # copied, because configs write into the dictionaries that they get
             **copy.deepcopy(_defaults(case) | extra),

@@ -37,7 +37,7 @@ def lone_context() -> GroupContext:
     return GroupPool((1,), 1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, 11),)))
 
 
-@pytest.mark.parametrize("case", [CASE, CONVOLUTIONS, ModelCase("kimi_linear")], ids=lambda case: case.family)
+@pytest.mark.parametrize("case", [CASE, CONVOLUTIONS, ModelCase("kimi_linear"), ModelCase("mamba")], ids=lambda case: case.family)
 def test_without_a_plan_a_patched_model_computes_and_generates_as_before(case: ModelCase) -> None:
     plain, patched = build_model(case).eval(), build_model(case).eval()
     name, module = attention_name(patched), sys.modules[type(patched).__module__]

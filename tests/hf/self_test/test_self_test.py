@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import random
+import re
 import tempfile
 import weakref
 from contextlib import redirect_stdout
@@ -146,6 +147,17 @@ def test_planted_bugs_in_states_stop_the_run_before_step_1(ranks) -> None:
     assert "self-test passed" in sound and "layers 0 (linear_attention), 3 (full_attention) of 4" in sound
     for message, said in zip(messages, OF_STATES.values(), strict=True):
         assert all(text in message for text in said), message
+
+
+@newest
+def test_planted_bugs_in_a_model_without_attention_are_noticed() -> None:
+    for bug, said in (
+        ("states leak in the scan", "- one rank: documents: the loss of one document has a gradient at tokens of another, up to"),
+        ("states of slices dropped", "- slices, one rank, recomputed: hidden states: layer 0 (linear_attention) is the first"),
+        ("gradients of states dropped", "- slices, one rank, recomputed: gradients: layer "),
+    ):
+        with plant(bug, 0, 1), pytest.raises(ValueError, match=re.escape(said)):
+            self_tested(patched("MambaForCausalLM"))
 
 
 LENDING = {"stages": 2, "lend_stages": True}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.attention_pairs import AttentionPairs, SpanRates
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.layer_kinds import StateSpec, config_states, with_states
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import NO_POSITIONS, ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.sharding import rank_pieces, runs_of, state_readers
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
@@ -73,6 +73,24 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     assert spec.num_parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.02)
     assert spec.states.layers == (True, True, False)
+
+
+@pytest.mark.parametrize("name", ["Mamba2", "Mamba", "FalconMamba", "Jamba"])
+def test_models_without_attention_or_with_a_period_of_it_have_the_models_parameters(name: str) -> None:
+    extra: dict[str, Any] = {"num_heads": 32, "head_dim": 16} if name == "Mamba2" else {}
+    if name == "Jamba":
+        extra = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "attn_layer_period": 2}
+        extra |= {"attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "mamba_dt_rank": "auto"}
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, hidden_size=256, num_hidden_layers=4, **extra)
+    spec, num_attention = ModelSpec.from_config(config.to_dict()), 2 if name == "Jamba" else 0
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    assert spec.num_parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.05)
+    assert 4 - sum(spec.states.layers) == num_attention == sum(window is None for window in spec.windows)
+    # such models number no positions, and every channel or head has a state of its own
+    channels = {"Mamba2": 32, "Jamba": 4}.get(name, 512)
+    assert spec.num_heads == channels and (spec.max_positions == NO_POSITIONS) == (not num_attention)
+    plan_seconds = seconds(spec, 2000), seconds(spec, 4000)
+    assert plan_seconds[0] < plan_seconds[1] <= 2 * plan_seconds[0] or num_attention
 
 
 @given(st.integers(1, 10**6), st.integers(1, 100))

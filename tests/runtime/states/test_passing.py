@@ -17,6 +17,7 @@ from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.state_book import StateBook
+from hf_longctx.runtime.states.book import LayerScan
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.maps import Decay, DeltaRule
 from hf_longctx.runtime.states.passing import StateMap
@@ -117,7 +118,7 @@ def mixed(mine: dict[str, Tensor], kind: Kind, context: GroupContext) -> Tensor:
 
     v = convolve_documents(rows, WIDTH, convolve, "layer", context).transpose(1, 2).reshape(1, num_tokens, HEADS, VALUE)
     own, weights = [v, *(mine[name] for name in kind.own)], [mine[name] for name in kind.weights]
-    return scan_documents((mine["a"], mine["b"]), own, weights, kind.scan, "layer", context, state_map=kind.state_map)
+    return scan_documents((mine["a"], mine["b"]), own, weights, kind.scan, LayerScan("layer"), context, kind.state_map)
 
 
 def run_on_rank(name: str, ulysses: int, chunks: Chunks, trained: tuple[str, ...]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hf_longctx.hf.models.wrapped.text import placeholder_ids
+from hf_longctx.plan.core.model_spec import NO_POSITIONS
 
 # model types whose embeddings count positions from the padding token
 _FROM_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
@@ -28,9 +29,9 @@ def first_position(config: PretrainedConfig) -> int:
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """The most tokens of a document for which the model has positions."""
+    """The most tokens of a document for which the model has positions; a model without attention numbers none."""
     text = config.get_text_config()
-    return int(text.max_position_embeddings) - first_position(text)
+    return int(getattr(text, "max_position_embeddings", NO_POSITIONS)) - first_position(text)
 
 
 def absent_token_ids(config: PretrainedConfig) -> tuple[int, ...]:

@@ -19,15 +19,17 @@ from torch import Tensor, nn
 
 from hf_longctx.hf.models.wrapped.text import text_class
 from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.states.book import LayerScan, scan_name
 from hf_longctx.runtime.states.convolution import convolve_documents
-from hf_longctx.runtime.states.maps import Decay, DeltaRule
+from hf_longctx.runtime.states.maps import ChannelDecay, Decay, DeltaRule
 from hf_longctx.runtime.states.recurrence import scan_documents
 
 # keywords of scans that are passed on
 _OF_RULE = ("use_qk_l2norm_in_kernel",)
 _OF_SCAN = ("D", "dt_bias", "dt_softplus", "dt_limit")
+_OF_CHANNELS = ("delta_softplus", "use_mambapy", "use_associative_scan")
 # keywords by which a scan reads and returns states of a cache
-_OF_CACHE = ("initial_state", "output_final_state", "initial_states", "return_final_states")
+_OF_CACHE = ("initial_state", "output_final_state", "initial_states", "return_final_states", "return_last_state")
 # keywords of packed rows, which would divide documents a second time
 _BOUNDARIES = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
@@ -86,7 +88,7 @@ def gated_delta_rule(
         )
 
     query, key, value = qkv
-    return scan_documents((query, key), (value, g, beta), (), scan, call.mixer, call.context, DeltaRule()), None
+    return scan_documents((query, key), (value, g, beta), (), scan, LayerScan(call.mixer), call.context, DeltaRule()), None
 
 
 def mamba2_scan(
@@ -125,7 +127,54 @@ def mamba2_scan(
 
     weights = (A, keywords["dt_bias"], keywords["D"])
     state_map = Decay(log_decays, reads=lambda mine: mine[1])
-    return scan_documents((B, C), (x, dt), weights, scanned, call.mixer, call.context, state_map)
+    return scan_documents((B, C), (x, dt), weights, scanned, LayerScan(call.mixer), call.context, state_map)
+
+
+def mamba1_scan(
+    call: MixerCall,
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    *inputs: Tensor,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    **keywords: Any,
+) -> Tensor:
+    """Outputs [1, C, T] of `scan` over each document, times the activated gate `z`.
+
+    Each of the C channels has a state of its own. inputs: tokens and their steps for each channel [1, C, T]; decays of each
+    channel [C, N]; what takes tokens into the state and out of it, [1, N, T], for all channels. D: how much of a token passes by
+    the state. delta_bias: added to the steps. keywords: delta_softplus, whether steps are activated, and how to scan.
+
+    `scan` starts from zeros, so what the state of an earlier slice adds is added to its outputs, and to the state that it leaves.
+    """
+    _refuse_keywords(call, scan, keywords, _OF_CHANNELS)
+    x, dt, A, B, C = inputs
+    settings = {name: keywords[name] for name in _OF_CHANNELS if name in keywords}
+
+    def steps(mine: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        # those that the scan makes of them
+        step = mine[3] + weights[2].to(mine[3].dtype)
+        return F.softplus(step) if settings.get("delta_softplus") else step
+
+    state_map = ChannelDecay(steps, decays=lambda weights: weights[0], reads=lambda mine: mine[1].squeeze(2))
+
+    def scanned(mine: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        into, out = (each.squeeze(2).transpose(1, 2) for each in mine[:2])
+        tokens, step = (each.transpose(1, 2) for each in mine[2:4])
+        decay, past, bias = mine[4:]
+        output, after = scan(tokens, step, decay, into, out, D=past, delta_bias=bias, return_last_state=True, **settings)
+        output = output.transpose(1, 2).unsqueeze(-1)
+        if state is None:
+            return output, after
+        effect = state_map.effect(mine[:4], mine[4:], output, after)
+        return effect.output(state), state_map.carried(effect.carry, state) + after
+
+    # a mixer may scan several times, each time with other channels
+    function = scan_name(call.called.count(call.called[-1]))
+    read = [each.transpose(1, 2).unsqueeze(2) for each in (B, C)]
+    own = [each.transpose(1, 2) for each in (x, dt)]
+    output = scan_documents(read, own, (A, D, delta_bias), scanned, LayerScan(call.mixer, function), call.context, state_map)
+    return output.squeeze(-1).transpose(1, 2) * F.silu(z)
 
 
 def _refuse_keywords(call: MixerCall, scan: Callable[..., Any], keywords: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -156,9 +205,10 @@ class StateFamily:
 
     names: beginnings of the names of the classes. mixer: what follows them in the name of the mixer class. functions: names of
     the functions that the mixer's forward calls, once each. layer_type: its name in the config's `layer_types`. heads: field of
-    the config with the number of heads that have a state of their own; empty if the mixer has a convolution alone. fused:
-    function that may do everything at once, which plans leave out; empty if there is none. plain_types: types of layers that
-    mix no tokens.
+    the config with the number of heads that have a state of their own; empty if there are as many as channels, or if the mixer
+    has a convolution alone. fused: function that may do everything at once, which plans leave out; empty if there is none.
+    other_types: types of layers that mix no tokens, or that have attention beside a mixer. scans: attribute of the mixer with the
+    number of calls of the last function, if there may be several. has_mlp: false if layers with a mixer have no MLP of their own.
     """
 
     names: tuple[str, ...]
@@ -167,7 +217,13 @@ class StateFamily:
     layer_type: str
     heads: str
     fused: str = ""
-    plain_types: tuple[str, ...] = ()
+    other_types: tuple[str, ...] = ()
+    scans: str = ""
+    has_mlp: bool = True
+
+    def num_scans(self, mixer: nn.Module) -> int:
+        """Number of calls of the last function in a forward of `mixer`."""
+        return int(getattr(mixer, self.scans)) if self.scans else 1
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -180,18 +236,14 @@ class StateFamily:
         return tuple(f"{name}ForCausalLM" for name in self.names)
 
 
-def _mamba2(
-    name: str, mixer: str, heads: str, layer_type: str = "linear_attention", plain_types: tuple[str, ...] = ()
-) -> StateFamily:
-    return StateFamily(
-        names=(name,),
-        mixer=mixer,
-        functions=("causal_conv1d_fn", "mamba2_chunk_scan"),
-        layer_type=layer_type,
-        heads=heads,
-        fused="mamba2_split_conv1d_scan_combined",
-        plain_types=plain_types,
-    )
+def _mamba2(name: str, mixer: str, heads: str, layer_type: str = "linear_attention", **others: Any) -> StateFamily:
+    functions, fused = ("causal_conv1d_fn", "mamba2_chunk_scan"), "mamba2_split_conv1d_scan_combined"
+    return StateFamily((name,), mixer, functions, layer_type, heads, fused, **others)
+
+
+def _mamba1(names: tuple[str, ...], mixer: str, fused: str = "", **others: Any) -> StateFamily:
+    functions = ("causal_conv1d_fn", "mamba_selective_scan")
+    return StateFamily(names, mixer, functions, "linear_attention", "", fused, **others)
 
 
 # name of the function in the mixer's module -> the function that stands in for it
@@ -200,6 +252,7 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
+    "mamba_selective_scan": mamba1_scan,
 }
 FAMILIES = (
     StateFamily(
@@ -222,7 +275,13 @@ FAMILIES = (
     _mamba2("Bamba", "Mixer", "mamba_n_heads"),
     _mamba2("GraniteMoeHybrid", "MambaLayer", "mamba_n_heads"),
     _mamba2("FalconH1", "Mixer", "mamba_n_heads", layer_type="hybrid"),
-    _mamba2("NemotronH", "Mamba2Mixer", "mamba_num_heads", plain_types=("moe", "mlp")),
+    _mamba2("NemotronH", "Mamba2Mixer", "mamba_num_heads", other_types=("moe", "mlp")),
+    _mamba2("Mamba2", "Mixer", "num_heads", has_mlp=False),
+    # in these, attention and an MLP stand in the same layer as a mixer, or in none
+    _mamba2("Zamba2", "MambaMixer", "n_mamba_heads", other_types=("hybrid",), has_mlp=False),
+    _mamba1(("Zamba",), "MambaMixer", other_types=("hybrid",), scans="n_mamba_heads", has_mlp=False),
+    _mamba1(("Mamba", "FalconMamba"), "Mixer", "mamba_inner_fn", has_mlp=False),
+    _mamba1(("Jamba",), "MambaMixer"),
 )
 # class of a mixer -> its family
 MIXERS: dict[str, StateFamily] = {mixer: family for family in FAMILIES for mixer in family.mixers}

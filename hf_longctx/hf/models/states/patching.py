@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall
+from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall, StateFamily
 
 # words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
 STATE_WORDS = (
@@ -32,7 +32,17 @@ _NO_KERNELS = "_longctx_without_kernels"
 
 def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The mixers of a model that run under plans, by name."""
-    return {name: module for name, module in model.named_modules() if type(module).__name__ in MIXERS}
+    return {name: module for name, module in model.named_modules() if _class_name(module) in MIXERS}
+
+
+def family_of_mixer(mixer: nn.Module) -> StateFamily:
+    """The family of a mixer that runs under plans."""
+    return MIXERS[_class_name(mixer)]
+
+
+def _class_name(module: nn.Module) -> str:
+    """Name of a module's class, also where sharding has put a class of torch in front of it."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def num_calls(module: nn.Module) -> int:
@@ -79,8 +89,10 @@ def state_problems(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name not in mixers
         and not name.startswith(known)
-        # the layer around a mixer may be named after it
+        # the model and the layer around a mixer may be named after it, and so may norms
+        and name
         and not any(mixer.startswith(f"{name}.") for mixer in mixers)
+        and not type(module).__name__.endswith("Norm")
         and re.search(STATE_WORDS, type(module).__name__)
     ]
     return others[:1] + [problem for name, mixer in mixers.items() if (problem := _problem(name, mixer))][:1]
@@ -91,13 +103,13 @@ def _problem(name: str, mixer: nn.Module) -> str:
     where = f"{name} ({type(mixer).__name__})"
     if own is not None and not is_patched(own):
         return f"{where} has a forward that is not its class's, so its states cannot be passed on; remove it from the module"
-    missing = [each for each in MIXERS[type(mixer).__name__].functions if each not in function.__code__.co_names]
+    family = family_of_mixer(mixer)
+    missing = [each for each in family.functions if each not in function.__code__.co_names]
     if missing:
         return (
             f"the forward of {where} does not call {' and '.join(missing)} in this version of transformers, so its states cannot "
             f"be passed on; use the newest version that docs/models.md names"
         )
-    family = MIXERS[type(mixer).__name__]
     if foreign := [each for each in family.functions if isinstance(inspect.unwrap(function.__globals__[each]), nn.Module)]:
         return (
             f"{where} calls {foreign[0]} through the package kernels, whose numbers are not tested under plans; set "
@@ -110,12 +122,15 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     """The forward of a mixer: that of its class, with our functions under a plan."""
     if longctx is None and _NO_KERNELS not in vars(mixer):
         return type(mixer).forward(mixer, *args, **keywords)
-    own, name = inspect.unwrap(type(mixer).forward), type(mixer).__name__
-    family = MIXERS[name]
+    own, name = inspect.unwrap(type(mixer).forward), _class_name(mixer)
+    family = family_of_mixer(mixer)
     functions = {each: inspect.unwrap(own.__globals__[each]) for each in family.functions}
     left_out = {family.fused: _nothing} if family.fused else {}
     if longctx is None:
         return _with_functions(own, functions | left_out)(mixer, *args, **keywords)
+    if (mask := keywords.get("attention_mask")) is not None and mask.numel() == 1:
+        # every forward under a plan gets such a mask, which hides nothing
+        keywords["attention_mask"] = None
     for unwanted in ("attention_mask", "cache_params", "past_key_values"):
         if keywords.get(unwanted) is not None:
             raise ValueError(
@@ -124,9 +139,10 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     call = MixerCall(mixer, longctx)
     ours = {each: partial(_stand_in, each, function, call) for each, function in functions.items()}
     output = _with_functions(own, ours | left_out)(mixer, *args, **keywords)
-    if sorted(call.called) != sorted(functions):
+    expected = [*family.functions, *family.functions[-1:] * (family.num_scans(mixer) - 1)]
+    if sorted(call.called) != sorted(expected):
         raise RuntimeError(
-            f"{name} called {', '.join(call.called) or 'nothing'} in place of {', '.join(functions)}, so its states may be "
+            f"{name} called {', '.join(call.called) or 'nothing'} in place of {', '.join(expected)}, so its states may be "
             f"wrong; plans cannot run this version of transformers"
         )
     longctx.calls.count += 1

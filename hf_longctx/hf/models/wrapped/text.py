@@ -77,8 +77,10 @@ def _causal_name(text: nn.Module) -> str:
 
 
 def text_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a model in order, even inside wrappers, without layers of towers."""
-    return [module for module in text_part(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+    """The decoder layers of a model in order, even inside wrappers, without layers of towers and layers inside of others."""
+    layers = [module for module in text_part(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
 
 
 def tower_names(model: nn.Module) -> list[str]:
