@@ -159,10 +159,10 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
         problems.append(f"{name} with tools or environments is not tested under plans; leave them out")
     if getattr(trainer, "rollout_func", None) is not None:
         problems.append(f"{name} with a rollout_func is not tested under plans; let it generate with transformers")
-    if getattr(trainer, "aux_loss_enabled", False):
+    if getattr(trainer, "aux_loss_enabled", False) or getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(
-            f"{name} adds the balancing loss of the experts, which it would compute from each rank's tokens alone; set "
-            f"router_aux_loss_coef=0.0"
+            f"{name} adds the balancing loss of the experts, which plans do not train together with its own; set "
+            f"router_aux_loss_coef=0.0 in its arguments, and output_router_logits=False in the model's config"
         )
     if drops := [where for where, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
         problems.append(

@@ -23,6 +23,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks
 from hf_longctx.hf.start.setup import shared_parameters
+from hf_longctx.hf.start.trl import is_scored
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import Placement
@@ -129,6 +130,9 @@ class ParameterMixin(CheckpointMixin):
         """Counts every token once, although a pipeline passes it through several stages."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
+        if is_scored(type(self)):
+            # every rank loads rows of its own
+            return
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._placement.num_stages
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -390,6 +390,13 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             self.eval_dataset = held_out
             self._release_models()
 
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, batch_size: Any = None, **kwargs: Any
+    ) -> Any:
+        """TRL's method for all rows at once: plans bound memory, and `batch_size` would make a plan for every part of them."""
+        found: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        return found(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """TRL's method, whose forwards run under plans; TRL calls it in its constructor too, before a run is there."""
         if self._two_passes is None:

@@ -130,6 +130,26 @@ def test_evaluation_takes_the_sets_that_trl_takes(tmp_path: Path, completion_onl
             assert found[name] == pytest.approx(expected[name], rel=TOLERANCE)
 
 
+def test_evaluation_of_pairs_is_that_of_trl(tmp_path: Path) -> None:
+    import trl
+
+    arguments, held_out = {"per_device_eval_batch_size": 3}, rows_of("preference").select(range(5))
+    expected, found = (
+        make(
+            trl.DPOTrainer,
+            tmp_path,
+            config,
+            arguments,
+            "preference",
+            eval_dataset=held_out,
+            ref_model=build_model(ModelCase(seed=4)),
+        ).evaluate()
+        for config in (None, {"tokens_per_rank": 60})
+    )
+    names = expected.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+    assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-5, abs=1e-7)
+
+
 def own_loss(base: Any) -> Any:
     return type("OwnLoss", (base,), {"compute_loss": lambda *args, **kwargs: 0})
 
@@ -162,6 +182,9 @@ def test_what_plans_cannot_mean_is_refused_before_trl_prepares_anything(tmp_path
 def test_attached_plans_are_refused_what_the_mixin_is_and_leave_the_trainer(tmp_path: Path) -> None:
     import trl
 
+    with pytest.raises(ValueError, match="attach does not serve DPOTrainer"):
+        pairs = make(trl.DPOTrainer, tmp_path, None, {}, "preference", ref_model=build_model(ModelCase()))
+        LongContextCallback(quiet_config()).attach(pairs)
     trainer = make(trl.SFTTrainer, tmp_path, None, {"loss_type": "dft"})
     with pytest.raises(ValueError, match=r"loss_type='dft'.*use the callback in callbacks=\[...\] alone"):
         LongContextCallback(quiet_config()).attach(trainer)
