@@ -35,6 +35,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.log_probs.loader import LoaderCheck
 from hf_longctx.hf.log_probs.rewards import passes_of
+from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
 from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.wrapped.text import freeze_towers
@@ -82,7 +83,7 @@ logger = logging.getLogger(__name__)
 Forwards = tuple[RankPlan, PlanInputs, ActivationEngine | None]
 
 
-class LongContextMixin(PlannedDataMixin, ParameterMixin):
+class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
     """Turns a `Trainer` subclass into one that runs plans; name it first: `class Mine(LongContextMixin, Trainer)`."""
 
     # true: evaluation runs under plans too; false: it runs as in `Trainer`
@@ -92,9 +93,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
     _guard: NonfiniteGuard
     # plans of the present optimizer step, until the first of them runs
     _plans_of_step: list[Any]
-    # forwards of a trainer whose loss is a function of log-probabilities; None for all others
-    _two_passes: TwoPasses | None = None
-    # the run of its reference model, if it has one
+    # the run of the reference model, for a loss of log-probabilities that has one
     _reference: Run | None = None
 
     def __init__(
@@ -378,30 +377,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._two_passes = passes
         self.add_callback(LoaderCheck())
         self._placed_model()
-        if getattr(self, "precompute_ref_logps", False):
-            args: Any = self.args
-            batch_sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
-            per_train, per_eval = (args.precompute_ref_batch_size or each for each in batch_sizes)
-            self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", per_train)
-            if isinstance(held_out := self.eval_dataset, dict):
-                held_out = {name: self._precompute_ref_logps(each, name, per_eval) for name, each in held_out.items()}
-            elif held_out is not None:
-                held_out = self._precompute_ref_logps(held_out, "eval", per_eval)
-            self.eval_dataset = held_out
-            self._release_models()
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, batch_size: Any = None, **kwargs: Any
-    ) -> Any:
-        """TRL's method for all rows at once: plans bound memory, and `batch_size` would make a plan for every part of them."""
-        found: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        return found(model, input_ids, attention_mask, logits_to_keep, **kwargs)
-
-    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """TRL's method, whose forwards run under plans; TRL calls it in its constructor too, before a run is there."""
-        if self._two_passes is None:
-            return dataset
-        return super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
+        self._precompute_references()
+        self._release_models()
 
     def _release_models(self) -> None:
         """Gives model and reference model their own layers back, until the next plan."""

@@ -1,0 +1,55 @@
+"""Overrides of methods of TRL's trainers whose losses are functions of log-probabilities.
+
+These private methods of TRL are overridden, each here and nowhere else: `_get_per_token_logps_and_entropies` of `GRPOTrainer` and
+`RLOOTrainer`, and `_precompute_ref_logps` of `DPOTrainer` and `KTOTrainer`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+from hf_longctx.hf.log_probs.two_passes import TwoPasses
+
+# users put the mixin in front of a Trainer subclass, so type checkers treat it as one
+if TYPE_CHECKING:
+    _TrainerBase = Trainer
+else:
+    _TrainerBase = object
+
+
+class LogProbMixin(_TrainerBase):
+    """The part of `LongContextMixin` about methods of TRL that ask for log-probabilities.
+
+    _two_passes: forwards of a trainer whose loss is a function of log-probabilities; None for all others, and before its start.
+    """
+
+    _two_passes: TwoPasses | None = None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, batch_size: Any = None, **kwargs: Any
+    ) -> Any:
+        """TRL's method for all rows at once: plans bound memory, and `batch_size` would make a plan for every part of them."""
+        found: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        return found(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL's method, whose forwards run under plans; TRL calls it in its constructor too, before a run is there."""
+        if self._two_passes is None:
+            return dataset
+        return super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
+
+    def _precompute_references(self) -> None:
+        """Scores all sets by the reference, if TRL's arguments ask for that (`precompute_ref_log_probs`). Collective."""
+        if not getattr(self, "precompute_ref_logps", False):
+            return
+        args: Any = self.args
+        batch_sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+        per_train, per_eval = (args.precompute_ref_batch_size or each for each in batch_sizes)
+        self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", per_train)
+        if isinstance(held_out := self.eval_dataset, dict):
+            held_out = {name: self._precompute_ref_logps(each, name, per_eval) for name, each in held_out.items()}
+        elif held_out is not None:
+            held_out = self._precompute_ref_logps(held_out, "eval", per_eval)
+        self.eval_dataset = held_out
