@@ -6,6 +6,8 @@ A "road" is one way of running the model under a plan, for example packed, in sl
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import transformers
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import random_rows, reference_step
 from helpers.models.staged_models import even_parts
@@ -111,7 +114,22 @@ def worst(found: Step, expected: Step) -> float:
 def build(name: str, lora: Lora = ()) -> Any:
     """The tiny model of a class, with adapters if there are settings for them."""
     model = build_any(name)
-    return adapted(model, **dict(lora)).train() if lora else model
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in lora}
+    return adapted(model, **settings).train() if lora else model
+
+
+@functools.lru_cache(maxsize=1)
+def _original(name: str, lora: Lora) -> Any:
+    getattr(transformers, name)
+    # imported modules stay for good; the collection that ends a self-test would go through all of them
+    gc.freeze()
+    return build(name, lora)
+
+
+def model_in_wide_floats(name: str, lora: Lora) -> Any:
+    """A new model of a class, built within `wide_floats`, which the caller must have entered."""
+    # a copy takes a tenth of the time
+    return copy.deepcopy(_original(name, lora))
 
 
 def attention_adapters(name: str) -> Lora:
@@ -126,7 +144,7 @@ def attention_adapters(name: str) -> Lora:
     blocks = blocks or list(mixers_of(text).values())
     linears = {key for block in blocks for key, each in block.named_modules() if isinstance(each, torch.nn.Linear)}
     found = {key.split(".")[-1] for key in linears} - left_out
-    return (("r", 2), ("lora_alpha", 8), ("target_modules", sorted(found)))
+    return (("r", 2), ("lora_alpha", 8), ("target_modules", tuple(sorted(found))))
 
 
 def rows() -> list[dict[str, list[int]]]:
@@ -139,7 +157,8 @@ def num_labels() -> int:
 
 def reference(name: str, lora: Lora = ()) -> Step:
     """Loss and gradients of plain Hugging Face, eager, one document at a time."""
-    return reference_step(build(name, lora), rows())
+    with wide_floats():
+        return reference_step(model_in_wide_floats(name, lora), rows())
 
 
 def gradients_of(model: Any) -> dict[str, Tensor]:
@@ -162,15 +181,14 @@ def lone_step(model: Any, plan: StepPlan, engine: ActivationEngine | None = None
     return float(result.loss), gradients_of(model)
 
 
-def patched(name: str, lora: Lora = ()) -> Any:
-    model = build(name, lora)
+def patched(model: Any) -> Any:
+    """The same model, which now runs under plans."""
     patch_model(base_of(model))
     return model
 
 
-def recomputed_step(name: str, lora: Lora = ()) -> Step:
+def recomputed_step(model: Any) -> Step:
     """Runs slices whose layers are recomputed, in tiles; logits are whole only if the class changes them after the head."""
-    model = patched(name, lora)
     if (problem := activation_problem(base_of(model))) != head_problem(model):
         raise Refused(problem)
     layers = layer_modules(model)
@@ -179,9 +197,8 @@ def recomputed_step(name: str, lora: Lora = ()) -> Step:
     return lone_step(model, plan, ActivationEngine(layers, head=head))
 
 
-def staged_step(name: str, lora: Lora = ()) -> Step:
+def staged_step(whole_model: Any) -> Step:
     """Runs one packed row through two stages, one after the other in this process."""
-    whole_model = patched(name, lora)
     if problems := stage_problems(whole_model):
         raise Refused(problems[0])
     num_layers = whole_model.config.get_text_config().num_hidden_layers
@@ -222,25 +239,28 @@ def self_tested(model: Any) -> str:
     return "left out" if test is None else test.run(RunPlace(GroupPool((1,), 1.0), None, CPU, False, lambda count: count))
 
 
-def local_outcome(name: str, lora: Lora = ()) -> Outcome:
-    """Outcome of the roads that need one process."""
+def local_outcome(name: str, lora: Lora, expected: Step) -> Outcome:
+    """Outcome of the roads that need one process. expected: result of `reference`."""
     outcome = Outcome()
     model = build(name, lora)
     if problems := setup_problems(model, None, LongContextConfig(), 2, (1, 2)):
         raise AssertionError(f"{name} is refused: {problems}")
     assert model_spec(model).num_layers == model.config.get_text_config().num_hidden_layers
+
+    def new() -> Any:
+        return patched(model_in_wide_floats(name, lora))
+
     with wide_floats():
-        expected = reference(name, lora)
-        outcome.run("packed", lambda: lone_step(patched(name, lora), sliced_plan(LENGTHS, WHOLE)), expected)
-        outcome.run("slices", lambda: lone_step(patched(name, lora), sliced_plan(LENGTHS, SLICES)), expected)
-        outcome.run("recomputed", lambda: recomputed_step(name, lora), expected)
-        outcome.run("stages", lambda: staged_step(name, lora), expected)
-    outcome.self_test = self_tested(patched(name, lora))
+        outcome.run("packed", lambda: lone_step(new(), sliced_plan(LENGTHS, WHOLE)), expected)
+        outcome.run("slices", lambda: lone_step(new(), sliced_plan(LENGTHS, SLICES)), expected)
+        outcome.run("recomputed", lambda: recomputed_step(new()), expected)
+        outcome.run("stages", lambda: staged_step(new()), expected)
+    outcome.self_test = self_tested(patched(model))
     return outcome
 
 
-def group_step(name: str, ulysses: int, is_sharded: bool, lora: Lora = ()) -> Step:
-    pool, model = group_pool(), patched(name, lora)
+def group_step(model: Any, ulysses: int, is_sharded: bool) -> Step:
+    pool = group_pool()
     plan = plan_of(
         [[(2, tuple(range(len(LENGTHS))))]], LENGTHS, 2, ulysses=ulysses, parameters="sharded" if is_sharded else "replicated"
     )
@@ -251,22 +271,28 @@ def group_step(name: str, ulysses: int, is_sharded: bool, lora: Lora = ()) -> St
     return float(result.loss), gradients_of(model)
 
 
-def group_outcome(name: str, lora: Lora = ()) -> Outcome:
-    """Outcome of the roads that need two ranks; called on each of them."""
-    outcome = Outcome()
+def group_outcome(name: str, lora: Lora, loss: float, gradients: dict[str, Any]) -> Outcome:
+    """Outcome of the roads that need two ranks; called on each of them. loss, gradients: result of `reference`, as arrays."""
+    outcome, expected = Outcome(), (loss, {key: torch.from_numpy(gradient) for key, gradient in gradients.items()})
+
+    def run(road: str, ulysses: int, is_sharded: bool) -> None:
+        outcome.run(road, lambda: group_step(patched(model_in_wide_floats(name, lora)), ulysses, is_sharded), expected)
+
     with wide_floats():
-        expected = reference(name, lora)
-        outcome.run("ulysses", lambda: group_step(name, 0, False, lora), expected)
-        outcome.run("ring", lambda: group_step(name, 1, False, lora), expected)
-        outcome.run("sharded", lambda: group_step(name, 0, True, lora), expected)
+        run("ulysses", 0, False)
+        run("ring", 1, False)
+        run("sharded", 0, True)
     return outcome
 
 
 def sweep(name: str, pool: RankPool, lora: Lora = ()) -> Outcome:
     """Outcome of all roads of a class; the two ranks of `pool` run theirs while this process runs its own."""
+    expected = reference(name, lora)
+    # tensors would be sent as files in shared memory
+    arrays = {key: gradient.numpy() for key, gradient in expected[1].items()}
     with ThreadPoolExecutor(1) as waiting:
-        ranks = waiting.submit(pool.run, group_outcome, name, lora)
-        total = local_outcome(name, lora)
+        ranks = waiting.submit(pool.run, group_outcome, name, lora, expected[0], arrays)
+        total = local_outcome(name, lora, expected)
         for outcome in ranks.result():
             total.refusals |= outcome.refusals
             total.errors |= {road: max(error, total.errors.get(road, 0.0)) for road, error in outcome.errors.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -160,9 +161,10 @@ _TOWER: dict[str, Any] = {
 }
 
 
-def class_names() -> list[str]:
+@functools.cache
+def class_names() -> tuple[str, ...]:
     """Every class that transformers exports under a name that ends in ForCausalLM."""
-    return sorted(name for name in dir(transformers) if name.endswith("ForCausalLM") and not name.startswith("Auto"))
+    return tuple(sorted(name for name in dir(transformers) if name.endswith("ForCausalLM") and not name.startswith("Auto")))
 
 
 def tiny_config(model_class: type[PreTrainedModel], **changes: Any) -> PretrainedConfig:

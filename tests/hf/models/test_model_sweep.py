@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers.measures.class_sweep import OPTIONAL, ROADS, attention_adapters, local_outcome, sweep
+from helpers.measures.class_sweep import OPTIONAL, ROADS, attention_adapters, local_outcome, reference, sweep
 from helpers.models.any_model import build_any, class_names, kinds_of
 from helpers.models.model_table import cells_of, read_page
 from helpers.models.reference import TOLERANCE
@@ -62,7 +62,7 @@ FAST_ADAPTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausa
 @pytest.mark.parametrize("name", marked([*TESTED_MODELS, *WRAPPED_MODELS], FAST_ADAPTED))
 def test_adapters_on_the_attention_of_a_tested_class_are_exact(ranks, name: str) -> None:
     lora = attention_adapters(name)
-    outcome = sweep(name, ranks(2), lora) if name in FAST_ADAPTED else local_outcome(name, lora)
+    outcome = sweep(name, ranks(2), lora) if name in FAST_ADAPTED else local_outcome(name, lora, reference(name, lora))
     assert {road: error for road, error in outcome.errors.items() if not error <= TOLERANCE} == {}
     assert set(outcome.refusals) <= set(OPTIONAL) and {"packed", "slices"} <= set(outcome.errors)
     assert outcome.self_test.startswith("self-test passed"), outcome.self_test
@@ -74,7 +74,7 @@ def test_every_class_is_tested_or_refused_and_the_page_says_so() -> None:
     assert set(wrapped) == set(WRAPPED_MODELS) and sorted(wrapped) == list(wrapped)
     assert set(exact) == set(TESTED_MODELS) and len(TESTED_MODELS) >= AT_LEAST_EXACT
     assert refused == {name: refusal_of(name).summary for refusal in REFUSALS for name in refusal.classes}
-    assert sorted([*exact, *refused]) == class_names()
+    assert sorted([*exact, *refused]) == list(class_names())
 
 
 @pytest.mark.sweep

@@ -69,7 +69,7 @@ def test_experts_that_every_token_runs_through_are_counted_as_passed() -> None:
 
 @pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified", "JetMoe", "MiMoV2Flash", "Qwen3"])
 def test_keys_and_values_are_counted_as_of_the_layer_with_the_most(monkeypatch, name: str) -> None:
-    model = patched(f"{name}ForCausalLM")
+    model = patched(build_any(f"{name}ForCausalLM"))
     seen: list[int] = []
 
     def spy(query: Any, key: Any, value: Any, *args: Any) -> Any:

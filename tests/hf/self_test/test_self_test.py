@@ -367,7 +367,7 @@ def test_windows_too_long_to_be_filled_are_shortened_in_the_copy_alone() -> None
     ],
 )
 def test_chunks_and_queries_scaled_by_position_are_noticed_at_the_sizes_of_real_configs(bug: str, said: str) -> None:
-    model = patched("Llama4ForCausalLM")
+    model = patched(build_any("Llama4ForCausalLM"))
     model.config.attention_chunk_size = 8192
     model.config.max_position_embeddings = 10**5
     for owner in (model.config, *(layer.self_attn for layer in model.model.layers)):
@@ -388,7 +388,7 @@ def test_a_window_that_transformers_does_not_use_is_none(monkeypatch, is_applied
     if is_applied:
         monkeypatch.setattr(attention, "_WINDOW_OF_CONFIG", ("MoshiAttention",))
     try:
-        found = self_tested(patched("MoshiForCausalLM"))
+        found = self_tested(patched(build_any("MoshiForCausalLM")))
     except ValueError as error:
         found = str(error)
     assert said in found, found
