@@ -78,7 +78,8 @@ def make_stock_trainer(
 
 
 def quiet_config(**settings: Any) -> LongContextConfig:
-    return LongContextConfig(**{"report_steps": False, "timeline_steps": 0, **settings})
+    """Settings without reports and, unless they ask for it, without a self-test, which has tests of its own."""
+    return LongContextConfig(**{"report_steps": False, "timeline_steps": 0, "self_test": False, **settings})
 
 
 @dataclass
@@ -116,7 +117,7 @@ def run_alone(
     padded: bool = False,
 ) -> StockRun:
     """Runs a stock trainer on this rank, with our callback alone, or without it if `config` is None."""
-    callback = None if config is None else LongContextCallback(LongContextConfig(**config))
+    callback = None if config is None else LongContextCallback(LongContextConfig(**{"self_test": False, **config}))
     callbacks = [] if callback is None else [callback]
     collator = {"data_collator": PaddingCollator()} if padded else {}
     with tempfile.TemporaryDirectory() as folder:

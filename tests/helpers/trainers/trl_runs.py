@@ -114,8 +114,8 @@ def train_trl(
     class Planned(LongContextMixin, base):
         pass
 
-    settings: dict[str, Any] = {"longctx_config": quiet_config(**config)} if how == "mixin" else {}
-    callback = LongContextCallback(quiet_config(**config)) if how in ("attached", "alone") else None
+    settings: dict[str, Any] = {"longctx_config": quiet_config(**{"self_test": True, **config})} if how == "mixin" else {}
+    callback = LongContextCallback(quiet_config(**{"self_test": True, **config})) if how in ("attached", "alone") else None
     trainer_class = {"mixin": Planned, "attached": base}.get(how, Kept)
     head = (("num_labels", 1),) if name == "Reward" else ()
     model = build_model(replace(case, lora=(), head=head))

@@ -69,13 +69,16 @@ def test_clipped_steps_follow_one_plain_process(ranks, rows, expected, norms, tm
         assert max(norms) > 0.5, "nothing was clipped"
 
 
+@pytest.fixture(scope="module")
+def fp32(ranks, rows) -> list[float]:
+    """Losses of a sharded training in fp32."""
+    return ranks(2).run(train_on_rank, ModelCase(dtype=torch.float32), rows, SHARDED, ARGUMENTS)[0][0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bf16 weights"])
-def test_bf16_training_follows_fp32(ranks, rows, dtype: torch.dtype) -> None:
-    config = {"tokens_per_rank": 64, "parameters": "sharded"}
-    fp32, _, _ = ranks(2).run(train_on_rank, ModelCase(dtype=torch.float32), rows, config, ARGUMENTS)[0]
-    bf16, _, weights = ranks(2).run(
-        train_on_rank, ModelCase(dtype=dtype), rows, config, {**ARGUMENTS, "bf16": dtype == torch.float32}
-    )[0]
+def test_bf16_training_follows_fp32(ranks, rows, fp32, dtype: torch.dtype) -> None:
+    arguments = {**ARGUMENTS, "bf16": dtype == torch.float32}
+    bf16, _, weights = ranks(2).run(train_on_rank, ModelCase(dtype=dtype), rows, SHARDED, arguments)[0]
     assert bf16 != fp32
     assert bf16 == pytest.approx(fp32, rel=0.03)
     assert {weight.dtype for weight in weights.values()} == {dtype}

@@ -81,11 +81,16 @@ def test_training_lowers_the_loss(ranks, rows) -> None:
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
+@pytest.fixture(scope="module")
+def fp32(ranks, rows) -> list[float]:
+    """Losses of a training in fp32."""
+    return ranks(2).run(train_on_rank, ModelCase(dtype=torch.float32), rows, {"tokens_per_rank": 64}, {})[0][0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bf16 weights"])
-def test_bf16_training_follows_fp32(ranks, rows, dtype: torch.dtype) -> None:
-    config = {"tokens_per_rank": 64}
-    fp32, _, _ = ranks(2).run(train_on_rank, ModelCase(dtype=torch.float32), rows, config, {})[0]
-    bf16, _, _ = ranks(2).run(train_on_rank, ModelCase(dtype=dtype), rows, config, {"bf16": dtype == torch.float32})[0]
+def test_bf16_training_follows_fp32(ranks, rows, fp32, dtype: torch.dtype) -> None:
+    config, arguments = {"tokens_per_rank": 64}, {"bf16": dtype == torch.float32}
+    bf16, _, _ = ranks(2).run(train_on_rank, ModelCase(dtype=dtype), rows, config, arguments)[0]
     assert bf16 != fp32
     assert bf16 == pytest.approx(fp32, rel=0.03)
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from transformers import TrainingArguments
 
 from hf_longctx.recipes.bench.gpu import smoke, smoke_memory
 from hf_longctx.runtime.activations import host_tier
@@ -29,8 +30,16 @@ def test_without_cuda_it_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr().out == "skipped: torch sees no CUDA device, and all rows need one\n"
 
 
+def few_steps(*arguments: Any, max_steps: int, **settings: Any) -> TrainingArguments:
+    """Arguments of a training of six steps, which lower the loss of its one document enough."""
+    assert max_steps > 6
+    return TrainingArguments(*arguments, max_steps=6, **settings)
+
+
 @pytest.mark.parametrize("name", [n for n in smoke.checks(TOKENS, CPU) if "cuDNN" not in n and "stream" not in n])
-def test_checks_hold_on_the_cpu(name: str) -> None:
+def test_checks_hold_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (smoke, smoke_memory):
+        monkeypatch.setattr(module, "TrainingArguments", few_steps)
     check, tolerance = smoke.checks(TOKENS, CPU)[name]
     if "efficient" in name:
         pytest.skip("an operator of CUDA")
