@@ -182,7 +182,7 @@ def lone_step(model: Any, plan: StepPlan, engine: ActivationEngine | None = None
 
 
 def patched(model: Any) -> Any:
-    """The same model, which now runs under plans."""
+    """Lets a model run under plans, and returns it."""
     patch_model(base_of(model))
     return model
 

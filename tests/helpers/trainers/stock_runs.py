@@ -16,6 +16,9 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback, LongContextConfig
 
+# trainings that are compared with others start without the self-test
+OFF = {"self_test": False}
+
 
 def fp64_loss(
     logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
@@ -78,8 +81,8 @@ def make_stock_trainer(
 
 
 def quiet_config(**settings: Any) -> LongContextConfig:
-    """Settings without reports and, unless they ask for it, without a self-test, which has tests of its own."""
-    return LongContextConfig(**{"report_steps": False, "timeline_steps": 0, "self_test": False, **settings})
+    """Settings without reports and, unless they ask for it, without the self-test."""
+    return LongContextConfig(**{"report_steps": False, "timeline_steps": 0, **OFF, **settings})
 
 
 @dataclass
@@ -117,7 +120,7 @@ def run_alone(
     padded: bool = False,
 ) -> StockRun:
     """Runs a stock trainer on this rank, with our callback alone, or without it if `config` is None."""
-    callback = None if config is None else LongContextCallback(LongContextConfig(**{"self_test": False, **config}))
+    callback = None if config is None else LongContextCallback(LongContextConfig(**{**OFF, **config}))
     callbacks = [] if callback is None else [callback]
     collator = {"data_collator": PaddingCollator()} if padded else {}
     with tempfile.TemporaryDirectory() as folder:

@@ -48,4 +48,4 @@ def test_positions_counted_from_zero_fail_the_self_test_and_the_model_is_restore
     assert not model.roberta._forward_pre_hooks
     monkeypatch.setattr(positions, "_shift", lambda *_: None)
     with pytest.raises(ValueError, match="self-test"):
-        self_tested(patched("RobertaForCausalLM"))
+        self_tested(patched(build_any("RobertaForCausalLM")))

@@ -122,7 +122,7 @@ def live_through(rows: list[dict[str, list[int]]], mode: str) -> dict[str, Any]:
         first_weights = weights_of(untouched)
         untouched.train()
         trainer = make_stock_trainer(CASE, rows, folder, arguments, **extra)
-        callback = LongContextCallback(quiet_config(tokens_per_rank=64) if mode == "attached" else quiet_config())
+        callback = LongContextCallback(quiet_config(self_test=True, tokens_per_rank=64 if mode == "attached" else None))
         if mode == "alone":
             trainer.add_callback(callback)
         else:
