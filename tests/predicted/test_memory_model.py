@@ -122,7 +122,7 @@ def predicted(
 
 WHOLE = (NUM_TOKENS,)
 # document lengths for cases in which tensors of a tile's or the weights' size would otherwise exceed a few percent
-LONG = (2 * NUM_TOKENS,)
+LONG = (NUM_TOKENS // 4,) * 8
 PACKED = (NUM_TOKENS // 2, NUM_TOKENS // 4, NUM_TOKENS // 4)
 CASES = {
     "recomputed": (Shape(), offloading(), 0, WHOLE),

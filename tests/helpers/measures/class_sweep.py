@@ -239,8 +239,8 @@ def self_tested(model: Any) -> str:
     return "left out" if test is None else test.run(RunPlace(GroupPool((1,), 1.0), None, CPU, False, lambda count: count))
 
 
-def local_outcome(name: str, lora: Lora, expected: Step, has_self_test: bool = True) -> Outcome:
-    """Outcome of the roads that need one process. expected: result of `reference`. has_self_test: False leaves that test out."""
+def local_outcome(name: str, lora: Lora, expected: Step, is_brief: bool = False) -> Outcome:
+    """Outcome of the roads that need one process. expected: result of `reference`. is_brief: leaves the self-test out."""
     outcome = Outcome()
     model = build(name, lora)
     if problems := setup_problems(model, None, LongContextConfig(), 2, (1, 2)):
@@ -255,7 +255,7 @@ def local_outcome(name: str, lora: Lora, expected: Step, has_self_test: bool = T
         outcome.run("slices", lambda: lone_step(new(), sliced_plan(LENGTHS, SLICES)), expected)
         outcome.run("recomputed", lambda: recomputed_step(new()), expected)
         outcome.run("stages", lambda: staged_step(new()), expected)
-    if has_self_test:
+    if not is_brief:
         outcome.self_test = self_tested(patched(model))
     return outcome
 

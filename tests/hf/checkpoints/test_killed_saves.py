@@ -37,7 +37,7 @@ PLACES = {
     "deletion": AFTER_MANIFEST,
 }
 CASES = [("replicated", place) for place in PLACES]
-# what these kinds write in their own way; the state, the manifest, the new name and the rotation are the same for all
+# files that these kinds write in their own way; the state, the manifest, the new name and the rotation are the same for all
 CASES += [("sharded", place) for place in ("optimizer", "sums of rank 1", "writing behind")]
 CASES += [("staged", "weights"), ("stream", "rng of rank 1")]
 CASES += [("callback", place) for place in ("weights", "deletion")]

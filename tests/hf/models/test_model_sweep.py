@@ -63,7 +63,7 @@ FAST_ADAPTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausa
 def test_adapters_on_the_attention_of_a_tested_class_are_exact(ranks, name: str) -> None:
     lora, is_whole = attention_adapters(name), name in FAST_ADAPTED
     # the test above runs the self-test of every class, and those of the self-test run it under adapters
-    outcome = sweep(name, ranks(2), lora) if is_whole else local_outcome(name, lora, reference(name, lora), has_self_test=False)
+    outcome = sweep(name, ranks(2), lora) if is_whole else local_outcome(name, lora, reference(name, lora), is_brief=True)
     assert {road: error for road, error in outcome.errors.items() if not error <= TOLERANCE} == {}
     assert set(outcome.refusals) <= set(OPTIONAL) and {"packed", "slices"} <= set(outcome.errors)
     assert not is_whole or outcome.self_test.startswith("self-test passed"), outcome.self_test
