@@ -160,6 +160,10 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     return scenario
 
 
+# values of `model_type` in config.json whose layers share weights
+_SHARED_BLOCKS = ("zamba", "zamba2")
+
+
 def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
     """The spec of a named shape, of a config.json, or of the folder of a checkpoint."""
     path = Path(name_or_path)
@@ -177,6 +181,11 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
         config = parse_json(path.read_text(encoding="utf-8"), "the file")
         if not isinstance(config, dict):
             raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
+        if (kind := config.get("model_type")) in _SHARED_BLOCKS:
+            raise ValueError(
+                f"layers of {kind} share blocks of attention and an MLP beside their states, which no formula counts; "
+                f"plan another model"
+            )
         # multimodal models keep the config of their decoder in the field text_config
         return ModelSpec.from_config(config.get("text_config") or config, bytes_per_element)
     except ValueError as error:
