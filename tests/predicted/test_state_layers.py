@@ -13,15 +13,19 @@ from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
 from helpers.plans.layouts import plan_of
-from helpers.plans.policies import offloading
+from helpers.plans.policies import offloading, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_steps import rank_inputs
 from predicted.test_memory_model import PACKED, PLAIN, WHOLE, Shape, measured, predicted
+from predicted.test_saved_bytes import saved_bytes
 from predicted.test_traffic import sent_on_rank
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
-from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.hf.models.spec import model_spec, states_of
+from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.hf.planning.step_record import predicted_memory
+from hf_longctx.plan.core import layer_kinds
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, GroupShape
@@ -83,11 +87,16 @@ CASES = {
     "recomputed": (HybridShape(), offloading(), 0, WHOLE, torch.float32),
     "recomputed in tiles": (HybridShape(key_size=32, value_size=32), offloading(), 256, PACKED, torch.float32),
 }
+# bytes that a block of a scan may save, so small that every document of two thousand tokens has several blocks
+SMALL_BLOCKS = 2**21
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_of_torch(name: str) -> None:
+@pytest.mark.parametrize("block_bytes", [layer_kinds.BLOCK_BYTES, SMALL_BLOCKS], ids=["whole", "blocks"])
+def test_bytes_are_those_of_torch(name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, one, tile_tokens, documents, dtype = CASES[name]
+    monkeypatch.setattr(layer_kinds, "BLOCK_BYTES", block_bytes)
+    assert (shape.spec(dtype).states.block_tokens < min(documents)) == (block_bytes == SMALL_BLOCKS)
     policy = None if one is PLAIN else ActivationPolicy(0, 0, (one,) * shape.layers, tile_tokens)
     held, host, forward_peak, backward_peak = measured(shape, dtype, documents, policy)
     found, before = predicted(shape, dtype, documents, policy)
@@ -96,6 +105,40 @@ def test_bytes_are_those_of_torch(name: str) -> None:
     assert device == pytest.approx(held, rel=0.01 if policy is None else 0.06)
     assert 0.97 * forward_peak <= device + found.forward_workspace <= 1.35 * forward_peak
     assert 0.97 * backward_peak <= device + found.backward_workspace <= 1.35 * backward_peak
+
+
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
+_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
+_SCAN = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 64}
+# name of a model class -> config class, and settings
+MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3_5": ("Qwen3_5TextConfig", {**_KINDS, **_DELTA}),
+    "KimiLinear": ("KimiLinearConfig", {**_KINDS, **_EXPERTS, "linear_head_dim": 32, "linear_num_heads": 4}),
+    "BailingHybrid": ("BailingHybridConfig", {**_KINDS, **_EXPERTS, "head_dim": 32, "n_group": 1, "topk_group": 1}),
+    "Lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "Lfm3": ("Lfm3Config", {"layer_types": ["conv", "full_attention"], "bos_token_id": 1, "eos_token_id": 2}),
+    "Bamba": ("BambaConfig", {**_SCAN, "attn_layer_indices": [1]}),
+    "GraniteMoeHybrid": ("GraniteMoeHybridConfig", {**_SCAN, **_KINDS, "mamba_n_groups": 1}),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_have_the_parameters_and_save_the_bytes_that_are_counted(name: str) -> None:
+    config_class, settings = MIXERS[name]
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, config_class)(**{**sizes, "num_key_value_heads": 2, "pad_token_id": 0, **settings})
+    num_tokens = 256
+    for dtype in (torch.bfloat16, torch.float32):
+        model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).train()
+        ((_, mixer),) = mixers_of(model).items()
+        hidden_1TC = torch.randn(1, num_tokens, 64, dtype=dtype, requires_grad=True)
+        found, _ = saved_bytes(mixer, lambda mixer=mixer, hidden_1TC=hidden_1TC: mixer(hidden_1TC))
+        states = states_of(config)
+        assert states.layers == (True, False)
+        assert states.parameters == sum(weight.numel() for weight in mixer.parameters() if weight.dim() == 2)
+        expected = states.saved_bytes(dtype.itemsize, num_tokens) * num_tokens
+        assert found - hidden_1TC.nbytes == pytest.approx(expected, rel=0.02)
 
 
 def test_books_of_slices_and_forecasts_of_the_run_hold() -> None:
@@ -114,6 +157,10 @@ def test_books_of_slices_and_forecasts_of_the_run_hold() -> None:
     assert boundary == 4 * 4 * 16 * 16 + 4 * 3 * 128
     keys_and_values = 2 * 2 * 16 * (512 + 384) * 4
     assert result.memory.kv_book == keys_and_values + 4 * boundary == found.book
+    # the report of the step counts layers of both kinds under a policy, and none that keeps everything
+    for policies in ((), (offloading(), offloading())):
+        step = same_policy(plan, *policies)
+        assert predicted_memory(step, 0, shape.spec(torch.float32)).saved == len(policies) * 512 * 64 * 4
 
 
 def check_sent(ranks: Any, case: ModelCase, shape: GroupShape, lengths: list[int]) -> None:
@@ -130,10 +177,14 @@ def check_sent(ranks: Any, case: ModelCase, shape: GroupShape, lengths: list[int
     assert [sum(one) for one in zip(*found, strict=True)] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_ranks_send_what_the_planner_counts(ranks, dtype: torch.dtype) -> None:
+KIMI, BAMBA, LFM = ModelCase("kimi_linear"), ModelCase("bamba", num_layers=4), ModelCase("lfm3", num_layers=4)
+SENDING = [(QWEN, torch.float64), *((case, torch.bfloat16) for case in (QWEN, KIMI, BAMBA, LFM))]
+
+
+@pytest.mark.parametrize("case,dtype", SENDING, ids=lambda value: getattr(value, "family", str(value)))
+def test_ranks_send_what_the_planner_counts(ranks, case: ModelCase, dtype: torch.dtype) -> None:
     # ranks have equal heads and tokens; only the first sends the tokens before the second's
-    check_sent(ranks, replace(QWEN, dtype=dtype), GroupShape(2, 2), [32, 16])
+    check_sent(ranks, replace(case, dtype=dtype), GroupShape(2, 2), [32, 16])
 
 
 def test_a_scan_that_finds_what_an_earlier_state_adds_saves_what_is_counted() -> None:
@@ -177,6 +228,10 @@ def test_a_scan_that_finds_what_an_earlier_state_adds_saves_what_is_counted() ->
 def test_ranks_that_pass_states_on_send_what_the_planner_counts(ranks, shape: GroupShape) -> None:
     # states travel in fp32, for every document
     check_sent(ranks, replace(QWEN, dtype=torch.bfloat16), shape, [64, 32])
+
+
+def test_states_of_mamba_2_are_passed_on_as_the_planner_counts(ranks) -> None:
+    check_sent(ranks, replace(BAMBA, dtype=torch.bfloat16), GroupShape(2), [64])
 
 
 def test_more_ranks_than_heads_send_what_the_planner_counts(ranks) -> None:

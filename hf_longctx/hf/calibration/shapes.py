@@ -110,5 +110,7 @@ def few_layers(config: PretrainedConfig) -> int:
 def set_layers(config: PretrainedConfig, num_layers: int) -> None:
     """Shortens `config`, in place, to its first `num_layers` decoder layers."""
     config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:num_layers]
+    field = config.attribute_map.get("layer_types", "layer_types")
+    # some configs, such as Bamba's, make the types from the number of layers
+    if not isinstance(getattr(type(config), field, None), property) and getattr(config, field, None) is not None:
+        setattr(config, field, getattr(config, field)[:num_layers])

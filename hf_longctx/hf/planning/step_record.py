@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.hf.planning.ahead import is_stand_in
@@ -199,9 +199,8 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
                 continue
             tokens = shard_tokens(group.chunks[action.chunk], group.shape)[place]
             policy = policies.get(key, ActivationPolicy(action.chunk))
-            # the activation engine does not see layers that keep everything, so do not count them here
-            replayed = replace(policy, layers=tuple(layer for layer in policy.layers if not layer.keeps_everything))
-            held[key] = held_bytes(model, replayed, len(replayed.layers), tokens)
+            part = stage.parts[action.part]
+            held[key] = held_bytes(model, policy, part.num_layers, tokens, part.first_layer, counts_kept=False)
             saved, host = (sum(column) for column in zip(*held.values(), strict=True))
             memory = memory.most(StepMemory(saved, host, book, device_peak))
     return memory

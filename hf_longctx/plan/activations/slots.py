@@ -110,7 +110,8 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
     saved = tuple(
         SavedClass(
             name,
-            ((1 - no_attention) * class_bytes(model, name) + no_attention * class_bytes(model, name, True)) * tokens,
+            ((1 - no_attention) * class_bytes(model, name) + no_attention * class_bytes(model, name, True, round(tokens)))
+            * tokens,
             seconds,
             can_recompute=name != "layer_input",
             can_offload=name not in replayed,

@@ -36,8 +36,9 @@ from hf_longctx.plan.core.types import GroupShape
 _LEAST_GRADIENT_BYTES = 4
 # bytes of the number of rows that a rank sends for an expert
 _COUNT_BYTES = 8
-# exchanges of a layer with a scan that shares out heads: for its convolution, inputs in the model's format and in fp32, results
-_STATE_EXCHANGES = 4
+# exchanges of a layer with a scan that shares out heads: for its convolution, inputs in the model's format, results; one more for
+# inputs in fp32
+_STATE_EXCHANGES = 3
 # exchanges of one that passes states on: for its convolution, states
 _PASSING_EXCHANGES = 2
 
@@ -161,7 +162,7 @@ def _state_exchanges(model: ModelSpec, shape: GroupShape) -> int:
     """Exchanges of one layer with a state in one pass."""
     if not model.states.heads:
         return 1
-    return _PASSING_EXCHANGES if _passes_states(model, shape) else _STATE_EXCHANGES
+    return _PASSING_EXCHANGES if _passes_states(model, shape) else _STATE_EXCHANGES + (model.states.own_wide > 0)
 
 
 def _passes_states(model: ModelSpec, shape: GroupShape) -> bool:
@@ -181,8 +182,9 @@ def _state_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float) ->
         numbers = num_messages * (states.head_elements + states.carry_elements) - (shape.degree - 1) * states.carry_elements
         return tails + max(_LEAST_GRADIENT_BYTES, element) * states.heads * numbers / shape.degree
     heads = HeadCounts.of(states.heads, states.read_heads, shape.ulysses)
-    narrow = sum(heads.kv) * states.read_size + states.heads * (states.own_size + states.out_size)
-    token_bytes = element * narrow + max(_LEAST_GRADIENT_BYTES, element) * states.heads * states.own_wide
+    narrow = sum(heads.kv) * states.read_size + states.heads * states.own_size
+    wide = max(_LEAST_GRADIENT_BYTES, element) * states.heads * states.own_wide
+    token_bytes = element * narrow + wide + states.output_bytes(element)
     return own_tokens * token_bytes * (shape.ulysses - 1) / shape.ulysses + tails
 
 

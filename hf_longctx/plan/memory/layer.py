@@ -16,7 +16,14 @@ from itertools import pairwise
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
-from hf_longctx.plan.memory.saved_tensors import class_bytes, gate_bytes, head_norm_bytes, norm_bytes, plain_layer_bytes
+from hf_longctx.plan.memory.saved_tensors import (
+    class_bytes,
+    gate_bytes,
+    head_norm_bytes,
+    norm_bytes,
+    outer_bytes,
+    plain_layer_bytes,
+)
 
 # most elements of a matrix of capped scores, as in `runtime/tiles/plain.py`
 MOST_SCORES = 2**25
@@ -330,12 +337,21 @@ class StateLayerBytes(LayerBytes):
 
     has_state = True
 
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the scan runs in blocks, each recomputed in backward."""
+        return self.tokens > self.model.states.block_tokens
+
     @cached_property
     def _mixer(self) -> int:
-        """Bytes that the mixer saves; its scan fills every document up to whole tiles."""
-        states = self.model.states
-        wide = states.saved_bytes(4) - 4 * states.saved_elements
-        return states.saved_bytes(self.model.bytes_per_element) * self.tokens + wide * (sum(self._scanned) - self.tokens)
+        """Bytes that the mixer saves."""
+        states, e = self.model.states, self.model.bytes_per_element
+        outside = states.outside_bytes(e) * self.tokens
+        if not self._is_cut:
+            return outside + states.scan_bytes(e) * sum(self._scanned)
+        num_between = sum(max(0, -(-document // states.block_tokens) - 1) for document in self.load.documents)
+        state_bytes = max(4, e) * states.heads * states.head_elements
+        return outside + states.input_bytes(e) * self.tokens + state_bytes * num_between
 
     @cached_property
     def _scanned(self) -> list[int]:
@@ -344,14 +360,19 @@ class StateLayerBytes(LayerBytes):
         return [-(-document // tile) * tile for document in self.load.documents]
 
     @property
+    def _at_once(self) -> int:
+        """Most tokens that the scan runs at once: a document, or a block of one."""
+        longest = max(self._scanned, default=0)
+        return min(longest, self.model.states.block_tokens) if self._is_cut else longest
+
+    @property
     def _scan(self) -> int:
         """Bytes alive at once inside the forward of the scan, which runs documents one after the other."""
-        states, longest = self.model.states, max(self._scanned, default=0)
-        return 4 * states.work_wide * longest + self.model.bytes_per_element * states.saved_elements * (self.tokens - longest)
+        states, at_once = self.model.states, self._at_once
+        return 4 * states.work_wide * at_once + self.model.bytes_per_element * states.saved_elements * (self.tokens - at_once)
 
     def _plain_held(self) -> tuple[int, int]:
-        mixer = self.model.states.saved_bytes(self.model.bytes_per_element) * self.tokens
-        return plain_layer_bytes(self.model, True) * self.tokens - mixer + self._mixer, 0
+        return outer_bytes(self.model) * self.tokens + self._mixer, 0
 
     @cached_property
     def _replayed_attention(self) -> int:
@@ -361,21 +382,28 @@ class StateLayerBytes(LayerBytes):
         return max(self.held + self._sizes[0] * self.tokens, self.held - self._held_mlp + self._exchange)
 
     def _mixing_forward(self) -> int:
-        return 2 * self._sizes[0] * self.tokens + max(0, self._scan) + self._exchange
+        states, e = self.model.states, self.model.bytes_per_element
+        # all that is made outside the scan, without the convolution's input, if the scan runs in blocks
+        outside = (states.outside_bytes(e) - states.input_bytes(e)) * self.tokens if self._is_cut else 0
+        return 2 * self._sizes[0] * self.tokens + max(outside, self._scan) + self._exchange
 
     @property
     def _exchange(self) -> int:
-        states = self.model.states
-        sent = states.read_heads * states.read_size + states.heads * (states.own_size + states.out_size)
-        return self.model.bytes_per_element * sent * self.tokens if self.load.is_shared else 0
+        states, e = self.model.states, self.model.bytes_per_element
+        return (states.input_bytes(e) + states.output_bytes(e)) * self.tokens if self.load.is_shared else 0
 
     def _attention_backward(self) -> int:
         d = self._sizes[0]
         outside = self._replayed_attention - self._held_mlp + d * self.tokens + self._exchange
         if self.is_plain:
             outside -= self._replayed_norm * self.tokens
-        # the scan's backward frees what it saved as it makes gradients, of which two fifths are alive beside it
-        return outside + 2 * max(0, self._scan) // 5
+        if not self._is_cut:
+            # the scan's backward frees what it saved as it makes gradients, of which two fifths are alive beside it
+            return outside + 2 * max(0, self._scan) // 5
+        states, e = self.model.states, self.model.bytes_per_element
+        block = states.scan_bytes(e) * self._at_once + 2 * 4 * states.work_wide * self._at_once // 5
+        # gradients of the scan's outputs and inputs
+        return outside + (states.output_bytes(e) + states.input_bytes(e)) * self.tokens + block
 
 
 class PassingLayerBytes(StateLayerBytes):

@@ -19,9 +19,10 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, TensorClass
 
 
-def class_bytes(model: ModelSpec, tensor_class: TensorClass, has_state: bool = False) -> int:
-    """Bytes of one class per token and layer, as the activation engine holds it. has_state: the layer has one, and no attention.
+def class_bytes(model: ModelSpec, tensor_class: TensorClass, has_state: bool = False, num_tokens: int | None = None) -> int:
+    """Bytes of one class per token and layer, as the activation engine holds it.
 
+    has_state: the layer has one, and no attention. num_tokens: tokens of the chunk on the rank, if few (`StateSpec.saved_bytes`).
     Under autocast the outputs of matrices have fewer bytes per element than the hidden states between layers. Copies of weights
     that a kept MLP then holds are not counted.
     """
@@ -35,7 +36,7 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass, has_state: bool = F
     s = model.bytes_sent_per_element or e
     if tensor_class == "qkv":
         # only a layer that keeps everything keeps what its mixer saves
-        return model.states.saved_bytes(e) if has_state else s * (model.query_size + model.kv_size)
+        return model.states.saved_bytes(e, num_tokens) if has_state else s * (model.query_size + model.kv_size)
     if tensor_class == "attention_output":
         return 0 if has_state else s * model.output_size + max(4, s) * model.num_heads
     raise KeyError(tensor_class)
@@ -65,15 +66,23 @@ def gate_bytes(model: ModelSpec) -> int:
     return (2 * e + (4 if e == 4 else 0)) * model.output_size if model.gates_output else 0
 
 
-def plain_layer_bytes(model: ModelSpec, has_state: bool = False) -> int:
-    """Bytes per token that one layer saves for backward when nothing is recomputed. has_state: see `class_bytes`."""
-    e, h = model.bytes_per_element, model.num_heads
+def outer_bytes(model: ModelSpec) -> int:
+    """Bytes per token that one layer saves for backward outside attention or mixer: of two norms, MLP and adapters."""
     inner = (4 if model.gated_mlp else 2) * model.intermediate_size
-    outside = 2 * norm_bytes(model) + e * (inner + model.routed_elements) + model.adapters.layer_saved_bytes
-    if has_state:
-        return outside + model.states.saved_bytes(e)
+    mlp = model.bytes_per_element * (inner + model.routed_elements)
+    return 2 * norm_bytes(model) + mlp + model.adapters.layer_saved_bytes
+
+
+def plain_layer_bytes(model: ModelSpec) -> int:
+    """Bytes per token that one layer with attention saves for backward when nothing is recomputed."""
+    e, h = model.bytes_per_element, model.num_heads
     heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
-    return outside + head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes
+    return outer_bytes(model) + head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes
+
+
+def state_layer_bytes(model: ModelSpec, num_tokens: int | None = None) -> int:
+    """Bytes per token that one layer with a state saves when nothing is recomputed. num_tokens: see `class_bytes`."""
+    return outer_bytes(model) + model.states.saved_bytes(model.bytes_per_element, num_tokens)
 
 
 def saved_token_bytes(model: ModelSpec) -> int:
@@ -82,20 +91,28 @@ def saved_token_bytes(model: ModelSpec) -> int:
     The loss in one piece keeps logits, their fp32 copy, its log-probabilities and a gradient of these.
     """
     e, num_states = model.bytes_per_element, sum(model.states.layers)
-    layers = (model.num_layers - num_states) * plain_layer_bytes(model) + num_states * plain_layer_bytes(model, True)
+    layers = (model.num_layers - num_states) * plain_layer_bytes(model) + num_states * state_layer_bytes(model)
     return layers + model.head_outputs * (e + 3 * max(4, e))
 
 
-def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int) -> tuple[int, int]:
-    """(device, host) bytes that wait for backward after one forward of `num_tokens` tokens on a rank under `policy`."""
+def held_bytes(
+    model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int, first_layer: int = 0, counts_kept: bool = True
+) -> tuple[int, int]:
+    """(device, host) bytes that wait for backward after one forward of `num_tokens` tokens on a rank under `policy`.
+
+    num_layers, first_layer: layers that run. counts_kept: whether layers that keep everything count, which the activation engine
+    does not see.
+    """
     layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
     on_device = on_host = 0
-    for layer, has_state in zip(layers, model.states.layers or (False,) * num_layers, strict=True):
+    states = model.states.layers[first_layer:][:num_layers] or (False,) * num_layers
+    for layer, has_state in zip(layers, states, strict=True):
         if layer.keeps_everything:
-            on_device += plain_layer_bytes(model, has_state) * num_tokens
+            kept = state_layer_bytes(model, num_tokens) if has_state else plain_layer_bytes(model)
+            on_device += kept * num_tokens * counts_kept
             continue
         for name in TENSOR_CLASSES:
-            token_bytes = class_bytes(model, name, has_state)
+            token_bytes = class_bytes(model, name, has_state, num_tokens)
             host_start, host_stop = layer.share(name).cuts(num_tokens)
             on_host += (host_stop - host_start) * token_bytes
             on_device += (num_tokens - host_stop) * token_bytes

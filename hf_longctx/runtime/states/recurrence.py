@@ -14,48 +14,63 @@ X and E sizes of a head, h heads that this rank computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hf_longctx.plan.core.layer_kinds import ScanSize
 from hf_longctx.plan.core.sharding import head_shares, passes_states
 from hf_longctx.runtime.attention.chunk import documents_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import gather_heads, spread_heads
+from hf_longctx.runtime.states.blocks import in_blocks
 from hf_longctx.runtime.states.book import LayerScan, check_not_lent, leave_state, state_before
 from hf_longctx.runtime.states.passing import Scan, StateMap, scan_runs
+
+
+@dataclass(frozen=True, slots=True)
+class MixerScan:
+    """A mixer's scan, and the facts about it that plans need.
+
+    size: the bytes that it saves, which decide how many tokens run at once (`blocks`). state_map: how it depends on the state
+    before its tokens, for groups that pass states on; None if that is not known.
+    """
+
+    run: Scan
+    size: ScanSize
+    state_map: StateMap | None = None
 
 
 def scan_documents(
     read_1TGX: Sequence[Tensor],
     own_1THX: Sequence[Tensor],
     weights_H: Sequence[Tensor],
-    scan: Scan,
+    scan: MixerScan,
     of: LayerScan,
     context: GroupContext,
-    state_map: StateMap | None = None,
 ) -> Tensor:
     """Outputs [1, T, H, E] of `scan` over each document of a chunk, for this rank's tokens.
 
     own_1THX: inputs with H heads; X may be missing. read_1TGX: inputs with G heads, each read by H / G neighbouring heads.
     weights_H: weights of each head. `scan` gets the tensors of `read_1TGX`, `own_1THX` and `weights_H`, in this order.
-    of: the layer that scans. state_map: how `scan` depends on the state before its tokens, for groups that pass states on; None
-    if that is not known.
+    of: the layer that scans.
 
     Every rank of the context's group must call it for the layers in the same order; backward repeats the exchanges in reverse.
     Raises ValueError for slices that are lent ranks of other stages, and for groups in which the scan cannot run.
     """
     check_not_lent(context)
-    num_ranks = context.block.num_ranks
+    num_ranks, num_inputs = context.block.num_ranks, len(read_1TGX) + len(own_1THX)
+    cut = in_blocks(scan.run, num_inputs, own_1THX[0].shape[1], scan.size.block_tokens(own_1THX[0].shape[2]))
     if passes_states(context.ring.num_blocks, num_ranks, own_1THX[0].shape[2]):
-        if state_map is None:
+        if scan.state_map is None:
             raise ValueError(
                 f"a group of {context.layout.num_ranks} ranks in blocks of {num_ranks} would pass states from rank to rank, but "
                 f"this kind of layer only shares out its {own_1THX[0].shape[2]} heads; set method='ulysses' and lower degrees"
             )
-        return scan_runs((*read_1TGX, *own_1THX), weights_H, scan, state_map, of, context)
+        return scan_runs((*read_1TGX, *own_1THX), weights_H, cut, scan.state_map, of, context)
     if num_ranks == 1:
-        return _scanned((*read_1TGX, *own_1THX), weights_H, scan, of, context)
+        return _scanned((*read_1TGX, *own_1THX), weights_H, cut, of, context)
     num_heads, num_read = own_1THX[0].shape[2], read_1TGX[0].shape[2] if read_1TGX else own_1THX[0].shape[2]
     shares = head_shares(num_heads, num_read, num_ranks)
     share = shares[context.block.index]
@@ -71,7 +86,9 @@ def scan_documents(
         readers = context.readers(share, num_heads // num_read, own_1THX[0].device)
         read = [readers.expand(x_1Sg, 2) for x_1Sg in read]
     weights_h = [weight_H[share.q_start : share.q_stop] for weight_H in weights_H]
-    scanned = _scanned((*read, *inputs[len(read) :]), weights_h, scan, of, context)
+    # a rank with some of the heads runs more tokens at once
+    cut = in_blocks(scan.run, num_inputs, inputs[-1].shape[1], scan.size.block_tokens(inputs[-1].shape[2]))
+    scanned = _scanned((*read, *inputs[len(read) :]), weights_h, cut, of, context)
     return gather_heads(scanned, shares, context)
 
 

@@ -7,13 +7,16 @@ where a document's decays add up to hundreds: `test_cuts_between_tiles_err_no_mo
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.measures.planted import plant
+from helpers.measures.planted import plant, replaced
 from helpers.models.any_model import wide_floats
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
 from helpers.models.tiny_models import ModelCase, adapted, build_model, with_lora
@@ -32,11 +35,13 @@ from torch import Tensor
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.plan.core import layer_kinds
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.states import blocks
 
 pytestmark = newest
 
@@ -138,11 +143,11 @@ def wide_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any, bug: st
         return [step_on_rank(case, plan_json, rows, bug) for plan_json in plans_json]
 
 
-def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plans: list[StepPlan]) -> None:
+def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plans: list[StepPlan], run: Any = wide_step_on_rank) -> None:
     rows = random_rows(list(plans[0].lengths))
     with wide_floats():
         expected = reference_step(build_model(case), rows)
-    for steps in ranks(num_ranks).run(wide_step_on_rank, case, [plan_to_json(plan) for plan in plans], rows):
+    for steps in ranks(num_ranks).run(run, case, [plan_to_json(plan) for plan in plans], rows):
         assert max(worst_error(step, expected) for step in steps) <= TOLERANCE
 
 
@@ -258,6 +263,60 @@ def test_a_document_does_not_move_another_by_a_bit(case: ModelCase) -> None:
         output = model(ids[None], position_ids=positions, attention_mask=no_mask(ids.device), use_cache=False, longctx=context)
         outputs.append(output.logits[0])
     assert torch.equal(outputs[0][9:], outputs[1][9:]) and not torch.equal(outputs[0][:9], outputs[1][:9])
+
+
+@contextmanager
+def blocks_of_a_tile() -> Iterator[None]:
+    """Cuts every scan into blocks of one tile."""
+    run = blocks._InBlocks.apply
+    with patch.object(layer_kinds, "BLOCK_BYTES", 1), replaced(blocks._InBlocks, "apply", run):
+        yield
+
+
+IN_BLOCKS = sliced_plan([150, 70], [[(0, 0, 100)], [(0, 100, 150), (1, 0, 70)]])
+
+
+@pytest.mark.parametrize("case", [QWEN, BAMBA, KIMI], ids=lambda case: case.family)
+def test_scans_in_blocks_match(case: ModelCase) -> None:
+    with blocks_of_a_tile():
+        assert lone_error(case, IN_BLOCKS) <= TOLERANCE
+        assert lone_error(case, same_policy(IN_BLOCKS, *[replayed(0.5)] * 3, replayed(0.0), tile_tokens=8)) <= TOLERANCE
+
+
+def test_scans_in_blocks_match_with_adapters_and_frozen_weights() -> None:
+    def trained(*endings: str) -> Any:
+        def make(case: ModelCase) -> Any:
+            model = built(case)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.endswith(endings))
+            return model
+
+        return make
+
+    with blocks_of_a_tile():
+        # weights that only some inputs of the scan depend on, and that only the scan itself takes
+        assert lone_error(QWEN, IN_BLOCKS, trained("A_log")) <= TOLERANCE
+        assert lone_error(BAMBA, IN_BLOCKS, trained("A_log", ".D")) <= TOLERANCE
+        assert lone_error(QWEN, IN_BLOCKS, lambda case: small_decays(with_lora(build_model(case)))) <= TOLERANCE
+
+
+def blocks_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -> list[Step]:
+    """Runs `wide_step_on_rank` with every scan in blocks of a tile."""
+    with blocks_of_a_tile():
+        return wide_step_on_rank(case, plans_json, rows)
+
+
+def test_scans_in_blocks_match_in_groups_and_rings(ranks) -> None:
+    # a rank of the ring has two pieces of 75 tokens
+    shared = sliced_plan([300, 70], [[(0, 0, 100)], [(0, 100, 300), (1, 0, 70)]], num_ranks=2)
+    ring = plan_of([[(2, (0, 1))]], [300, 70], 2, ulysses=1)
+    check_groups(ranks, 2, QWEN, [shared, ring], blocks_step_on_rank)
+
+
+@pytest.mark.parametrize("bug", ["states between blocks dropped", "gradients of states between blocks dropped"])
+def test_planted_bugs_in_blocks_are_noticed(bug: str) -> None:
+    with blocks_of_a_tile():
+        assert lone_error(QWEN, sliced_plan([150], [[(0, 0, 150)]]), bug=bug) > 1e-4
 
 
 def with_tiles(case: ModelCase, size: int) -> Any:

@@ -87,6 +87,8 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "states of slices dropped": _dropped_states,
         "states of slices damped": _damped_states,
         "gradients of states dropped": _dropped_state_gradients,
+        "states between blocks dropped": lambda: _changed_between(torch.zeros_like),
+        "gradients of states between blocks dropped": lambda: _changed_between(torch.Tensor.detach),
         "gradients of one rank": lambda: replaced(ReplicatedParameters, "reduce", lambda self, group, tied=None: None),
         "dropout by place in the row": _places_in_rows,
         "dropout by place in the tile": lambda: replaced(DropoutTokens, "part", _front),
@@ -194,6 +196,15 @@ def _damped_states() -> Any:
 def _dropped_state_gradients() -> Any:
     original = StateBook.gradient
     return replaced(StateBook, "gradient", lambda book, place: original(book, place) * 0)
+
+
+def _changed_between(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    original = recurrence.in_blocks
+
+    def in_blocks(scan: Any, *args: Any) -> Any:
+        return original(lambda inputs, state: scan(inputs, None if state is None else change(state)), *args)
+
+    return replaced(recurrence, "in_blocks", in_blocks)
 
 
 def _late_shift() -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models.tiny_models import ModelCase, build_model
-from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import BambaConfig, FalconH1Config, LlamaConfig, NemotronHConfig, Qwen3_5TextConfig, Qwen3Config
 
 from hf_longctx.hf.calibration import calibrate as module
 from hf_longctx.hf.calibration.calibrate import Calibration, CalibrationRequest, calibrate, chunk_samples
@@ -132,6 +132,33 @@ def test_layers_are_cut_off_with_their_types(num_layers: int) -> None:
     module.set_layers(config, num_layers)
     model = module.build_model(config, torch.device("cpu"), "bfloat16")
     assert len(model.model.layers) == num_layers and model_spec(model).bytes_per_element == 2
+
+
+def test_layers_of_a_config_that_makes_their_types_are_cut_off() -> None:
+    bamba = BambaConfig(num_hidden_layers=6, attn_layer_indices=[1, 4])
+    falcon, nemotron = FalconH1Config(num_hidden_layers=3), NemotronHConfig()
+    for config, num_layers in ((bamba, 3), (falcon, 2), (nemotron, 2), (bamba, 0)):
+        module.set_layers(config, num_layers)
+        assert config.num_hidden_layers == len(config.layer_types) == num_layers
+
+
+# a hybrid whose layers only convolve, and one whose config makes the types of its layers
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "bamba": {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16, "attn_layer_indices": [1]},
+}
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_hybrids_are_calibrated(ranks, tmp_path: Path, model_type: str) -> None:
+    sizes = small_config(2)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = {"model_type": model_type, **{name: sizes[name] for name in names}, "pad_token_id": 0, **HYBRIDS[model_type]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    calibration, _ = ranks(2).run(calibrated_on_rank, str(tmp_path), 3.0)[0]
+    assert calibration.costs.model.states.layers == (True, False)
+    assert {timing.probe.shape for timing in calibration.timings} == {GroupShape(1), GroupShape(2, 2), GroupShape(2)}
+    assert calibration.profile.models[0].coefficients.is_measured
 
 
 REFUSED = {

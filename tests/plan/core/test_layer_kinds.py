@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.attention_pairs import AttentionPairs, SpanRates
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.layer_kinds import StateSpec, config_states, with_states
+from hf_longctx.plan.core.layer_kinds import BLOCK_BYTES, ScanSize, StateSpec, config_states, with_states
 from hf_longctx.plan.core.model_spec import NO_POSITIONS, ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.sharding import rank_pieces, runs_of, state_readers
@@ -91,6 +91,40 @@ def test_models_without_attention_or_with_a_period_of_it_have_the_models_paramet
     assert spec.num_heads == channels and (spec.max_positions == NO_POSITIONS) == (not num_attention)
     plan_seconds = seconds(spec, 2000), seconds(spec, 4000)
     assert plan_seconds[0] < plan_seconds[1] <= 2 * plan_seconds[0] or num_attention
+
+
+# configs as checkpoints have them, without the fields that transformers derives, and the layers with a state
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "hidden_size": 64}
+RAW: list[tuple[dict[str, Any], str]] = [
+    ({"linear_attn_config": {"kda_layers": [1, 3], "num_heads": 2, "head_dim": 8}, "hidden_size": 64}, "SASA"),
+    ({"linear_num_heads": 2, "linear_head_dim": 8, "hidden_size": 64}, "SSSSASSS"),
+    ({"kda_safe_gate": True, "layer_group_size": 3, "num_attention_heads": 2, "head_dim": 8, "hidden_size": 64}, "SSASSA"),
+    ({"conv_L_cache": 3, "full_attn_idxs": [2], "hidden_size": 64}, "SSAS"),
+    ({"conv_L_cache": 3, "hidden_size": 64}, "AAAA"),
+    ({"model_type": "lfm3", "conv_L_cache": 7, "hidden_size": 64}, "SSASASA"),
+    ({**_MAMBA, "attn_layer_indices": [1]}, "SASS"),
+    ({**_MAMBA, "layer_types": ["mamba", "attention"]}, "SA"),
+    # mixers beside attention are not counted
+    ({**_MAMBA, "mamba_d_ssm": 64}, "AAAA"),
+]
+
+
+@pytest.mark.parametrize("config,kinds", RAW)
+def test_layers_with_a_state_are_found_in_the_configs_of_checkpoints(config: dict[str, Any], kinds: str) -> None:
+    states = config_states(config, len(kinds))
+    assert (states.layers or (False,) * len(kinds)) == tuple(kind == "S" for kind in kinds)
+
+
+def test_blocks_of_a_scan_are_whole_tiles_that_save_no_more_than_allowed() -> None:
+    size = ScanSize(100, 64)
+    for num_heads in (1, 3, 32):
+        tokens = size.block_tokens(num_heads)
+        assert tokens % 64 == 0 and 400 * num_heads * tokens <= BLOCK_BYTES < 400 * num_heads * (tokens + 64)
+    # a tile is the least
+    assert ScanSize(2**30, 64).block_tokens(2) == 64
+    # a chunk in blocks saves less per token than one that is as long as a block
+    whole, cut = (QWEN.states.saved_bytes(2, tokens) for tokens in (4160, 4161))
+    assert cut == QWEN.states.saved_bytes(2) < whole / 2
 
 
 @given(st.integers(1, 10**6), st.integers(1, 100))

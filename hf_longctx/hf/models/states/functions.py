@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.wrapped.text import text_class
+from hf_longctx.plan.core.layer_kinds import ScanSize, delta_scan, kimi_scan, mamba_scan
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.book import LayerScan, scan_name
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.maps import ChannelDecay, Decay, DeltaRule
-from hf_longctx.runtime.states.recurrence import scan_documents
+from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
 
 # keywords of scans that are passed on
 _OF_RULE = ("use_qk_l2norm_in_kernel",)
@@ -88,7 +89,10 @@ def gated_delta_rule(
         )
 
     query, key, value = qkv
-    return scan_documents((query, key), (value, g, beta), (), scan, LayerScan(call.mixer), call.context, DeltaRule()), None
+    # decays of Kimi delta attention have one number per channel
+    size = (kimi_scan if g.dim() == 4 else delta_scan)(key.shape[-1], value.shape[-1])
+    mixer_scan = MixerScan(scan, size, DeltaRule())
+    return scan_documents((query, key), (value, g, beta), (), mixer_scan, LayerScan(call.mixer), call.context), None
 
 
 def mamba2_scan(
@@ -125,9 +129,9 @@ def mamba2_scan(
         least, most = keywords.get("dt_limit", (0.0, float("inf")))
         return weights[0].float() * torch.clamp(step, least, most).float()
 
-    weights = (A, keywords["dt_bias"], keywords["D"])
+    weights, size = (A, keywords["dt_bias"], keywords["D"]), mamba_scan(x.shape[-1], B.shape[-1], chunk_size)
     state_map = Decay(log_decays, reads=lambda mine: mine[1])
-    return scan_documents((B, C), (x, dt), weights, scanned, LayerScan(call.mixer), call.context, state_map)
+    return scan_documents((B, C), (x, dt), weights, MixerScan(scanned, size, state_map), LayerScan(call.mixer), call.context)
 
 
 def mamba1_scan(
@@ -173,7 +177,9 @@ def mamba1_scan(
     function = scan_name(call.called.count(call.called[-1]))
     read = [each.transpose(1, 2).unsqueeze(2) for each in (B, C)]
     own = [each.transpose(1, 2) for each in (x, dt)]
-    output = scan_documents(read, own, (A, D, delta_bias), scanned, LayerScan(call.mixer, function), call.context, state_map)
+    # its bytes are not counted apart from the mixer's, so it runs in one piece
+    mixer_scan = MixerScan(scanned, ScanSize(0, 1), state_map)
+    output = scan_documents(read, own, (A, D, delta_bias), mixer_scan, LayerScan(call.mixer, function), call.context)
     return output.squeeze(-1).transpose(1, 2) * F.silu(z)
 
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.models.any_model import build_any
 from helpers.models.reference import random_rows
-from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.tiny_models import ModelCase, build_model, with_lora
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import SKEWED, Rows, make_trainer
 from torch import nn
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.cli.main import main
@@ -42,7 +43,8 @@ def poison(model: nn.Module, what: str) -> None:
             if name == "model.layers.1.self_attn.o_proj.weight":
                 (parameter.to_local() if hasattr(parameter, "to_local") else parameter).data.view(-1)[:1] = math.inf
     else:
-        layer = layers.get("model.layers.0.mlp.down_proj")
+        # under adapters and in a multimodal model the name begins otherwise
+        layer = next((module for name, module in layers.items() if name.endswith("layers.0.mlp.down_proj")), None)
         # finite in fp64, but the square is not
         factor = math.inf if what == "backward" else 1e200
         if layer is not None:
@@ -76,17 +78,23 @@ def train(
     arguments: dict[str, Any] | None = None,
     slow_s: float = 0.0,
     rate: float = 0.0,
+    base: str = "",
 ) -> tuple[str, list[Any], Any, Any, list[Any]]:
     """Message of the error that stops the run, weights before each step, the last weights, finished steps, and the log.
 
     rate: share of values that dropout drops. slow_s: seconds by which rank 0 is slower to write a model. With it, the message
     ends in what the rank finds written.
+    base: saved model whose adapters are trained, or name of a multimodal class.
     """
     case = ModelCase("phi3" if rate else "llama", promoted=True, num_layers=4 if "interleave" in config else 2)
     settings = {"tokens_per_rank": 96, **config}, {**ARGUMENTS, **(arguments or {})}
     if rate:
         model = build_model(case)
         model = type(model)(type(model.config)(**{**model.config.to_dict(), "resid_pdrop": rate})).double()
+        trainer = make_trainer(case, rows, folder, *settings, model=model)
+    elif base:
+        is_folder = Path(base).is_dir()
+        model = with_lora(AutoModelForCausalLM.from_pretrained(base)) if is_folder else build_any(base, "sdpa")
         trainer = make_trainer(case, rows, folder, *settings, model=model)
     else:
         trainer = make_trainer(case, rows, folder, *settings)
@@ -308,6 +316,23 @@ def test_a_replay_drops_the_values_that_the_run_dropped(ranks, rows: Rows, tmp_p
     saved = json.loads((folder / "step.json").read_text())
     labels = [label for plan in saved["plans"] for each in plan["sequences"] for label in each["shift_labels"]]
     assert len(saved["plans"]) == 2 and len(losses) == 8
+    assert sum(losses) / sum(label >= 0 for label in labels) == pytest.approx(float(saved["loss"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("base", ["adapters", "LlavaForConditionalGeneration"])
+def test_a_replay_finds_adapters_and_the_text_model_of_a_multimodal_one(
+    ranks, rows: Rows, tmp_path: Path, capsys, base: str
+) -> None:
+    if base == "adapters":
+        build_model(ModelCase("llama")).save_pretrained(tmp_path / "base")
+        base = str(tmp_path / "base")
+    (message, *_) = ranks(1).run(train, rows, {}, "norm", str(tmp_path), None, 0.0, 0.0, base)[0]
+    folder = tmp_path / f"nonfinite-step-{BAD_STEP + 1}"
+    assert f"step {BAD_STEP + 1}: the loss is" in message, message
+    assert main(["replay", str(folder)]) == 0
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "summed loss" in line]
+    saved = json.loads((folder / "step.json").read_text())
+    labels = [label for plan in saved["plans"] for each in plan["sequences"] for label in each["shift_labels"]]
     assert sum(losses) / sum(label >= 0 for label in labels) == pytest.approx(float(saved["loss"]), rel=1e-5)
 
 
