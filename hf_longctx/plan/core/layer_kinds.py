@@ -183,8 +183,8 @@ def with_states(windows: Windows, states: StateSpec) -> Windows:
 
 
 def config_states(config: Mapping[str, Any], num_layers: int) -> StateSpec:
-    """The layers of a config that carry a state along the sequence, by its model type or else by the first row of `_STATES` one of
-    whose fields it has.
+    """The layers of a config that carry a state along the sequence, by its model type or else by the first row of `_STATES` with
+    one of its fields.
 
     Empty for other configs, for mixers that run beside attention in one layer, and for layers that mix no tokens.
     """
