@@ -135,7 +135,7 @@ def model_in_wide_floats(name: str, lora: Lora) -> Any:
 def attention_adapters(name: str) -> Lora:
     """Settings of adapters on all linear modules in the attention of a class, or in its mixers if it has no attention.
 
-    Leaves out names that PEFT takes to mean experts, and matrices whose weights a mixer reads by itself.
+    Leaves out names that PEFT takes to mean experts or layers, and matrices whose weights a mixer reads by itself.
     """
     # names of the text model, which layers of towers may have too
     text = text_part(build_any(name, is_random=False))
@@ -143,7 +143,8 @@ def attention_adapters(name: str) -> Lora:
     left_out = {"gate_proj"} if blocks else {"dt_proj", "out_proj"}
     blocks = blocks or list(mixers_of(text).values())
     linears = {key for block in blocks for key, each in block.named_modules() if isinstance(each, torch.nn.Linear)}
-    found = {key.split(".")[-1] for key in linears} - left_out
+    # numbers of lists are names of layers, too
+    found = {name for name in (key.split(".")[-1] for key in linears) if not name.isdigit()} - left_out
     return (("r", 2), ("lora_alpha", 8), ("target_modules", tuple(sorted(found))))
 
 
