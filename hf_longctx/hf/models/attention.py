@@ -23,6 +23,7 @@ from hf_longctx.hf.models.context.hand_down import hand_context_down, leave_cont
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
 from hf_longctx.hf.models.heads.serve import restore_head, serve_head
+from hf_longctx.hf.models.older.own_attention import is_served, restore_own_attention, serve_attention
 from hf_longctx.hf.models.older.positions import count_from_padding, ignore_padding
 from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.hf.models.states.patching import mixers_of, num_calls, patch_mixers, restore_mixers
@@ -32,6 +33,8 @@ from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_p
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
+# name for models that write their attention out themselves, and so choose no function
+OWN_NAME = "longctx_own"
 
 # keywords that do not affect attention: with any value (_INERT), or with the value given here (_HARMLESS)
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
@@ -57,19 +60,20 @@ def patch_model(model: PreTrainedModel) -> None:
     serve_text(model)
     serve_head(model)
     text: PreTrainedModel = text_part(model)
+    current = text.config._attn_implementation
+    if current not in (*NAMES, *NAMES.values()):
+        raise ValueError(
+            f"attention implementation {current!r} is not supported yet; load the model with attn_implementation='sdpa'"
+        )
+    serve_attention(text)
     follow_documents(text)
     count_from_padding(text)
     patch_mixers(text)
     key_dropouts(model)
     hand_context_down(text)
     settle_quantised(model)
-    current = text.config._attn_implementation
-    if current in NAMES.values():
+    if current in NAMES.values() or is_served(text):
         return
-    if current not in NAMES:
-        raise ValueError(
-            f"attention implementation {current!r} is not supported yet; load the model with attn_implementation='sdpa'"
-        )
     for fallback, name in NAMES.items():
         AttentionInterface.register(name, partial(longctx_attention, fallback=fallback))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
@@ -84,13 +88,21 @@ def attention_name(model: Any) -> str | None:
     """Name of the attention implementation that `model` uses now; None if it is not a transformers model."""
     part = text_part(model) if isinstance(model, nn.Module) else model
     name: str | None = getattr(getattr(part, "config", None), "_attn_implementation", None)
-    return name
+    return OWN_NAME if is_served(part) else name
+
+
+def runs_plans(model: Any) -> bool:
+    """Whether `patch_model` has switched `model`, or part of it."""
+    return attention_name(model) in (*NAMES.values(), OWN_NAME)
 
 
 def restore_attention(model: Any, name: str | None) -> None:
     """Restores the implementation that `attention_name` returned before `model` was patched. Idempotent."""
     if name is not None and attention_name(model) != name:
-        text_part(model).set_attn_implementation(name)
+        if is_served(text := text_part(model)):
+            restore_own_attention(text)
+        else:
+            text.set_attn_implementation(name)
         restore_text(model)
         restore_head(model)
         ignore_documents(model)

@@ -41,8 +41,16 @@ _NORM_NAMES = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", 
 _PROBE_TOKENS = 3
 # types of settings
 PLAIN = (bool, int, float, str, type(None))
+# model types to which peft passes no hidden states
+_NO_ADAPTED_STAGES = ("mpt",)
 # decoder layers that return a tuple, hidden states first -> its length
-_TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1}
+_TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1} | {
+    name: 2
+    for name in (
+        *("BloomBlock", "CodeGenBlock", "FalconDecoderLayer", "GPTJBlock", "GPTNeoBlock", "GPTNeoXJapaneseLayer", "MptBlock"),
+        *("MegatronBertLayer", "RemBertLayer", "RoFormerLayer"),
+    )
+}
 
 
 class Identity(nn.Module):
@@ -137,6 +145,8 @@ def stage_problems(model: nn.Module) -> list[str]:
     ]
     if problem := tied_token_problem(model):
         problems.append(problem)
+    if model is not inner and config.model_type in _NO_ADAPTED_STAGES:
+        problems.append(f"peft passes no hidden states to {name}, so stages cannot run its adapters; use stages=1")
     try:
         pieces = find_pieces(model)
         num_layers = pieces.num_layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -16,9 +18,11 @@ from hf_longctx.runtime.execution.spread_experts import spread_group
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
 # words in names of similar fields about other things: logits of attention, of a router or of a contrastive model, token counts
 _OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
-_MLPS = ("mlp", "feed_forward")
+_MLPS = ("mlp", "feed_forward", "mlp_block")
 # MLP classes that return two values; the layer drops the second one
 _MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
+# MLP classes that get more than hidden states, by an argument with a default
+_MLPS_OF_MORE = ("ZayaSparseMoeBlock",)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 # attributes of `self_attn` that project to queries, keys and values: three modules, or one module for all three
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -60,7 +64,15 @@ def _mlp(layer: nn.Module) -> nn.Module | None:
             f"{type(layer).__name__} has no module `mlp` or `feed_forward`, which activation policies divide into tiles; use "
             f"activations='keep'"
         )
-    return layer.get_submodule(name)
+    mlp = layer.get_submodule(name)
+    inputs = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
+    needed = [each for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(needed) > 1 or type(mlp).__name__ in _MLPS_OF_MORE:
+        raise ValueError(
+            f"{type(mlp).__name__} takes more than hidden states, so activation policies cannot divide it into tiles; use "
+            f"activations='keep'"
+        )
+    return mlp
 
 
 def output_head(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from hf_longctx.hf.models.adapters import adapter_spec, base_of, hidden_dtype
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
 from hf_longctx.hf.models.layers import has_plain_projections
-from hf_longctx.hf.models.older.positions import first_position, max_positions
+from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import layer_windows
 from hf_longctx.hf.models.wrapped.text import text_part
@@ -86,7 +86,7 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     width = widths[0] if widths else 4 * fields["hidden_size"]
     # some configs compute this number in a property, which to_dict leaves out
     fields["num_hidden_layers"] = text.num_hidden_layers
-    if first_position(text):
+    if first_position(text) or not has_limit(text) or "max_seq_len" in fields:
         fields["max_position_embeddings"] = max_positions(text)
     return {**fields, **_most_kv(text), "intermediate_size": max(width) if isinstance(width, list) else width}
 

@@ -46,6 +46,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import shorten_limits
 from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.hf.models.states.functions import MIXERS
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.host_memory import host_bytes
@@ -186,7 +187,7 @@ class SelfTest:
         probes = exact.probes(self.lengths)
         # slices leave their states at these places
         spans = {(span.sequence, span.start) for probe in probes for span in _spans(probe.plan) if span.start}
-        cuts = spans if mixers_of(self.exact.model) else ()
+        cuts = spans if any(MIXERS[type(each).__name__].fills_cache for each in mixers_of(self.exact.model).values()) else ()
         plain = exact.plain(rows, cuts=cuts)
         floor = _EXACT[self.dtype]
         if forward:

@@ -125,9 +125,15 @@ def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, st
 
 
 def state_differences(found: HiddenTrace, plain: HiddenTrace) -> dict[int, float]:
-    """For each site, the largest distance of a state in `found` from that in `plain`, relative to the norm of the latter."""
+    """For each site, the largest distance of a state in `found` from that in `plain`, relative to the norm of the latter.
+
+    Leaves out states that `plain` lacks.
+    """
     worst: dict[int, float] = {}
     for left, own in found.states.items():
+        if left not in plain.states:
+            # the class keeps its states itself
+            continue
         # a cache of transformers may keep a token more than the convolution reads
         expected = plain.states[left].state[..., -own.state.shape[-1] :]
         num_heads = expected.shape[1]

@@ -38,7 +38,7 @@ def independent_copy(model: Any, memo: dict[int, Any] | None = None) -> Any:
     """
     memo = {} if memo is None else memo
     # take wrapper objects as they are, since they may hold a trainer; below, only what refers to the model is moved
-    memo |= {id(own): own for module in model.modules() if (own := vars(module).get("forward")) is not None}
+    memo |= {id(own): own for module in model.modules() for name, own in vars(module).items() if _is_moved(name, own)}
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -52,11 +52,16 @@ def independent_copy(model: Any, memo: dict[int, Any] | None = None) -> Any:
     for module in copied.modules():
         own = vars(module)
         for name, value in own.items():
-            if name == "forward" or isinstance(value, FunctionType | MethodType | partial):
+            if _is_moved(name, value):
                 own[name] = moves.moved(value)
             elif name.endswith("_hooks") and isinstance(value, dict):
                 value.update({number: moves.moved(hook) for number, hook in value.items()})
     return copied
+
+
+def _is_moved(name: str, value: Any) -> bool:
+    """Whether an attribute of a module is a function, which runs the copy only if it is moved there."""
+    return value is not None and (name == "forward" or isinstance(value, FunctionType | MethodType | partial))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.heads.kinds import head_kind
-from hf_longctx.hf.models.older.positions import first_position, max_positions
+from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.models.routers import has_balance, spread_problems
@@ -461,7 +461,7 @@ def setup_problems(
     problems += user_code_problems(model, config)
     text = model.config.get_text_config()
     positions = max_positions(text)
-    if config.max_length is not None and config.max_length > positions and not grows(text):
+    if config.max_length is not None and config.max_length > positions and has_limit(text) and not grows(text):
         padding = f" (those after the one of its padding token, {first - 1})" if (first := first_position(text)) else ""
         problems.append(
             f"max_length {config.max_length} is above the model's max_position_embeddings {positions}{padding}; lower "

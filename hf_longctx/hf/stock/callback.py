@@ -27,7 +27,7 @@ from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers
+from hf_longctx.hf.models.attention import num_attention_layers, runs_plans
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.routers import has_balance
@@ -222,7 +222,7 @@ class LongContextCallback(TrainerCallback):
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
         problems += folder_problems(args, model) + _signal_problems(args)
-        if attention_name(model) in NAMES.values():
+        if runs_plans(model):
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
         if head_kind(model) != "next_token":
             problems.append(

@@ -1,9 +1,9 @@
-"""Replaces a method on one instance of a module; the activation engine and the `hf` model patches use it."""
+"""Replaces methods, or functions that they call, for one instance of a module; the activation engine and `hf.models` use it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -29,3 +29,11 @@ def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
 def is_bound(function: Any) -> bool:
     """Whether `bound` made this function or method."""
     return hasattr(function, _MARK)
+
+
+def with_globals(function: Any, functions: dict[str, Any]) -> FunctionType:
+    """The code of `function` with other functions under these names of its module, which stays as it is."""
+    names = {**function.__globals__, **functions}
+    renamed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    renamed.__kwdefaults__ = function.__kwdefaults__
+    return renamed

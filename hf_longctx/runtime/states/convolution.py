@@ -16,15 +16,21 @@ import torch
 from torch import Tensor
 
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.attention.kv_book import Slice
 from hf_longctx.runtime.states.book import CONVOLUTION, check_not_lent, leave_state, slices_by_document, state_before
 from hf_longctx.runtime.states.messages import exchange, with_backward_of
 
 
 def convolve_documents(
-    x_1CT: Tensor, width: int, convolve: Callable[[Tensor], Tensor], layer: Hashable, context: GroupContext
+    x_1CT: Tensor,
+    width: int,
+    convolve: Callable[[Tensor], Tensor],
+    layer: Hashable,
+    context: GroupContext,
+    function: str = CONVOLUTION,
 ) -> Tensor:
     """Outputs [1, C, T] of `convolve`, which reads zeros before the first token it gets, within each document of a chunk.
+
+    function: tells several convolutions of one layer apart.
 
     Every rank of the context's group must call it for the layers in the same order; backward repeats the exchange in reverse.
     Raises ValueError for slices that are lent ranks of other stages.
@@ -34,7 +40,7 @@ def convolve_documents(
     slices = slices_by_document(context)
     going_on = [slice_ for slice_ in slices.values() if slice_.stop < slice_.end]
     ranges_1CN, received = _fetched(x_1CT, num_read, tuple(slice_.document for slice_ in going_on), context)
-    earlier = {document: state_before(slice_, CONVOLUTION, layer, context) for document, slice_ in slices.items()}
+    earlier = {document: state_before(slice_, function, layer, context) for document, slice_ in slices.items()}
     outputs = []
     for run, halo_1CN in zip(layout.own, ranges_1CN, strict=False):
         state = earlier.get(run.document)
@@ -45,26 +51,18 @@ def convolve_documents(
         outputs.append(convolve(joined)[..., read_1CN.shape[-1] :])
     output_1CT = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
     for slice_, end_1CN in zip(going_on, ranges_1CN[len(layout.own) :], strict=True):
-        output_1CT = _leave_end(slice_, end_1CN, earlier[slice_.document], num_read, layer, context, output_1CT)
+        after_1CK = _end_state(end_1CN, earlier[slice_.document], num_read)
+        output_1CT = leave_state(slice_, function, layer, context, after_1CK, output_1CT)
     if layout.num_ranks == 1:
         return output_1CT
     # this rank may use neither what it received nor the states
     return with_backward_of(output_1CT, *received, *(state for state in earlier.values() if state is not None))
 
 
-def _leave_end(
-    slice_: Slice,
-    end_1CN: Tensor,
-    before_1CK: Tensor | None,
-    num_read: int,
-    layer: Hashable,
-    context: GroupContext,
-    output_1CT: Tensor,
-) -> Tensor:
-    """Leaves the last tokens of a slice in the book; a shorter slice keeps some of those before it."""
+def _end_state(end_1CN: Tensor, before_1CK: Tensor | None, num_read: int) -> Tensor:
+    """The last tokens of a slice that the next one reads; a shorter slice keeps some of those before it."""
     zeros = end_1CN.new_zeros(*end_1CN.shape[:2], num_read) if before_1CK is None else before_1CK
-    after_1CK = _last(torch.cat([zeros, end_1CN], dim=-1), num_read)
-    return leave_state(slice_, CONVOLUTION, layer, context, after_1CK, output_1CT)
+    return _last(torch.cat([zeros, end_1CN], dim=-1), num_read)
 
 
 def _last(x_1CN: Tensor, num_tokens: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from helpers.models.tiny_models import widen_decays
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
@@ -115,6 +116,7 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
     },
+    "RecurrentGemmaForCausalLM": {"num_hidden_layers": 3},
     "RoCBertForCausalLM": {
         "pronunciation_vocab_size": 64,
         "shape_vocab_size": 64,
@@ -133,6 +135,7 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 4, "layer_types": ["chunked_attention"] * 2 + ["full_attention", "chunked_attention"]},
         **{"no_rope_layers": [1, 1, 0, 0], "moe_layers": [0, 2], "intermediate_size": 16},
     },
+    "MiniMaxForCausalLM": {"block_size": 8},
     "MllamaForCausalLM": {"cross_attention_layers": [1]},
     # blocks with attention that share their weights, with adapters of their own in Zamba 2
     "ZambaForCausalLM": {
@@ -262,6 +265,7 @@ def build_any(name: str, attention: str = "eager", seed: int = 0, is_random: boo
             torch.nn.init.normal_(parameter, std=0.15)
         else:
             parameter.data += 0.1 * torch.randn_like(parameter)
+    widen_decays(model)
     model.tie_weights()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")

@@ -199,6 +199,19 @@ STATE_FAMILIES: dict[str, Any] = {
             "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
         },
     ),
+    "minimax": (
+        transformers.MiniMaxConfig,
+        transformers.MiniMaxForCausalLM,
+        {
+            **{"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 8, "num_local_experts": 4},
+            **{"num_experts_per_tok": 2, "experts_implementation": "eager"},
+        },
+    ),
+    "recurrent_gemma": (
+        transformers.RecurrentGemmaConfig,
+        transformers.RecurrentGemmaForCausalLM,
+        {"lru_width": 24, "attention_window_size": 6},
+    ),
 }
 # defaults of a ModelCase: layers, KV heads, head size
 NUM_LAYERS, NUM_KV, HEAD_DIM = 2, 2, 8
@@ -339,6 +352,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
+    widen_decays(model)
     model.tie_weights()
     # weights are drawn in fp64 and then rounded, so that models of all dtypes have the same weights up to rounding
     model = cast(model, case.dtype)
@@ -350,6 +364,13 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         promote_norms(model)
         promote_attention(model)
     return (adapted(model, **dict(case.lora)) if case.lora else model).train()
+
+
+def widen_decays(model: Any) -> None:
+    """Computes the decays of lightning attention in the model's dtype: rounded to fp32, they would depend on cuts."""
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):
+            module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
 
 
 def adapted(model: Any, seed: int = 3, autocast: bool = False, **settings: Any) -> Any:

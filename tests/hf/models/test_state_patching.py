@@ -20,6 +20,7 @@ from torch import nn
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
 from hf_longctx.hf.models.states.functions import FAMILIES, MIXERS, STAND_INS, family_of
+from hf_longctx.hf.models.states.methods import METHODS
 from hf_longctx.hf.models.states.patching import mixers_of, state_problems
 from hf_longctx.hf.start.arguments import setup_problems
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
@@ -64,6 +65,7 @@ def test_every_row_names_classes_and_functions_of_transformers() -> None:
             model_class = getattr(transformers, name)
             forward = inspect.unwrap(getattr(sys.modules[model_class.__module__], mixer).forward)
             assert set(family.functions) <= set(forward.__code__.co_names) & STAND_INS.keys()
+            assert set(family.methods) <= METHODS.keys()
             assert not family.heads or hasattr(model_class.config_class(), family.heads)
     assert set(MIXERS) == {mixer for family in FAMILIES for mixer in family.mixers}
 

@@ -44,15 +44,10 @@ def test_a_class_that_was_never_tested_is_refused_with_tested_ones(name: str) ->
     assert "use a class that docs/models.md calls exact" in problem and "Qwen3ForCausalLM" in problem
 
 
-def minimax() -> PreTrainedModel:
-    types = ["linear_attention", "full_attention"]
-    return transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**LLAMA_SHAPE, layer_types=types, num_local_experts=2))
-
-
 def test_a_class_with_a_state_is_refused_with_the_layer_that_has_it() -> None:
-    (problem,) = problems_at_start(minimax())
-    place = "model.layers.0.self_attn (MiniMaxLightningAttention)"
-    assert problem.startswith(f"model class MiniMaxForCausalLM is not supported: {place} carries a state")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
+    (problem,) = problems_at_start(transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes)))
+    assert problem.startswith("model class RwkvForCausalLM is not supported: rwkv.blocks.0 (RwkvBlock) carries a state")
 
 
 def test_a_loss_that_plans_do_not_train_is_refused() -> None:
@@ -440,9 +435,9 @@ def test_adapters_that_are_not_tested_are_refused_by_name(name: str) -> None:
 
 
 def test_an_untested_model_under_adapters_is_refused_by_its_own_class() -> None:
-    model = minimax()
+    model = transformers.DogeForCausalLM(transformers.DogeConfig(**LLAMA_SHAPE))
     (problem,) = problems_at_start(lora(model))
-    assert problem.startswith("model class MiniMaxForCausalLM is not supported: ")
+    assert problem.startswith("model class DogeForCausalLM is not supported: ")
 
 
 def test_a_merged_adapter_is_accepted_as_the_remedy_says() -> None:

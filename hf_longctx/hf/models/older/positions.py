@@ -18,6 +18,8 @@ from hf_longctx.plan.core.model_spec import NO_POSITIONS
 
 # model types whose embeddings count positions from the padding token
 _FROM_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+# fields with the number of positions
+_LIMITS = ("max_position_embeddings", "max_seq_len")
 # attribute of the module around the embeddings that holds the handle of its hook
 _HANDLE = "_longctx_position_handle"
 
@@ -29,9 +31,16 @@ def first_position(config: PretrainedConfig) -> int:
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """The most tokens of a document for which the model has positions; a model without attention numbers none."""
+    """The most tokens of a document for which the model has positions; a model that needs none has no limit."""
+    text: Any = config.get_text_config()
+    limit = next((each for name in _LIMITS if (each := getattr(text, name, None))), NO_POSITIONS)
+    return int(limit) - first_position(text)
+
+
+def has_limit(config: PretrainedConfig) -> bool:
+    """Whether the model has positions for a limited number of tokens only."""
     text = config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", NO_POSITIONS)) - first_position(text)
+    return any(getattr(text, name, None) for name in _LIMITS)
 
 
 def absent_token_ids(config: PretrainedConfig) -> tuple[int, ...]:

@@ -37,11 +37,15 @@ _BOUNDARIES = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 @dataclass(frozen=True, slots=True)
 class MixerCall:
-    """One forward of a mixer under a plan, and the names of the functions that it called so far."""
+    """One forward of a mixer under a plan, and the names of the functions that it called so far.
+
+    kept: tensors that one stand-in leaves for another.
+    """
 
     mixer: nn.Module
     context: GroupContext
     called: list[str] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
 
 
 def causal_convolution(
@@ -215,6 +219,9 @@ class StateFamily:
     has a convolution alone. fused: function that may do everything at once, which plans leave out; empty if there is none.
     other_types: types of layers that mix no tokens, or that have attention beside a mixer. scans: attribute of the mixer with the
     number of calls of the last function, if there may be several. has_mlp: false if layers with a mixer have no MLP of their own.
+    methods: paths of methods from the mixer that its forward calls, once each, in place of functions (`methods.METHODS`); one
+    that it calls twice stands there twice. parent: class of the module around a mixer that gets the plan's context and does not
+    pass it on; empty if mixers get it. fills_cache: the model leaves its states in a cache of transformers.
     """
 
     names: tuple[str, ...]
@@ -226,6 +233,9 @@ class StateFamily:
     other_types: tuple[str, ...] = ()
     scans: str = ""
     has_mlp: bool = True
+    methods: tuple[str, ...] = ()
+    parent: str = ""
+    fills_cache: bool = True
 
     def num_scans(self, mixer: nn.Module) -> int:
         """Number of calls of the last function in a forward of `mixer`."""
@@ -277,6 +287,34 @@ FAMILIES = (
     ),
     StateFamily(
         names=("Lfm2", "Lfm2Moe", "Lfm3"), mixer="ShortConv", functions=("causal_conv1d_fn",), layer_type="conv", heads=""
+    ),
+    StateFamily(
+        names=("MiniMax",),
+        mixer="LightningAttention",
+        functions=(),
+        layer_type="linear_attention",
+        heads="num_attention_heads",
+        methods=("act_fn.forward", "norm.forward"),
+        fills_cache=False,
+    ),
+    StateFamily(
+        names=("RecurrentGemma",),
+        mixer="RecurrentBlock",
+        functions=(),
+        layer_type="linear_attention",
+        heads="lru_width",
+        methods=("conv_1d.forward", "rg_lru._rnn_scan"),
+        fills_cache=False,
+    ),
+    StateFamily(
+        names=("Zaya",),
+        mixer="CCAProjection",
+        functions=(),
+        layer_type="hybrid",
+        heads="",
+        other_types=("hybrid_sliding",),
+        methods=("conv_qk_depthwise.forward", "conv_qk_grouped.forward", *["v_proj_delayed.forward"] * 2),
+        parent="ZayaAttention",
     ),
     _mamba2("Bamba", "Mixer", "mamba_n_heads"),
     _mamba2("GraniteMoeHybrid", "MambaLayer", "mamba_n_heads"),

@@ -12,22 +12,28 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall, StateFamily
+from hf_longctx.hf.models.states.methods import METHODS
+from hf_longctx.runtime.core.binding import with_globals
 
 # words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
 STATE_WORDS = (
-    r"Mamba|DeltaNet|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent|RgLru|xLSTM|"
-    r"[ms]LSTM|Rwkv|TimeMix|CCA|Mixer$"
+    r"Mamba|DeltaNet|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent(?!Gemma)|RecurrentBlock|"
+    r"RgLru|xLSTM|[ms]LSTM|Rwkv|TimeMix|CCA|Mixer$"
 )
 
 # mark of a mixer that runs without kernels
 _NO_KERNELS = "_longctx_without_kernels"
+# attribute of a mixer: the plan's context that its parent got
+_LENT = "_longctx_lent_context"
 
 
 def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -57,6 +63,8 @@ def patch_mixers(model: nn.Module) -> None:
     for mixer in mixers_of(model).values():
         # a plain method, so that it works on a copy of the model too
         vars(mixer)["forward"] = MethodType(_forward, mixer)
+    for parent in _parents(model):
+        vars(parent)["forward"] = MethodType(_parent_forward, parent)
 
 
 def restore_mixers(model: nn.Module) -> None:
@@ -64,6 +72,27 @@ def restore_mixers(model: nn.Module) -> None:
     for mixer in mixers_of(model).values():
         if is_patched(vars(mixer).get("forward")):
             del vars(mixer)["forward"]
+    for parent in _parents(model):
+        vars(parent).pop("forward", None)
+
+
+def _parents(model: nn.Module) -> list[nn.Module]:
+    """Modules around mixers that get the plan's context and do not pass it on."""
+    names = {family.parent for family in MIXERS.values() if family.parent}
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _parent_forward(parent: nn.Module, *args: Any, longctx: Any = None, **keywords: Any) -> Any:
+    """The forward of the parent's class, whose mixers find the plan's context."""
+    mixers = [child for child in parent.children() if type(child).__name__ in MIXERS]
+    for mixer in mixers:
+        vars(mixer)[_LENT] = longctx
+    try:
+        given = keywords if longctx is None else {**keywords, "longctx": longctx}
+        return type(parent).forward(parent, *args, **given)
+    finally:
+        for mixer in mixers:
+            del vars(mixer)[_LENT]
 
 
 def leave_kernels_out(model: nn.Module) -> None:
@@ -104,7 +133,8 @@ def _problem(name: str, mixer: nn.Module) -> str:
     if own is not None and not is_patched(own):
         return f"{where} has a forward that is not its class's, so its states cannot be passed on; remove it from the module"
     family = family_of_mixer(mixer)
-    missing = [each for each in family.functions if each not in function.__code__.co_names]
+    modules = [path.partition(".")[0] for path in family.methods]
+    missing = [each for each in (*family.functions, *modules) if each not in function.__code__.co_names]
     if missing:
         return (
             f"the forward of {where} does not call {' and '.join(missing)} in this version of transformers, so its states cannot "
@@ -120,6 +150,7 @@ def _problem(name: str, mixer: nn.Module) -> str:
 
 def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any) -> Any:
     """The forward of a mixer: that of its class, with our functions under a plan."""
+    longctx = longctx or vars(mixer).get(_LENT)
     if longctx is None and _NO_KERNELS not in vars(mixer):
         return type(mixer).forward(mixer, *args, **keywords)
     own, name = inspect.unwrap(type(mixer).forward), _class_name(mixer)
@@ -127,19 +158,22 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     functions = {each: inspect.unwrap(own.__globals__[each]) for each in family.functions}
     left_out = {family.fused: _nothing} if family.fused else {}
     if longctx is None:
-        return _with_functions(own, functions | left_out)(mixer, *args, **keywords)
+        return with_globals(own, functions | left_out)(mixer, *args, **keywords)
     if (mask := keywords.get("attention_mask")) is not None and mask.numel() == 1:
         # every forward under a plan gets such a mask, which hides nothing
         keywords["attention_mask"] = None
     for unwanted in ("attention_mask", "cache_params", "past_key_values"):
-        if keywords.get(unwanted) is not None:
+        given = keywords.get(unwanted)
+        # the mask of plans is a single number
+        if given is not None and not (isinstance(given, Tensor) and given.numel() == 1):
             raise ValueError(
                 f"{name} got {unwanted} under a plan, which has none; run the model through the plan's executor only"
             )
     call = MixerCall(mixer, longctx)
     ours = {each: partial(_stand_in, each, function, call) for each, function in functions.items()}
-    output = _with_functions(own, ours | left_out)(mixer, *args, **keywords)
-    expected = [*family.functions, *family.functions[-1:] * (family.num_scans(mixer) - 1)]
+    with _with_methods(mixer, family.methods, call):
+        output = with_globals(own, ours | left_out)(mixer, *args, **keywords)
+    expected = [*family.functions, *family.functions[-1:] * (family.num_scans(mixer) - 1), *family.methods]
     if sorted(call.called) != sorted(expected):
         raise RuntimeError(
             f"{name} called {', '.join(call.called) or 'nothing'} in place of {', '.join(expected)}, so its states may be "
@@ -153,14 +187,24 @@ def _nothing(*args: Any, **keywords: Any) -> None:
     """Stands in for a function of a kernel for all of a mixer, which transformers leaves out if it returns None."""
 
 
-def _with_functions(forward: Any, functions: dict[str, Any]) -> FunctionType:
-    """The code of `forward` with other functions under these names of its module, which stays as it is."""
-    names = {**forward.__globals__, **functions}
-    renamed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    renamed.__kwdefaults__ = forward.__kwdefaults__
-    return renamed
+@contextmanager
+def _with_methods(mixer: nn.Module, paths: Iterable[str], call: MixerCall) -> Iterator[None]:
+    """Context in which methods of modules of a mixer are ours."""
+    owners = [(mixer.get_submodule(path.rpartition(".")[0]), path) for path in dict.fromkeys(paths)]
+    before = [dict(vars(owner)) for owner, _ in owners]
+    for owner, path in owners:
+        name = path.rpartition(".")[2]
+        vars(owner)[name] = partial(_stand_in, path, getattr(owner, name), call)
+    try:
+        yield
+    finally:
+        for (owner, path), own in zip(owners, before, strict=True):
+            name = path.rpartition(".")[2]
+            vars(owner).pop(name)
+            if name in own:
+                vars(owner)[name] = own[name]
 
 
 def _stand_in(name: str, function: Any, call: MixerCall, *args: Any, **keywords: Any) -> Any:
     call.called.append(name)
-    return STAND_INS[name](call, function, *args, **keywords)
+    return (STAND_INS | METHODS)[name](call, function, *args, **keywords)
