@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.hf.models.states.functions import MixerCall
+from hf_longctx.plan.core.layer_kinds import ScanSize
 from hf_longctx.runtime.states.book import LayerScan
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.lightning import Decays, lightning_blocks
 from hf_longctx.runtime.states.maps import Decay
-from hf_longctx.runtime.states.recurrence import scan_documents
+from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
 
 
 def own_convolution(call: MixerCall, convolve: Callable[[Tensor], Tensor], x_1CT: Tensor) -> Tensor:
@@ -50,7 +51,8 @@ def gated_linear_scan(
         return mine[1].clamp_min(torch.finfo(mine[1].dtype).tiny).log()
 
     state_map = Decay(log_decays, reads=lambda mine: torch.ones_like(mine[1]).unsqueeze(-1))
-    output_1TW1 = scan_documents((), (hidden_states, recurrent_gate), (), scanned, LayerScan(call.mixer), call.context, state_map)
+    scan_of = MixerScan(scanned, ScanSize(0, 1), state_map)
+    output_1TW1 = scan_documents((), (hidden_states, recurrent_gate), (), scan_of, LayerScan(call.mixer), call.context)
     return output_1TW1.squeeze(-1), None
 
 
@@ -74,7 +76,8 @@ def lightning_attention(call: MixerCall, norm: Callable[[Tensor], Tensor], unuse
         return -rates[0].view(1, 1, -1).expand(1, mine[0].shape[1], -1)
 
     state_map = Decay(log_decays, reads=lambda mine: mine[0])
-    return norm(scan_documents((), (q, k, v), weights, scanned, LayerScan(mixer), call.context, state_map).flatten(2))
+    scan_of = MixerScan(scanned, ScanSize(0, 1), state_map)
+    return norm(scan_documents((), (q, k, v), weights, scan_of, LayerScan(mixer), call.context).flatten(2))
 
 
 def stacked_convolutions(call: MixerCall, convolve: Callable[[Tensor], Tensor], padded_1CS: Tensor) -> Tensor:
