@@ -13,6 +13,7 @@ from helpers.models.reference import TOLERANCE, relative_error
 from helpers.ranks.rank_steps import group_pool
 from torch import Tensor
 
+from hf_longctx.plan.core.layer_kinds import ScanSize
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import GroupContext
@@ -21,7 +22,7 @@ from hf_longctx.runtime.states.book import LayerScan
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.maps import Decay, DeltaRule
 from hf_longctx.runtime.states.passing import StateMap
-from hf_longctx.runtime.states.recurrence import scan_documents
+from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
 
 LENGTHS = (37, 5, 90, 1, 60)
 FIRSTS = [sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
@@ -118,7 +119,8 @@ def mixed(mine: dict[str, Tensor], kind: Kind, context: GroupContext) -> Tensor:
 
     v = convolve_documents(rows, WIDTH, convolve, "layer", context).transpose(1, 2).reshape(1, num_tokens, HEADS, VALUE)
     own, weights = [v, *(mine[name] for name in kind.own)], [mine[name] for name in kind.weights]
-    return scan_documents((mine["a"], mine["b"]), own, weights, kind.scan, LayerScan("layer"), context, kind.state_map)
+    scan = MixerScan(kind.scan, ScanSize(token_elements=8, tile_tokens=4), kind.state_map)
+    return scan_documents((mine["a"], mine["b"]), own, weights, scan, LayerScan("layer"), context)
 
 
 def run_on_rank(name: str, ulysses: int, chunks: Chunks, trained: tuple[str, ...]) -> dict[str, Tensor]:
