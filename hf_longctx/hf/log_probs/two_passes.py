@@ -9,8 +9,8 @@ groups and micro-batches, so L is known only when all forwards have ended. But i
 and the numbers c_t are known before the first backward. So there are two passes. The first computes all l_t under a plan, without
 gradients, and sends each to the rank whose trainer loaded the row; the trainer's own code computes f from them, and autograd c_t.
 The second pass trains the token loss sum_t -c_t (-l_t) under the same plan, by the weights of tokens that every plan obeys. It is
-exact whatever f is, and costs one more forward. Other values of tokens that the trainer reads (entropies, mean logits) get no
-gradient, so a loss must not train them.
+exact whatever f is, and costs one more forward. A loss that also depends on the model in other ways (on entropies, on weights, on
+a module that it calls by itself) is refused, since its gradient would be left out or counted once per rank.
 
 A policy and its reference model run the same way; a reference has the first pass only.
 
@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MethodType
 from typing import Any
@@ -35,7 +36,7 @@ from hf_longctx.hf.data.collator import PlannedStep, TokenSequence, chunk_inputs
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, read_documents
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, RankPlan, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -106,10 +107,14 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Untrained:
-    """A batch that waits for its second pass, and the values in which its gradient gathers: log-probabilities [B, S - 1]."""
+    """A batch that waits for its second pass, and the values in which its gradient gathers: log-probabilities [B, S - 1].
+
+    others: values, by name, that a loss may read but not train.
+    """
 
     batch: _Batch
     values: Tensor
+    others: dict[str, Tensor] = field(default_factory=dict)
 
 
 class TwoPasses:
@@ -186,8 +191,27 @@ class TwoPasses:
         losses_BS, is_right_BS, entropies_BS, mean_BS, squares_BS = map(column, range(5))
         log_probs_BS = losses_BS.neg().requires_grad_(is_trained)
         if is_trained:
-            self._waiting.append(Untrained(batch, log_probs_BS))
+            # leaves too, so that a gradient that nobody would use is noticed
+            others = {"entropy": entropies_BS, "mean_logits": mean_BS, "log_sum_sq_probs": squares_BS}
+            others = {name: values_BS.requires_grad_() for name, values_BS in others.items()}
+            self._waiting.append(Untrained(batch, log_probs_BS, others))
         return TokenValues(log_probs_BS, entropies_BS, is_right_BS.bool(), mean_BS, squares_BS, mask_BS[:, :-1])
+
+    @contextmanager
+    def backward_of_loss(self, model: nn.Module) -> Iterator[None]:
+        """Context for the trainer's own forward and backward. Collective at its end.
+
+        Raises ValueError on every rank if the backward has reached a weight, or values that the second pass does not train.
+        """
+        before = {name: _gradient_mark(weight) for name, weight in model.named_parameters()}
+        yield
+        reached = [name for name, weight in model.named_parameters() if _gradient_mark(weight) != before.get(name)]
+        found = [f"the weight {name} (a penalty on weights, or a module that the loss called)" for name in reached[:1]]
+        others = [item for each in self._waiting for item in each.others.items()]
+        found += [f"the values {name!r} of tokens" for name, x in others if x.grad is not None and bool(x.grad.any())]
+        problems = [f"its backward has reached {each}; leave that out of the loss" for each in found]
+        headline = "the loss depends on the model by more than what plans train (log-probabilities, or rewards)"
+        raise_together(problems, self.pool.control, headline)
 
     def second_pass(self) -> Iterator[dict[str, Any]]:
         """Yields the batches that wait, each with the weights of its tokens; their plans train the loss whose backward has run.
@@ -216,8 +240,9 @@ class TwoPasses:
         documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
         try:
             documents = self._read(args, inputs)
-        except ValueError as error:
-            problem = str(error)
+        # whatever a batch is wrong about, other ranks must not wait for this one
+        except Exception as error:
+            problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         everyone = gather_objects((problem, documents.lengths), self.pool.control)
         if problems := [f"rank {rank}: {found}" for rank, (found, _) in enumerate(everyone) if found]:
             raise ValueError("a batch cannot run under a plan:\n" + "\n".join(problems))
@@ -264,6 +289,11 @@ class TwoPasses:
         if self.pool.everyone is not None:
             dist.all_reduce(values_nk, group=self.pool.everyone)
         return values_nk
+
+
+def _gradient_mark(weight: nn.Parameter) -> tuple[int, int] | None:
+    """Changes whenever a backward adds to the gradient of `weight`."""
+    return None if weight.grad is None else (id(weight.grad), weight.grad._version)
 
 
 def token_places(chunk: Chunk, group: SequenceGroup, position: int, firsts: Sequence[int]) -> IntArray:

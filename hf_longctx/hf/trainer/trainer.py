@@ -184,6 +184,7 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
             batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
             if self._two_passes is not None:
                 self._two_passes.forget()
+                check_rates(cast(nn.Module, self.model))
                 # ranks agree whether to stop
                 self._label_sums([], self._stop)
                 return batches, num_items
@@ -211,7 +212,8 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         # made here, since inside a forward FSDP2 keeps weights gathered
         self._training_executor()
         with self._explained():
-            own_loss = super().training_step(model, inputs, num_items)
+            with passes.backward_of_loss(model):
+                own_loss = super().training_step(model, inputs, num_items)
             if self._reference is not None:
                 # frees weights that its forward has gathered
                 self._reference.placement.prepare(self._reference.stage.model)

@@ -84,7 +84,7 @@ class GivenPlan:
 
 
 def two_passes_on_rank(
-    case: ModelCase, plan_json: str, rows_of_ranks: list[Rows], temperature: float, side: str, bypass: bool = False
+    case: ModelCase, plan_json: str, rows_of_ranks: list[Rows], temperature: float, side: str, bypass: str = ""
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of this rank's rows, and the reduced gradients."""
     pool, plan, cpu = group_pool(), plan_from_json(plan_json), torch.device("cpu")
@@ -96,14 +96,22 @@ def two_passes_on_rank(
     passes = TwoPasses(GivenPlan(plan, pool), 100, (), temperature)  # type: ignore[arg-type]
     passes.bind(model, ScoredModel(lambda: executor, lambda model, plan: engine), is_trained=True)
     batch = padded(rows_of_ranks[pool.rank], side)
-    output = model(**batch, **({} if bypass else {"fused_lm_head": True}))
+    if bypass == "batch" and pool.rank:
+        # no rows
+        batch = {column: values[:0] for column, values in batch.items()}
+    output = model(**batch, **({} if bypass == "forward" else {"fused_lm_head": True}))
     # the reference pads its rows on the right
     gaps_B1 = (batch["attention_mask"] == 0).sum(dim=1, keepdim=True) * (side == "left")
     columns_S = torch.arange(output.log_probs.shape[1])
     moved_BS = (columns_S + gaps_B1) % len(columns_S)
     log_probs_BS, mask_BS = (each.gather(1, moved_BS) for each in (output.log_probs, output.label_mask))
     loss = mixed_loss(log_probs_BS, mask_BS.double())
-    loss.backward()
+    if bypass == "entropy":
+        loss = loss - output.entropy.mean()
+    if bypass == "weights" and pool.rank:
+        loss = loss + model.lm_head.weight.square().sum()
+    with passes.backward_of_loss(model):
+        loss.backward()
     for number, inputs in enumerate(passes.second_pass()):
         assert not number
         executor.run(plan.for_rank(pool.rank), inputs["chunks"], 1.0, engine=engine)
@@ -150,7 +158,18 @@ def test_a_loss_that_mixes_rows_has_the_gradients_of_one_plain_process(ranks, na
         assert max(relative_error(gradients[key], expected[key]) for key in expected) <= TOLERANCE
 
 
-def test_a_forward_that_would_bypass_the_plans_is_refused(ranks) -> None:
-    plan = sliced()
-    with pytest.raises(RankFailure, match="its gradient would bypass the plans"):
-        ranks(1).run(two_passes_on_rank, ModelCase(), plan_to_json(plan), dealt(plan), 1.0, "right", True)
+BYPASSES = {
+    "forward": "its gradient would bypass the plans",
+    "entropy": "its backward has reached the values 'entropy' of tokens",
+    # on one rank of two
+    "weights": r"its backward has reached the weight .*(embed_tokens|lm_head).* \(on rank 1\)",
+    "batch": "a batch cannot run under a plan:\n *.*rank 1: (Index|Runtime)Error",
+}
+
+
+@pytest.mark.parametrize("name", BYPASSES)
+def test_what_would_bypass_the_plans_is_refused_on_every_rank(ranks, name: str) -> None:
+    plan = of_layout("<2>", ulysses=1) if name in ("weights", "batch") else sliced()
+    case, rows = ModelCase(), dealt(plan)
+    with pytest.raises(RankFailure, match=f"(?s){BYPASSES[name]}"):
+        ranks(plan.num_ranks).run(two_passes_on_rank, case, plan_to_json(plan), rows, 1.0, "right", name)
