@@ -28,6 +28,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 # add a kind only together with its runs in tests/hf/trainer/test_adapter_trainer.py
 TESTED_KINDS = ("LORA",)
 _ADAPTER = "default"
+# the copy of the adapters that TRL makes
+_REFERENCE = "ref"
 # settings of LoraConfig that may have any value, since every value is tested or none affects the computation
 _FREE_SETTINGS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -61,6 +63,11 @@ def kind_problems(model: Any) -> list[str]:
             return [f"adapters of {type(model).__name__} are not in the tested list; use get_peft_model(model, LoraConfig(...))"]
         return []
     names = [str(name) for name in model.peft_config]
+    if names == [_ADAPTER, _REFERENCE]:
+        return [
+            f"TRL added an adapter named {_REFERENCE!r} as the reference to a model that had adapters already, and plans run one "
+            f"adapter; call model.merge_and_unload(), pass the merged model to the trainer, and new adapters as peft_config"
+        ]
     if names != [_ADAPTER]:
         return [f"adapters {', '.join(names)}: only one named {_ADAPTER!r} is supported; call get_peft_model once"]
     config = model.peft_config[_ADAPTER]

@@ -17,7 +17,8 @@ Rotary embeddings whose frequencies depend on a document's length ("dynamic", "l
 half of the long document. So documents on both sides of that limit are compared, and slices shorter than the limit.
 
 The loss is the one that the run trains, cross-entropy or the user's `token_loss`. If the user put a function around the model's
-forward that returns a loss, that must be the cross-entropy of its logits, since plans never read it.
+forward that returns a loss, that must be the cross-entropy of its logits, or for labels that are numbers the squared error or
+binary cross-entropy that the task names, since plans never read it.
 
 The test compares, each by name: the loss; hidden states after the embedding and after every layer, and their gradients, token by
 token, which tells the layer; the states that layers without attention leave at the ends of slices; the gradient of every layer's
@@ -204,14 +205,17 @@ class SelfTest:
         return bad, worst, probes
 
     def _check_own_loss(self, exact: Specimen, row: dict[str, list[int]], forward: str) -> None:
-        """Raises ValueError on every rank if a user's forward returns another loss than the cross-entropy that plans train."""
-        problems, found = [], exact.own_loss(row)
+        """Raises ValueError on every rank if a user's forward returns another loss than that which plans train by default."""
+        problems, found, value_loss = [], exact.own_loss(row), exact.place.value_loss
+        name = loss_name(value_loss)
+        # token_loss gets classes
+        remedy = f"{WAY_OUT}, or let it" if value_loss is None else "let it"
         # losses of transformers are computed in fp32
         if found is not None and not math.isclose(*found, rel_tol=_EXACT[self.dtype]):
             problems.append(
                 f"the model's forward was replaced or hooked by {forward} and returns a loss of {found[0]:.6g} for a document "
-                f"whose mean cross-entropy is {found[1]:.6g}, but plans train the cross-entropy of its logits and never read a "
-                f"loss that it returns; {WAY_OUT}, or let it return the logits alone"
+                f"whose mean {name} is {found[1]:.6g}, but plans train the {name} of its logits and never read a loss that it "
+                f"returns; {remedy} return the logits alone"
             )
         raise_together(problems, exact.pool.control)
 
@@ -308,10 +312,13 @@ def _spans(plan: StepPlan) -> Iterator[Span]:
             yield from chunk.spans
 
 
-def probed(token_loss: TokenLoss | ValueLoss | None, task: HeadTask) -> tuple[TokenLoss | None, HeadTask]:
-    """The loss and the labels of the test's rows for a run with this loss and these labels: always classes."""
-    own = _distance if isinstance(token_loss, ValueLoss) else token_loss
-    return own, replace(task, problem="single_label_classification") if task.has_values else task
+def probed(token_loss: TokenLoss | ValueLoss | None, task: HeadTask) -> tuple[TokenLoss | None, HeadTask, ValueLoss | None]:
+    """The loss and the labels of the test's rows for a run with this loss and these labels: always classes.
+
+    Third, the run's own loss if its labels are numbers, with which that of a user's forward is compared.
+    """
+    task = replace(task, problem="single_label_classification") if task.has_values else task
+    return (_distance, task, token_loss) if isinstance(token_loss, ValueLoss) else (token_loss, task, None)
 
 
 def _distance(logits_TK: Tensor, labels_T: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ from hf_longctx.plan.core.sharding import Piece, is_lent, lent_order, lent_piece
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StepPlan
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses, wide_logits
+from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.lent_round import block_of
@@ -80,7 +81,7 @@ class RunPlace:
 
     mesh: the ranks over which parameters are sharded; None if they are not. fp32_gradients: gradients of weights in half
     precision add up in fp32. count: sums a number over all ranks. token_loss: the run's loss of a token; None for cross-entropy.
-    task: the labels of the copy's rows; they are classes.
+    task: the labels of the copy's rows; they are classes. value_loss: the run's loss if its own labels are numbers, else None.
     """
 
     pool: GroupPool
@@ -90,6 +91,7 @@ class RunPlace:
     count: Callable[[int], int]
     token_loss: TokenLoss | None = None
     task: HeadTask = NEXT_TOKEN
+    value_loss: ValueLoss | None = None
 
     def labels_of(self, row: Mapping[str, list[int]]) -> list[int]:
         """The labels of the logits that `logits_of` returns for a row."""
@@ -199,7 +201,7 @@ class Specimen:
 
     @torch.no_grad()
     def own_loss(self, row: dict[str, list[int]]) -> tuple[float, float] | None:
-        """The loss that the model's forward returns for a document, and the mean cross-entropy of its logits.
+        """The loss that the model's forward returns for a document, and the mean cross-entropy, or `value_loss`, of its logits.
 
         None if the forward returns no loss, or cannot be called with labels. Collective, like `plain`.
         """
@@ -207,6 +209,10 @@ class Specimen:
         labels = torch.tensor([row["labels"]], device=self.device)
         own_labels = torch.tensor(self.place.labels_of(row), device=self.device)
         num_labels = int((own_labels != IGNORE_INDEX).sum())
+        value_loss = self.place.value_loss
+        if value_loss is not None:
+            # numbers that both losses take, in fp32 as stock collators make them
+            labels = torch.linspace(0.1, 0.9, self.place.task.num_labels, device=self.device).unsqueeze(0)
         try:
             forget_documents(self.model)
             with self._alone(0, ids):
@@ -217,7 +223,11 @@ class Specimen:
         except Exception:
             # nothing that plans would call
             return None
-        return None if loss is None else (float(loss), float(self._summed_loss(logits_TV, own_labels, None)) / num_labels)
+        if loss is None:
+            return None
+        if value_loss is not None:
+            return float(loss), float(value_loss.losses(wide_logits(logits_TV), labels).sum())
+        return float(loss), float(self._summed_loss(logits_TV, own_labels, None)) / num_labels
 
     @staticmethod
     def _summed_loss(logits_TV: Tensor, labels_T: Tensor, token_loss: TokenLoss | None) -> Tensor:

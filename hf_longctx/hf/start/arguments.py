@@ -91,11 +91,6 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
         )
     if draws_batches and getattr(args.accelerator_config, "split_batches", False):
         problems.append("accelerator_config split_batches=True has no effect on planned steps; leave it out")
-    if not draws_batches and args.neftune_noise_alpha is not None:
-        problems.append(
-            f"neftune_noise_alpha={args.neftune_noise_alpha!r} would draw other noise on every rank that shares a document; call "
-            f"attach(trainer), or use LongContextTrainer"
-        )
     for name in _DDP_ARGUMENTS:
         if draws_batches and getattr(args, name, None) is not None:
             problems.append(f"{name}={getattr(args, name)!r} has no effect here, since DDP is not used; leave it out")

@@ -112,6 +112,7 @@ _SCORED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cast_lm_head_to_fp32": ((False,), "it replaces the output head, whose tiles compute losses in fp32 anyway; leave it out"),
     "entropy_coef": ((0.0,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
     "use_adaptive_entropy": ((False,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
+    "neftune_noise_alpha": ((None,), "the two passes of a step would draw different noise; leave it out"),
     "sync_ref_model": ((False,), "updates of the reference model are not tested under plans; leave it out"),
 }
 
@@ -165,9 +166,7 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
             f"router_aux_loss_coef=0.0 in its arguments, and output_router_logits=False in the model's config"
         )
     if drops := [where for where, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
-        problems.append(
-            f"{drops[0]} drops, so old and new log-probabilities of a token would differ by chance; set disable_dropout=True"
-        )
+        problems.append(f"{drops[0]} drops, so the two passes of a step would draw different masks; set disable_dropout=True")
     return problems + _reference_problems(name, model, getattr(trainer, "ref_model", None))
 
 

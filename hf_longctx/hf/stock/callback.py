@@ -234,6 +234,12 @@ class LongContextCallback(TrainerCallback):
                 "the model's config asks for a load-balancing loss of its experts (output_router_logits=True), which a stock "
                 "trainer computes from each rank's tokens alone; attach the callback to the trainer, or set it to False"
             )
+        # the trainer adds noise by its own attribute, whatever its arguments say
+        if (alpha := cast(Trainer, trainer).neftune_noise_alpha) is not None:
+            problems.append(
+                f"neftune_noise_alpha={alpha!r} would draw other noise on every rank that shares a document; leave it out, or "
+                f"train with attach(trainer) or LongContextTrainer, which draw noise by token"
+            )
         if args.world_size > 1 and vars(model).get("_is_accelerate_prepared"):
             problems.append(
                 "evaluate() or predict() ran before train(), and accelerate then trains every rank alone, without DDP; call "

@@ -33,7 +33,7 @@ from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.classifiers import classifier_problems
-from hf_longctx.hf.start.losses import chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
+from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (
@@ -100,7 +100,8 @@ class Run:
     control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
     reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
     lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
-    cross-entropy. dropout: keys of the model's dropout modules; None if it has none.
+    cross-entropy. dropout: keys of the model's dropout modules; None if it has none. noise_alpha: alpha of the noise that the
+    embedding adds in training (NEFTune); None without noise.
     """
 
     config: LongContextConfig
@@ -119,6 +120,7 @@ class Run:
     all_stages: tuple[StageModel, ...] = ()
     token_loss: TokenLoss | ValueLoss | None = None
     dropout: DropoutKeys | None = None
+    noise_alpha: float | None = None
 
     @property
     def task(self) -> HeadTask:
@@ -176,8 +178,8 @@ def start_run(request: RunRequest) -> Run:
     degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
     task = request.task
     token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss, task)
-    # with a loss of its own, a run leaves out the forward's on purpose
-    forward = user_forward(model) if token_loss is None else ""
+    # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none
+    forward = user_forward(model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
     beside = request.reference.parameters() if request.reference is not None else ()
     reference_bytes = sum(weight.nbytes for weight in beside)
     train_dataset = (request.datasets or {}).get("train_dataset")
@@ -190,15 +192,16 @@ def start_run(request: RunRequest) -> Run:
     with ExitStack() as undo:
         undo.callback(restore_attention, model, attention_name(model))
         patch_model(model)
-        if args.neftune_noise_alpha is not None and request.datasets is not None:
-            key_noise(model, args.neftune_noise_alpha)
+        noise_alpha = None if request.datasets is None else args.neftune_noise_alpha
+        if noise_alpha is not None:
+            key_noise(model, noise_alpha)
             undo.callback(rest_noise, model)
         if (dropout := keys_of(model)) is not None:
             dropout.seed = args.seed
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
         if test is None or request.datasets is None:
-            _warn_of_forward(forward, args)
+            _warn_of_forward(forward, args, token_loss)
             forward = ""
         all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
         stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
@@ -241,6 +244,7 @@ def start_run(request: RunRequest) -> Run:
             all_stages=all_stages,
             token_loss=token_loss,
             dropout=dropout,
+            noise_alpha=noise_alpha,
         )
 
 
@@ -262,13 +266,16 @@ def reference_run(run: Run, model: Any) -> Run:
     return replace(run, stage=stage, activations=activations, routers=routers, all_stages=(), dropout=None)
 
 
-def _warn_of_forward(forward: str, args: TrainingArguments) -> None:
-    """Tells what becomes of the loss of a user's forward, where no self-test compares it with cross-entropy."""
+def _warn_of_forward(forward: str, args: TrainingArguments, loss: TokenLoss | ValueLoss | None) -> None:
+    """Tells what becomes of the loss of a user's forward, where no self-test compares it with that of plans."""
     if forward and args.process_index == 0:
+        way_out = "" if isinstance(loss, ValueLoss) else f"; to train another loss, {WAY_OUT}"
         logger.warning(
-            "the model's forward was replaced or hooked by %s: plans train the cross-entropy of its logits, and never read a "
-            "loss that it returns; to train another loss, pass token_loss to LongContextTrainer or attach",
+            "the model's forward was replaced or hooked by %s: plans train the %s of its logits, and never read a loss that it "
+            "returns%s",
             forward,
+            loss_name(loss),
+            way_out,
         )
 
 

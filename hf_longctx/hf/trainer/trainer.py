@@ -37,6 +37,7 @@ from hf_longctx.hf.log_probs.loader import LoaderCheck
 from hf_longctx.hf.log_probs.rewards import passes_of
 from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
 from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
+from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
@@ -337,9 +338,9 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
             self.longctx_run.dropout.begin_step(self.state.global_step, numbers)
 
     def _check_loss(self) -> None:
-        """Raises ValueError on every rank if a loss was set that plans would never call."""
+        """Raises ValueError on every rank if a loss was set that plans would never call, or noise that they would not add."""
         run = self.longctx_run
-        problems = trainer_loss_problems(self)
+        problems = trainer_loss_problems(self) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
         if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing | ValueLoss):
             problems += model_loss_problems(self.model, self.args.device)
         raise_together(problems, run.control)

@@ -93,13 +93,6 @@ def test_all_problems_are_listed_at_once(tmp_path) -> None:
     assert len(problems) == 3
 
 
-def test_noise_on_embeddings_is_refused_where_ranks_would_draw_it_alone(tmp_path) -> None:
-    args = arguments(tmp_path, neftune_noise_alpha=5.0)
-    assert argument_problems(args, {}) == []
-    (problem,) = argument_problems(args, {}, draws_batches=False)
-    assert problem.startswith("neftune_noise_alpha=5.0 would draw other noise on every rank")
-
-
 @pytest.mark.parametrize("strategy", ["random", "sequential"])
 def test_order_strategies_that_mean_something_are_accepted(tmp_path, strategy: str) -> None:
     assert argument_problems(arguments(tmp_path, train_sampling_strategy=strategy), {}) == []

@@ -107,7 +107,7 @@ def make(
     settings = {} if config is None else {"longctx_config": quiet_config(**config)}
     trainer_class = base if config is None else type("Planned", (LongContextMixin, base), {})
     return trainer_class(
-        model=build_model(ModelCase()),
+        model=kwargs.pop("model", None) or build_model(ModelCase()),
         args=trl_arguments(getattr(trl, base.__name__.replace("Trainer", "Config"), trl.SFTConfig), str(folder), **arguments),
         train_dataset=rows_of(kind),
         processing_class=word_tokenizer(),
@@ -158,6 +158,12 @@ def own_loss(base: Any) -> Any:
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "cut pairs": ("DPOTrainer", {"long_sequences": "split"}, {}, "since DPOTrainer draws its batches itself"),
     "vllm": ("GRPOTrainer", {}, {"use_vllm": True}, "use_vllm=True is not supported with GRPOTrainer: weights would have"),
+    "noise": (
+        "DPOTrainer",
+        {},
+        {"neftune_noise_alpha": 5.0},
+        "neftune_noise_alpha=5.0 is not supported with DPOTrainer: the two",
+    ),
     "generation": ("RLOOTrainer", {"parameters": "sharded"}, {}, "RLOOTrainer generates on every rank for as long as"),
     "packing": ("SFTTrainer", {}, {"packing": True, "max_length": 64}, "set packing=False, since plans pack whole documents"),
     "dft": ("SFTTrainer", {}, {"loss_type": "dft"}, "loss_type='dft' is not the token mean"),
@@ -176,7 +182,17 @@ def test_what_plans_cannot_mean_is_refused_before_trl_prepares_anything(tmp_path
     base: Any = own_loss(trl.SFTTrainer) if trainer == "OwnLoss" else getattr(trl, trainer)
     with pytest.raises(ValueError, match="this run cannot start") as raised:
         make(base, tmp_path, config, arguments)
-    assert message in str(raised.value)
+    assert message in str(raised.value) and "call attach(trainer)" not in str(raised.value)
+
+
+def test_a_copy_of_adapters_and_their_dropout_are_refused_for_what_trl_does_with_them(tmp_path: Path) -> None:
+    import trl
+
+    model = build_model(ModelCase(lora=(*LORA, ("lora_dropout", 0.1))))
+    with pytest.raises(ValueError, match="this run cannot start") as raised:
+        make(trl.DPOTrainer, tmp_path, {}, {"disable_dropout": False}, "preference", model=model)
+    assert "TRL added an adapter named 'ref'" in str(raised.value) and "model.merge_and_unload()" in str(raised.value)
+    assert "drops, so the two passes of a step would draw different masks" in str(raised.value)
 
 
 def test_attached_plans_are_refused_what_the_mixin_is_and_leave_the_trainer(tmp_path: Path) -> None:

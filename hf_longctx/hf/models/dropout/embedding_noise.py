@@ -41,6 +41,16 @@ def rest_noise(model: nn.Module) -> None:
             del vars(module)[SITE], vars(module)[_ALPHA]
 
 
+def noise_problems(alpha: float | None, started_alpha: float | None) -> list[str]:
+    """The problem with a trainer's `alpha` if it is not the one with which its run was started, `started_alpha`."""
+    if alpha == started_alpha:
+        return []
+    return [
+        f"the trainer's neftune_noise_alpha was set to {alpha!r}, but its plans were started with {started_alpha!r} and draw "
+        f"their noise by that; set neftune_noise_alpha in TrainingArguments before the trainer is made, or attached"
+    ]
+
+
 def _noisy(embedding: Any, args: Any, output: Tensor) -> Tensor:
     """Forward hook: the embeddings [1, T, C] with noise; unchanged in evaluation, and in forwards without a plan."""
     site: DropoutSite = vars(embedding)[SITE]

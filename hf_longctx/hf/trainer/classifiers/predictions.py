@@ -22,6 +22,7 @@ from transformers.trainer_utils import denumpify_detensorize
 from hf_longctx.hf.data.collator import PlannedDataset, PlannedStep, token_sequences
 from hf_longctx.hf.data.labels.task import HeadTask
 from hf_longctx.hf.data.sampler import IntArray
+from hf_longctx.hf.data.scan import LOSS_WEIGHTS
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses
 from hf_longctx.runtime.core.value_losses import ValueLoss
@@ -55,13 +56,17 @@ def step_logits(
 
 @dataclass(frozen=True)
 class Predictions:
-    """Logits and labels of a whole set, equal on every rank; labels are None for a set without them."""
+    """Logits and labels of a whole set, equal on every rank; labels are None for a set without them.
+
+    weights: the weight of each label in the loss, of the shape of the labels; None if every label weighs 1.
+    """
 
     logits: Array
     labels: Array | None
+    weights: Array | None = None
 
     def loss(self, token_loss: TokenLoss | ValueLoss | None) -> float:
-        """The mean loss over all rows or tokens with a label."""
+        """The mean loss over all rows or tokens with a label, weighted as in training."""
         assert self.labels is not None
         logits = torch.from_numpy(self.logits).reshape(-1, self.logits.shape[-1])
         if isinstance(token_loss, ValueLoss):
@@ -71,7 +76,9 @@ class Predictions:
             losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
         else:
             losses = custom_losses(token_loss, logits, labels)
-        return float(losses.double().sum()) / max(1, int((labels != IGNORE_INDEX).sum()))
+        is_label = labels != IGNORE_INDEX
+        weights = is_label.double() if self.weights is None else torch.from_numpy(self.weights).reshape(-1) * is_label
+        return float((losses.double() * weights).sum()) / (float(weights.sum()) or 1)
 
     def metrics(
         self,
@@ -101,7 +108,7 @@ def predictions_of(rows: PlannedDataset, parts: Sequence[ReadLogits]) -> Predict
     # a row that was split is several sequences
     places = places + index.starts[numbers]
     num_rows = int(index.rows.max()) + 1
-    labels = _labels(rows, num_rows)
+    labels, weights = _labels(rows, num_rows)
     if task.kind == "document":
         ordered = np.zeros((num_rows, logits.shape[1]), logits.dtype)
         ordered[index.rows[numbers]] = logits
@@ -111,25 +118,33 @@ def predictions_of(rows: PlannedDataset, parts: Sequence[ReadLogits]) -> Predict
     padded[index.rows[numbers], places] = logits
     if labels is None:
         return Predictions(padded, None)
-    label_ids = np.full((num_rows, longest), IGNORE_INDEX, np.int64)
     lengths = np.zeros(num_rows, np.int64)
     np.maximum.at(lengths, index.rows, index.stops)
-    for number, own in enumerate(labels):
-        label_ids[number, : lengths[number]] = own[: lengths[number]]
-    return Predictions(padded, label_ids)
+    shape = num_rows, longest
+    label_ids = _padded(labels, lengths, np.full(shape, IGNORE_INDEX, np.int64))
+    return Predictions(padded, label_ids, None if weights is None else _padded(weights, lengths, np.zeros(shape)))
 
 
-def _labels(rows: PlannedDataset, num_rows: int) -> list[Array] | None:
-    """The labels of every row; None if the set has none."""
+def _padded(rows: Sequence[Array], lengths: IntArray, padding: Array) -> Array:
+    """The first `lengths` items of every row, in front of `padding` [N, longest], which is changed."""
+    for own, length, padded in zip(rows, lengths, padding, strict=True):
+        padded[:length] = own[:length]
+    return padding
+
+
+def _labels(rows: PlannedDataset, num_rows: int) -> tuple[list[Array] | None, list[Array] | None]:
+    """The labels of every row and their weights in the loss; None for what the set has not."""
     listed = (rows.task.listed(rows.dataset[number]) for number in range(num_rows))
-    found = []
+    found: dict[str, list[Array]] = {"labels": [], LOSS_WEIGHTS: []}
     for row in listed:
         columns = getattr(row, "column_names", None) or list(row)
         if "labels" not in columns:
-            return None
-        own = row["labels"]
-        found.append(own.combine_chunks().flatten().to_numpy(zero_copy_only=False) if hasattr(own, "chunks") else np.asarray(own))
-    return found
+            return None, None
+        for name in (name for name in found if name in columns):
+            own = row[name]
+            items = own.combine_chunks().flatten().to_numpy(zero_copy_only=False) if hasattr(own, "chunks") else np.asarray(own)
+            found[name].append(items)
+    return found["labels"], found[LOSS_WEIGHTS] or None
 
 
 def _stacked(labels: list[Array] | None, task: HeadTask) -> Array | None:

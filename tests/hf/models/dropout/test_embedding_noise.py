@@ -81,6 +81,13 @@ def test_any_plan_draws_the_same_noise(ranks, plan: str) -> None:
     assert set().union(*(weights for weights, _ in found)) == set(expected)
 
 
+def test_noise_that_is_set_on_a_started_trainer_is_refused(tmp_path) -> None:
+    trainer = make_trainer(CASE, ROWS, str(tmp_path), arguments={"max_steps": 1})
+    trainer.neftune_noise_alpha = ALPHA
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha was set to 5.0, but its plans were started with None"):
+        trainer.train()
+
+
 def test_noise_is_large_enough_to_be_seen() -> None:
     # the test above would not notice missing noise if it changed nothing
     model, row = build_model(CASE), ROWS[1]

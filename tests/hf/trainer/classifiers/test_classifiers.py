@@ -157,6 +157,35 @@ def test_a_set_without_labels_is_predicted() -> None:
     assert found.predictions.shape == (3, NUM_LABELS) and found.label_ids is None and found.metrics == {}
 
 
+def test_metrics_leave_the_loss_weighted_as_in_training() -> None:
+    rows = classifier_rows("tokens", [5, 9, 13])
+    rows = [{**row, "loss_weights": [0.5 * (place % 4) for place in range(len(row["labels"]))]} for row in rows]
+    config = {"max_length": 8, "long_sequences": "truncate"}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(case_of("tokens"), rows, folder, config, {"per_device_eval_batch_size": 2})
+        expected = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+        trainer.compute_metrics = mean_of_logits
+        found = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    assert found == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("head,name", [("regression", "squared error"), ("several", "binary cross-entropy")])
+def test_a_forward_with_another_loss_of_numbers_is_refused(tmp_path, head: str, name: str) -> None:
+    for factor in (1, 7):
+        model = build_model(case_of(head))
+
+        def scaled(module: Any, args: Any, output: Any, factor: int = factor) -> None:
+            output.loss = None if output.loss is None else factor * output.loss
+
+        model.register_forward_hook(scaled)
+        try:
+            make_trainer(case_of(head), classifier_rows(head, [5, 6]), str(tmp_path), {"self_test": True}, model=model)
+            message = ""
+        except ValueError as error:
+            message = str(error)
+        assert (f"whose mean {name} is" in message) == (factor == 7), message
+
+
 def test_a_head_of_few_labels_is_priced_as_such() -> None:
     words, labels = model_spec(build_model(ModelCase())), model_spec(build_model(case_of("classes")))
     assert (words.head_outputs, labels.head_outputs) == (64, NUM_LABELS)
