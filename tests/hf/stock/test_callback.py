@@ -288,6 +288,14 @@ class OwnStep(Trainer):
         return super().training_step(*args, **kwargs)
 
 
+class Noisy(Trainer):
+    """Has noise on embeddings that its arguments do not name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.neftune_noise_alpha = 5.0
+
+
 # name -> (mode, settings, arguments, what the trainer gets besides, part of the message)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "collator": ("attached", {}, {}, {"data_collator": PaddingCollator()}, "data_collator is PaddingCollator"),
@@ -303,13 +311,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], st
     "too long": ("attached", {"max_length": 40}, {}, {}, "row 0 has 61 tokens, above max_length 40"),
     "smoothing alone": ("alone", {}, {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1"),
     "tokens of a rank": ("alone", {}, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
-    "noise alone": (
-        "alone",
-        {},
-        {"neftune_noise_alpha": 5.0},
-        {},
-        "neftune_noise_alpha=5.0 would draw other noise on every rank",
-    ),
+    "noise alone": ("alone", {}, {}, {"trainer_class": Noisy}, "neftune_noise_alpha=5.0 would draw other noise on every rank"),
     "budget": ("alone", {"tokens_per_step": 100}, {}, {}, "tokens_per_step=100 needs the trainer's loader"),
     "cutting": ("alone", {"long_sequences": "split"}, {}, {}, "long_sequences='split' needs the trainer's loader"),
     "too long alone": ("alone", {"max_length": 40}, {}, {}, "has a sequence of 61 tokens, above max_length 40"),
