@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.models.context.forwards import is_of_transformers
 from hf_longctx.hf.models.heads.kinds import head_kind, is_generic
 from hf_longctx.hf.models.states.patching import STATE_WORDS
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
@@ -312,6 +313,11 @@ def _classifier_problem(model: nn.Module) -> str:
         return (
             f"model class {name} is not supported: its head is not known to be one linear module on the text model; {remedy}, "
             f"such as LlamaForSequenceClassification or Qwen3ForTokenClassification"
+        )
+    if not is_of_transformers(type(model)):
+        return (
+            f"model class {name} is not supported: it has a forward of its own, which plans would leave out; load the class of "
+            f"transformers on which it is built, and pass another loss of a token or a document as token_loss"
         )
     config: Any = model.config
     if config.get_text_config() is not config:
