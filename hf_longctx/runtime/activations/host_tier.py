@@ -18,7 +18,7 @@ import logging
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,36 +61,52 @@ class PlainCopies:
         return
 
 
-class StreamCopies:
-    """Copies on one CUDA stream per direction, after all work given to the current stream so far.
+class Leaving:
+    """Tensors on their way from the device. Each is kept until its copy is done, or until `wait` has let the device wait for it.
 
-    The last few sources are kept, and the current stream waits for the copy of each before it is dropped. So their memory is
-    used again in the order of the current stream. With `record_stream` instead, it would be free only when the host finds the
-    copy done: a host that runs ahead of the device would fill the device's memory with tensors that have left it.
+    So their memory is used again in the order of the device's own work. With `record_stream` instead, it would be free only when
+    the host finds the copy done: a host that runs ahead would fill the device's memory with tensors that have left it.
     """
 
+    def __init__(self, wait: Callable[[Ticket], None]) -> None:
+        self._wait = wait
+        self._kept: deque[tuple[Tensor, Ticket]] = deque()
+
+    def add(self, source: Tensor, ticket: Ticket) -> None:
+        """Keeps `source`, and no more than the last few before it."""
+        while len(self._kept) >= _MOST_LEAVING:
+            self._wait(self._kept[0][1])
+            self._kept.popleft()
+        self._kept.append((source, ticket))
+
+    def drop_finished(self) -> None:
+        """Drops the tensors at the front whose copies are done."""
+        while self._kept and self._kept[0][1].query():
+            self._kept.popleft()
+
+
+class StreamCopies:
+    """Copies on one CUDA stream per direction, after all work given to the current stream so far."""
+
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving: deque[tuple[Tensor, Ticket]] = deque()
+        self._leaving = Leaving(self.wait)
 
     def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        while len(self._leaving) >= _MOST_LEAVING:
-            self.wait(self._leaving[0][1])
-            self._leaving.popleft()
         ticket = self._copy(self._out, source, target, after)
-        self._leaving.append((source, ticket))
+        self._leaving.add(source, ticket)
         return ticket
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        while self._leaving and self._leaving[0][1].query():
-            self._leaving.popleft()
+        self._leaving.drop_finished()
         return self._copy(self._back, source, target, after)
 
     def wait(self, ticket: Ticket) -> None:
-        torch.cuda.current_stream().wait_event(ticket)
+        torch.cuda.current_stream(self._device).wait_event(ticket)
 
     def _copy(self, stream: Any, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         for ticket in after:
             stream.wait_event(ticket)
         with torch.cuda.stream(stream):

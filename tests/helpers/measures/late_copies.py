@@ -12,7 +12,7 @@ class LateCopies:
     """Makes every copy as late as the contract allows: back only when somebody waits for it, out likewise if `out_is_late`.
 
     A copy runs after the copies that it must follow. The source of a copy out is cloned, because its owner may overwrite it (on
-    CUDA record_stream keeps the memory). Until a copy back is done, its target holds NaN.
+    CUDA `Leaving` keeps the memory). Until a copy back is done, its target holds NaN.
     """
 
     def __init__(self, out_is_late: bool) -> None:

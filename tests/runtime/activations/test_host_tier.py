@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from torch import Tensor
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime.activations import host_tier
 from hf_longctx.runtime.activations.engine import LayerSlot
-from hf_longctx.runtime.activations.host_tier import HostSlab, HostTier, PlainCopies, SplitTensor, block_bytes
+from hf_longctx.runtime.activations.host_tier import HostSlab, HostTier, Leaving, PlainCopies, SplitTensor, block_bytes
 
 CPU = torch.device("cpu")
 LENGTHS = [13, 1, 31, 7]
@@ -200,6 +201,39 @@ def test_planted_read_before_the_copy_is_done_is_noticed(monkeypatch: pytest.Mon
     step = Step(HostTier(2**20, LateCopies(False)))
     step.forward((split_layer(),) * 2)[0].backward()
     assert not step.error() <= TOLERANCE
+
+
+class Pending:
+    """A ticket of a copy that is done or not."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+def test_a_tensor_that_leaves_is_kept_until_the_device_waits_for_its_copy() -> None:
+    sources, tickets, alive_at_wait = [], [Pending() for _ in range(5)], []
+
+    def wait(ticket: Pending) -> None:
+        alive_at_wait.append(sources[tickets.index(ticket)]() is not None)
+
+    leaving = Leaving(wait)
+    for ticket in tickets[:4]:
+        source = torch.zeros(3)
+        sources.append(weakref.ref(source))
+        leaving.add(source, ticket)
+        del source
+    assert alive_at_wait == [True, True]
+    assert [source() is None for source in sources] == [True, True, False, False]
+    # in the order of their copies
+    tickets[3].is_done = True
+    leaving.drop_finished()
+    assert sources[2]() is not None
+    tickets[2].is_done = True
+    leaving.drop_finished()
+    assert [source() is None for source in sources] == [True] * 4
 
 
 def test_blocks_are_not_rounded_to_powers_of_two() -> None:
