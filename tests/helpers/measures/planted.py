@@ -102,8 +102,8 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
 def _places_in_rows() -> Any:
     original = DropoutKeys.of_pieces
 
-    def of_pieces(keys: Any, pieces: Any, positions: torch.Tensor) -> Any:
-        return original(keys, pieces, torch.arange(positions.numel()))
+    def of_pieces(keys: Any, pieces: Any, positions: torch.Tensor, lengths: Any = ()) -> Any:
+        return original(keys, pieces, torch.arange(positions.numel()), lengths)
 
     return replaced(DropoutKeys, "of_pieces", of_pieces)
 
@@ -116,8 +116,8 @@ def _front(tokens: Any, part: slice = slice(None)) -> Any:
 def _own_sequences() -> Any:
     original = DropoutKeys.of_pieces
 
-    def of_pieces(keys: Any, pieces: Any, positions: torch.Tensor) -> Any:
-        return original(keys, [(count, place) for place, (count, _) in enumerate(pieces)], positions)
+    def of_pieces(keys: Any, pieces: Any, positions: torch.Tensor, lengths: Any = ()) -> Any:
+        return original(keys, [(count, place) for place, (count, _) in enumerate(pieces)], positions, lengths)
 
     return replaced(DropoutKeys, "of_pieces", of_pieces)
 

@@ -33,7 +33,16 @@ CASES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("smollm3", {"use_sliding_window": True, "pad_token_id": 0}, (3, 7)),
     ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, (0, 2, 4, 6)),
     # short convolutions have no window
-    ("lfm3", {"head_dim": 8, "pad_token_id": 0, "layer_types": ["conv"] * 6 + ["sliding_attention", "full_attention"]}, (6,)),
+    (
+        "lfm3",
+        {
+            "head_dim": 8,
+            "pad_token_id": 0,
+            "conv_L_cache": 3,
+            "layer_types": ["conv"] * 6 + ["sliding_attention", "full_attention"],
+        },
+        (6,),
+    ),
     ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "layer_types": ["full_attention"] * 7 + ["sliding_attention"]}, (7,)),
 ]
 
@@ -42,10 +51,13 @@ CASES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
 def test_a_config_and_its_model_have_the_same_windows(kind: str, settings: dict[str, Any], windowed: tuple[int, ...]) -> None:
     bare = SIZES | settings | {"model_type": kind}
     expected = tuple(16 if layer in windowed else None for layer in range(8)) if windowed else ()
-    assert ModelSpec.from_config(bare).windows == expected
+    # the spec has 0 for layers with a state in place of attention
+    has_state = [kind == "conv" for kind in settings.get("layer_types", ["full_attention"] * 8)]
+    spec_windows = expected and tuple(0 if state else window for state, window in zip(has_state, expected, strict=True))
+    assert ModelSpec.from_config(bare).windows == spec_windows
     config = transformers.AutoConfig.for_model(kind, **SIZES | settings)
     assert windows_of(config) == expected
-    assert model_spec(transformers.AutoModelForCausalLM.from_config(config)).windows == expected
+    assert model_spec(transformers.AutoModelForCausalLM.from_config(config)).windows == spec_windows
 
 
 def test_layers_of_a_mixed_model_are_told_apart() -> None:

@@ -87,7 +87,7 @@ def test_so_many_classes_are_supported() -> None:
         ("BertForSequenceClassification", "its head is not known to be one linear module"),
         ("ModernBertDecoderForSequenceClassification", "its head is not known to be one linear module"),
         ("Gemma3ForSequenceClassification", "it has towers for images or sound"),
-        ("JambaForSequenceClassification", "carries a state from token to token"),
+        ("DogeForSequenceClassification", "makes a mask of"),
         ("DiffLlamaForTokenClassification", "calls attention several times"),
     ],
 )
