@@ -35,7 +35,7 @@ _QK_NORMS = (".q_norm", ".q_layernorm", ".qk_norm")
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
     """The shapes of `model` for the planner. is_autocast: whether attention runs in bf16, whatever the dtype of the weights."""
     element = hidden_dtype(model).itemsize
-    spec = ModelSpec.from_config(_fields(model.config), bytes_per_element=element)
+    spec = ModelSpec.from_config(_fields(model), bytes_per_element=element)
     if head_kind(model) != "next_token":
         spec = replace(spec, num_labels=num_outputs(base_of(model)), tied_embeddings=False)
     return replace(
@@ -74,8 +74,9 @@ def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
     return round(missing / spec.num_layers) if abs(missing) > _AGREES * spec.num_parameters else 0
 
 
-def _fields(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of a config, under the names that most classes use."""
+def _fields(owner: PreTrainedModel | PretrainedConfig) -> dict[str, Any]:
+    """The fields of a model's config, or of a config, under the names that most classes use."""
+    config = owner if isinstance(owner, PretrainedConfig) else owner.config
     text = config.get_text_config()
     fields = text.to_dict()
     nested = {name: value for part in _NESTED for name, value in (fields.get(part) or {}).items()}
@@ -86,8 +87,8 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     width = widths[0] if widths else 4 * fields["hidden_size"]
     # some configs compute this number in a property, which to_dict leaves out
     fields["num_hidden_layers"] = text.num_hidden_layers
-    if first_position(text) or not has_limit(text) or "max_seq_len" in fields:
-        fields["max_position_embeddings"] = max_positions(text)
+    if first_position(owner) or not has_limit(text) or "max_seq_len" in fields:
+        fields["max_position_embeddings"] = max_positions(owner)
     return {**fields, **_most_kv(text), "intermediate_size": max(width) if isinstance(width, list) else width}
 
 

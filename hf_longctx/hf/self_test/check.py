@@ -183,7 +183,7 @@ class SelfTest:
     def _compare(self, place: RunPlace, forward: str) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
         """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans."""
         exact, pool = Specimen(self.exact, False, self.setup, place), place.pool
-        absent = absent_token_ids(base_of(self.exact.model).config)
+        absent = absent_token_ids(base_of(self.exact.model))
         rows = _rows(self.lengths, self.exact.num_token_ids, absent, place.task)
         probes = exact.probes(self.lengths)
         # slices leave their states at these places

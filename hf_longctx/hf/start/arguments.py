@@ -455,9 +455,9 @@ def setup_problems(
         return problems
     problems += user_code_problems(model, config)
     text = model.config.get_text_config()
-    positions = max_positions(text)
+    positions = max_positions(model)
     if config.max_length is not None and config.max_length > positions and has_limit(text) and not grows(text):
-        padding = f" (those after the one of its padding token, {first - 1})" if (first := first_position(text)) else ""
+        padding = f" (those after the one of its padding token, {first - 1})" if (first := first_position(model)) else ""
         problems.append(
             f"max_length {config.max_length} is above the model's max_position_embeddings {positions}{padding}; lower "
             f"max_length, or load the model with a config that extend_positions(config, {config.max_length}) made"

@@ -1,15 +1,17 @@
-"""Problems with the settings of runs whose model classifies documents or tokens."""
+"""Problems with the settings of runs whose model classifies documents or tokens, and its padding token."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.trainer_utils import align_special_tokens
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels.task import HeadTask, Problem
 from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.models.heads.kinds import inner_model
 from hf_longctx.runtime.core.value_losses import OwnLogit
 
 
@@ -41,3 +43,27 @@ def classifier_problems(
             f"problem_type of the config to 'single_label_classification'"
         )
     return problems
+
+
+def align_padding(task: HeadTask, model: Any, processing_class: Any) -> None:
+    """Gives the config of a model that classifies documents the special tokens of its tokenizer, as `Trainer.train` does.
+
+    Labels stand on the last token that is no padding, so this comes before `task_of` reads the padding token. task: its kind
+    tells whether the model classifies documents.
+    """
+    if task.kind == "document" and isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
+        align_special_tokens(inner_model(model), processing_class)
+
+
+def padding_problems(task: HeadTask, model: Any, processing_class: Any) -> list[str]:
+    """The problem with a padding token that has changed since the run's labels were placed by it."""
+    if task.kind != "document":
+        return []
+    align_padding(task, model, processing_class)
+    current = inner_model(model).config.get_text_config().pad_token_id
+    if current == task.pad_token_id:
+        return []
+    return [
+        f"the padding token of the model or its tokenizer was changed from {task.pad_token_id} to {current} after the start, and "
+        f"labels of documents stand on the last token that is no padding; change it back, or make a new trainer"
+    ]

@@ -207,7 +207,7 @@ class _SetupBasis:
         room_tokens = tokens_per_rank * degrees[-1]
         if is_pipeline:
             room_tokens = _longest_in_stages(min(self.max_length, room_tokens * len(ranges)), costs, planner)
-        placeholders = absent_token_ids(base_of(self.model).config)
+        placeholders = absent_token_ids(base_of(self.model))
         return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
 
     def _tokens_per_rank(

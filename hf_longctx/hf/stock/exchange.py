@@ -183,7 +183,7 @@ class SequenceExchange:
             return None
         self.num_forwards += 1
         with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
-            documents, owned = self._agree(args, kwargs, absent_token_ids(base_of(model).config))
+            documents, owned = self._agree(args, kwargs, absent_token_ids(base_of(model)))
             plan = self._plan([length for lengths in owned for length in lengths])
             exchange = TokenExchange(plan, owned, self.pool.rank)
             rows_T2, positions_T = exchange.run(documents, self.pool.everyone)

@@ -32,7 +32,7 @@ from hf_longctx.hf.ranks.heartbeats import follow_launcher
 from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.specimen import RunPlace
-from hf_longctx.hf.start.classifiers import classifier_problems
+from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
@@ -174,6 +174,7 @@ def start_run(request: RunRequest) -> Run:
     """
     config, model, args = request.config, request.model, request.args
     control = meet(config, request.control)
+    align_padding(request.task, model, request.processing_class)
     problems = request.problems + request.problems_of_loss(control)
     degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
     task = request.task

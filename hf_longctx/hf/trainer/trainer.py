@@ -49,6 +49,7 @@ from hf_longctx.hf.start.arguments import (
     override_problems,
     run_problems,
 )
+from hf_longctx.hf.start.classifiers import padding_problems
 from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
 from hf_longctx.hf.start.trl import (
     is_scored,
@@ -338,9 +339,13 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
             self.longctx_run.dropout.begin_step(self.state.global_step, numbers)
 
     def _check_loss(self) -> None:
-        """Raises ValueError on every rank if a loss was set that plans would never call, or noise that they would not add."""
+        """Raises ValueError on every rank if a loss was set that plans would never call, or noise that they would not add.
+
+        Also if another token has become padding since documents' labels were placed.
+        """
         run = self.longctx_run
         problems = trainer_loss_problems(self) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
+        problems += padding_problems(run.task, self.model, self.processing_class)
         if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing | ValueLoss):
             problems += model_loss_problems(self.model, self.args.device)
         raise_together(problems, run.control)

@@ -39,6 +39,20 @@ def test_positions_after_the_padding_token_limit_the_length() -> None:
     assert (first_position(llama), max_positions(llama), absent_token_ids(llama)) == (0, 128, ())
 
 
+def test_positions_are_counted_from_the_padding_token_of_the_embeddings() -> None:
+    with wide_floats():
+        expected = reference_step(build_any("RobertaForCausalLM"), rows())
+        model = patched(build_any("RobertaForCausalLM"))
+        # `Trainer.train` gives the config the padding token of the tokenizer
+        model.config.pad_token_id = 5
+        assert worst(lone_step(model, sliced_plan(LENGTHS, SLICES)), expected) <= TOLERANCE
+        again = build_any("RobertaForCausalLM")
+        again.config.pad_token_id = 5
+        assert worst(lone_step(patched(again), sliced_plan(LENGTHS, SLICES)), expected) <= TOLERANCE
+    left = 128 - VOCAB_SIZE - 1
+    assert (max_positions(again), absent_token_ids(again), model_spec(again).max_positions) == (left, (VOCAB_SIZE,), left)
+
+
 def test_a_row_with_the_padding_token_is_refused() -> None:
     rows = [{"input_ids": [3, VOCAB_SIZE, 4], "labels": [3, VOCAB_SIZE, 4]}]
     (problem,) = scan_dataset(

@@ -1,6 +1,7 @@
 """Positions of models that count from the number of their padding token, such as RoBERTa.
 
-Their first position is `pad_token_id` + 1, and they number the tokens of a row themselves, leaving out padding tokens. Plans
+Their first position is the id of the padding token + 1, and they number the tokens of a row themselves, leaving out padding
+tokens. The embeddings keep the id with which they were made, even if `Trainer.train` gives the config that of a tokenizer. Plans
 number the tokens of every document from 0 and never pad. So `models.attention.patch_model` lets the module around the embeddings
 add the number of the first position to the positions that it gets with a plan. A row with a padding token inside would be
 numbered differently, so such rows are refused where data is read (`absent_token_ids`).
@@ -8,6 +9,7 @@ numbered differently, so such rows are refused where data is read (`absent_token
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,17 +26,17 @@ _LIMITS = ("max_position_embeddings", "max_seq_len")
 _HANDLE = "_longctx_position_handle"
 
 
-def first_position(config: PretrainedConfig) -> int:
-    """The number that the model gives to the position of a document's first token."""
-    text = config.get_text_config()
-    return int(text.pad_token_id) + 1 if text.model_type in _FROM_PADDING else 0
+def first_position(owner: Any) -> int:
+    """The number that a model gives to the position of a document's first token; owner: the model, or its config."""
+    text = _config(owner).get_text_config()
+    return _padding_id(owner) + 1 if text.model_type in _FROM_PADDING else 0
 
 
-def max_positions(config: PretrainedConfig) -> int:
-    """The most tokens of a document for which the model has positions; a model that needs none has no limit."""
-    text: Any = config.get_text_config()
+def max_positions(owner: Any) -> int:
+    """The most tokens of a document for which a model, or that of a config, has positions; one that needs none has no limit."""
+    text: Any = _config(owner).get_text_config()
     limit = next((each for name in _LIMITS if (each := getattr(text, name, None))), NO_POSITIONS)
-    return int(limit) - first_position(text)
+    return int(limit) - first_position(owner)
 
 
 def has_limit(config: PretrainedConfig) -> bool:
@@ -43,17 +45,21 @@ def has_limit(config: PretrainedConfig) -> bool:
     return any(getattr(text, name, None) for name in _LIMITS)
 
 
-def absent_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
-    """Token ids that no row may have: those that stand for images, sound, video, or for padding that moves positions."""
-    return (*placeholder_ids(config), *([text.pad_token_id] if first_position(text := config.get_text_config()) else []))
+def absent_token_ids(owner: Any) -> tuple[int, ...]:
+    """Token ids that no row of a model may have: those that stand for images, sound, video, or for padding that moves positions.
+
+    owner: the model, or its config.
+    """
+    first = first_position(owner)
+    return (*placeholder_ids(_config(owner)), *([first - 1] if first else []))
 
 
 def count_from_padding(model: Any) -> None:
     """Lets a model that counts positions from its padding token do so under plans too. Idempotent."""
     inner: nn.Module = model.base_model
-    if first_position(model.config) and _HANDLE not in vars(inner):
+    if (first := first_position(model)) and _HANDLE not in vars(inner):
         # not on the model itself, whose arguments a hook of the callback may replace later
-        setattr(inner, _HANDLE, inner.register_forward_pre_hook(_shift, with_kwargs=True))
+        setattr(inner, _HANDLE, inner.register_forward_pre_hook(partial(_shift, first), with_kwargs=True))
 
 
 def ignore_padding(model: Any) -> None:
@@ -63,7 +69,20 @@ def ignore_padding(model: Any) -> None:
             handle.remove()
 
 
-def _shift(inner: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _shift(
+    first: int, inner: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if keywords.get("longctx") is None:
         return None
-    return args, {**keywords, "position_ids": keywords["position_ids"] + first_position(inner.config)}
+    return args, {**keywords, "position_ids": keywords["position_ids"] + first}
+
+
+def _config(owner: Any) -> PretrainedConfig:
+    return owner if isinstance(owner, PretrainedConfig) else owner.config
+
+
+def _padding_id(owner: Any) -> int:
+    """The padding token from which the embeddings count; the config's where there are no embeddings, as in a later stage."""
+    modules: Any = owner.modules() if isinstance(owner, nn.Module) else ()
+    found = (each.padding_idx for each in modules if hasattr(each, "position_embeddings") and hasattr(each, "padding_idx"))
+    return int(next(found, _config(owner).get_text_config().pad_token_id))

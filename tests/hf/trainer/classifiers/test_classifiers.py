@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.models.chats import tokenizer_of
 from helpers.models.classifiers import HEADS, NUM_LABELS, classifier_rows, plain_step
 from helpers.models.reference import TOLERANCE, relative_error
-from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer, training_arguments
 from transformers import Trainer, default_data_collator
@@ -147,6 +148,26 @@ def test_an_attached_trainer_matches_and_is_stock_again() -> None:
 def test_settings_without_meaning_are_refused(head: str, config: Any, arguments: Any, more: Any, why: str) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match=why):
         make_trainer(case_of(head), classifier_rows(head, [5, 6]), folder, config, arguments, **more)
+
+
+def test_the_padding_token_of_the_tokenizer_places_labels() -> None:
+    padding, other = 5, 6
+    rows = [{**row, "input_ids": [*row["input_ids"], padding, padding]} for row in classifier_rows("classes", [13, 13, 13, 13])]
+    models = [build_model(case_of("classes")) for _ in range(2)]
+    for model, pad_token_id in zip(models, (padding, None), strict=True):
+        model.config.pad_token_id = pad_token_id
+    loss, _, _ = plain_step(models[0], "classes", rows)
+    tokenizer = tokenizer_of(VOCAB_SIZE)
+    tokenizer.pad_token = f"w{padding}"
+    arguments = {**PLAIN_DESCENT, "max_steps": 1, "per_device_train_batch_size": 4}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(case_of("classes"), rows, folder, None, arguments, model=models[1], processing_class=tokenizer)
+        assert trainer.train().training_loss == pytest.approx(loss, rel=1e-6)
+        tokenizer.pad_token = f"w{other}"
+        with pytest.raises(
+            ValueError, match=f"padding token of the model or its tokenizer was changed from {padding} to {other}"
+        ):
+            trainer.train()
 
 
 def test_a_set_without_labels_is_predicted() -> None:
