@@ -69,7 +69,9 @@ class Decay:
 
     def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
         """The effect of tokens."""
-        left_1NH = self.log_decays(inputs_1NHX, weights_H).cumsum(dim=1).exp()
+        decays_1NH = self.log_decays(inputs_1NHX, weights_H)
+        # in 16 bits, the sum would stall after some hundred tokens
+        left_1NH = decays_1NH.to(torch.promote_types(decays_1NH.dtype, torch.float32)).cumsum(dim=1).exp()
         reads_1NGK = self.reads(inputs_1NHX).to(left_1NH.dtype)
 
         def output_for(state_1HEK: Tensor) -> Tensor:

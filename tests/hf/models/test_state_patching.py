@@ -16,10 +16,12 @@ from helpers.measures.class_sweep import self_tested
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
-from hf_longctx.hf.models.states.functions import FAMILIES, MIXERS, STAND_INS, family_of
+from hf_longctx.hf.models.states import methods
+from hf_longctx.hf.models.states.functions import FAMILIES, MIXERS, STAND_INS, MixerCall, family_of
 from hf_longctx.hf.models.states.methods import METHODS
 from hf_longctx.hf.models.states.patching import mixers_of, state_problems
 from hf_longctx.hf.start.arguments import setup_problems
@@ -86,6 +88,61 @@ def test_plans_and_the_self_test_run_without_installed_kernels(monkeypatch, case
     planned = model(IDS, attention_mask=no_mask(IDS.device), use_cache=False, longctx=lone_context()).logits
     assert torch.allclose(planned, plain, rtol=0, atol=1e-6)
     assert self_tested(model).startswith("self-test passed")
+
+
+class DtypesOf(TorchFunctionMode):
+    """Notes the dtypes of tensors whose methods of some names are called: CPUs add up in wider formats than GPUs do."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.found = names, set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self.names:
+            self.found.add(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+def state_map_of(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[Any, Any]:
+    """The map that the stand-in `run` gives its scan, and the scan's weights."""
+    found = []
+
+    def keep(read: Any, own: Any, weights: Any, scan: Any, *others: Any) -> torch.Tensor:
+        found.append((scan.state_map, weights))
+        return own[0]
+
+    monkeypatch.setattr(methods, "scan_documents", keep)
+    run()
+    return found[0]
+
+
+def minimax_map(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    mixer = next(iter(mixers_of(build_model(ModelCase("minimax", num_layers=4))).values()))
+    width = 3 * mixer.num_attention_heads * mixer.head_dim
+    call = MixerCall(mixer, lone_context(), kept=[torch.zeros(1, 1, width)])
+    return state_map_of(monkeypatch, lambda: methods.lightning_attention(call, lambda x: x, torch.zeros(1, 1, width)))
+
+
+def gated_map(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    call, x = MixerCall(nn.Identity(), lone_context()), torch.zeros(1, 1, 2, 1)
+    return state_map_of(monkeypatch, lambda: methods.gated_linear_scan(call, torch.add, x, x, x, None))
+
+
+@pytest.mark.parametrize(
+    "make,inputs",
+    [
+        (minimax_map, (torch.ones(1, 4096, 2, 2),)),
+        (gated_map, (torch.ones(1, 4096, 2), torch.full((1, 4096, 2), 0.998))),
+    ],
+    ids=["rates", "gates"],
+)
+def test_decays_of_many_tokens_are_not_added_up_in_16_bits(monkeypatch, make: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    state_map, weights = make(monkeypatch)
+    mine, rates = ([x.bfloat16() for x in each] for each in (inputs, weights))
+    with DtypesOf("log", "cumsum") as seen:
+        effect = state_map.effect(mine, rates, torch.zeros(1, 4096, 2, 2), torch.zeros(1, 2, 2, 2))
+    assert seen.found and seen.found <= {torch.float32}
+    assert effect.carry.dtype == torch.float32
 
 
 class ForeignMamba(nn.Module):

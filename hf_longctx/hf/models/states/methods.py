@@ -48,7 +48,8 @@ def gated_linear_scan(
         return output.unsqueeze(-1), after.view(1, -1, 1, 1)
 
     def log_decays(mine: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
-        return mine[1].clamp_min(torch.finfo(mine[1].dtype).tiny).log()
+        gate = mine[1].to(torch.promote_types(mine[1].dtype, torch.float32))
+        return gate.clamp_min(torch.finfo(gate.dtype).tiny).log()
 
     state_map = Decay(log_decays, reads=lambda mine: torch.ones_like(mine[1]).unsqueeze(-1))
     scan_of = MixerScan(scanned, ScanSize(0, 1), state_map)
