@@ -28,6 +28,7 @@ from hf_longctx.hf.models.states.patching import leave_kernels_out, mixers_of
 from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 from hf_longctx.hf.models.wrapped.text import tower_names, tower_parameters
 from hf_longctx.hf.self_test.independent import independent_copy
+from hf_longctx.runtime.core.binding import HOOKS
 
 # number of token ids that the copy keeps
 NUM_TOKEN_IDS = 1024
@@ -36,8 +37,6 @@ _STEP, _LONGEST_STEP = "floor_scale", 8
 # settings that differ between layers without changing the computation
 _NUMBERS = ("layer_idx", "training")
 _NOISE = 0.02
-# attributes of a module that hold hooks
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # packages whose hooks treat tokens one by one
 _LIBRARIES = ("accelerate", "hf_longctx", "peft", "torch", "transformers", "trl")
 # attributes with a replaced forward; accelerate keeps one that it wrapped in the second
@@ -170,7 +169,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 def _added_functions(module: nn.Module) -> tuple[Any, ...]:
     """Hooks of `module` and functions among its own attributes, which may change what it computes; ours are known by name."""
-    hooks = [(name, id(_function(hook))) for name in _HOOKS for hook in getattr(module, name).values()]
+    hooks = [(name, id(_function(hook))) for name in HOOKS for hook in getattr(module, name).values()]
     functions = [
         (key, _function(value))
         for key, value in sorted(vars(module).items())
@@ -182,7 +181,7 @@ def _added_functions(module: nn.Module) -> tuple[Any, ...]:
 
 def has_user_functions(model: nn.Module) -> bool:
     """Whether some module has a hook or a forward that is not a library's, which may do anything to the tokens it gets."""
-    found = [hook for module in model.modules() for name in _HOOKS for hook in getattr(module, name).values()]
+    found = [hook for module in model.modules() for name in HOOKS for hook in getattr(module, name).values()]
     found += [vars(module)[name] for module in model.modules() for name in _FORWARDS if vars(module).get(name) is not None]
     return any(_package(_function(function)) not in _LIBRARIES for function in found)
 

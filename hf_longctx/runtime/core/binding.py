@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 _MARK = "_longctx_bound"
+# attributes of a module that hold hooks
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:

@@ -7,12 +7,14 @@ import functools
 import inspect
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from helpers.measures.class_sweep import self_tested
+from helpers.models.any_model import build_any
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
 from torch import nn
@@ -186,6 +188,34 @@ def test_a_mixer_whose_forward_calls_other_functions_is_refused(monkeypatch) -> 
     assert problem.startswith(
         f"the forward of {MIXER} (Qwen3_5GatedDeltaNet) does not call causal_conv1d_fn and torch_chunk_gated_delta_rule in this"
     )
+
+
+@pytest.mark.parametrize(
+    "class_name,owner,kind",
+    [
+        ("MiniMaxForCausalLM", "act_fn", "forward_hook"),
+        ("MiniMaxForCausalLM", "norm", "forward_pre_hook"),
+        ("RecurrentGemmaForCausalLM", "conv_1d", "full_backward_hook"),
+        ("ZayaForCausalLM", "conv_qk_grouped", "full_backward_pre_hook"),
+    ],
+)
+def test_hooks_where_plans_pass_other_tensors_are_refused(class_name: str, owner: str, kind: str) -> None:
+    model = build_any(class_name)
+    name, mixer = next(iter(mixers_of(model).items()))
+    mixer.register_forward_hook(lambda *_: None)
+    if owner == "conv_1d":
+        # plans replace a method of it that is not its forward
+        mixer.rg_lru.register_forward_hook(lambda *_: None)
+    patch_model(model)
+    run = partial(model, IDS, attention_mask=no_mask(IDS.device), use_cache=False, longctx=lone_context())
+    run()
+    assert state_problems(model) == []
+    getattr(mixer.get_submodule(owner), f"register_{kind}")(lambda *_: None)
+    (problem,) = state_problems(model)
+    assert problem.startswith(f"{name} ({type(mixer).__name__}) has a hook on its module {owner}, ")
+    with pytest.raises(ValueError, match=f"{type(mixer).__name__} has a hook on its module {owner}, "):
+        # a hook that is added after the start
+        run()
 
 
 def test_a_forward_that_leaves_a_function_out_is_noticed(monkeypatch) -> None:

@@ -1,7 +1,8 @@
 """Stand-ins for methods of mixers that write their recurrence out inside their forward, for `functions.FAMILIES`.
 
 Where a mixer calls no function that could be replaced, it calls modules of its own, whose methods are replaced while its forward
-runs: a convolution, a scan, or those before and after its loop over blocks.
+runs: a convolution, a scan, or those before and after its loop over blocks. These modules get and return other tensors than under
+the forward of the class, so `patching` refuses hooks on them.
 """
 
 from __future__ import annotations
@@ -84,11 +85,12 @@ def lightning_attention(call: MixerCall, norm: Callable[[Tensor], Tensor], unuse
 def stacked_convolutions(call: MixerCall, convolve: Callable[[Tensor], Tensor], padded_1CS: Tensor) -> Tensor:
     """Outputs [1, C, T] of two convolutions in a row over each document, without the zeros that the class put in front."""
     mixer: Any = call.mixer
-    second = type(mixer.conv_qk_grouped).forward
+    # behind `done_before`
+    second = mixer.conv_qk_grouped.forward.args[1]
     num_read = mixer.conv_kernel_size
 
     def both(x_1CN: Tensor) -> Tensor:
-        return second(mixer.conv_qk_grouped, convolve(F.pad(x_1CN, (num_read, 0))))
+        return second(convolve(F.pad(x_1CN, (num_read, 0))))
 
     return convolve_documents(padded_1CS[..., num_read:], num_read + 1, both, mixer, call.context)
 

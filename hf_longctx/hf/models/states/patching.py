@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall, StateFamily
 from hf_longctx.hf.models.states.methods import METHODS
-from hf_longctx.runtime.core.binding import with_globals
+from hf_longctx.runtime.core.binding import HOOKS, with_globals
 
 # words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
 STATE_WORDS = (
@@ -145,6 +145,22 @@ def _problem(name: str, mixer: nn.Module) -> str:
             f"{where} calls {foreign[0]} through the package kernels, whose numbers are not tested under plans; set "
             f"USE_HUB_KERNELS=0 in the environment before transformers is imported"
         )
+    return _hook_problem(where, mixer)
+
+
+def _hook_problem(where: str, mixer: nn.Module) -> str:
+    """Problem with hooks on modules whose forward is ours under a plan; our own hooks only watch for a while."""
+    for path in dict.fromkeys(family_of_mixer(mixer).methods):
+        owner, _, method = path.rpartition(".")
+        if method != "forward":
+            continue
+        inside = mixer.get_submodule(owner).modules()
+        hooks = [hook for module in inside for kind in HOOKS for hook in getattr(module, kind).values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("hf_longctx.") for hook in hooks):
+            return (
+                f"{where} has a hook on its module {owner}, which gets and returns other tensors under plans than under the "
+                f"forward of the class; remove it, or hook the whole {type(mixer).__name__}"
+            )
     return ""
 
 
@@ -169,6 +185,9 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
             raise ValueError(
                 f"{name} got {unwanted} under a plan, which has none; run the model through the plan's executor only"
             )
+    # hooks may come after the start
+    if problem := _hook_problem(name, mixer):
+        raise ValueError(problem)
     call = MixerCall(mixer, longctx)
     ours = {each: partial(_stand_in, each, function, call) for each, function in functions.items()}
     with _with_methods(mixer, family.methods, call):
