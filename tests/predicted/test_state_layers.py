@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,23 +18,22 @@ from helpers.ranks.rank_steps import rank_inputs
 from predicted.test_memory_model import PACKED, PLAIN, WHOLE, Shape, measured, predicted
 from predicted.test_saved_bytes import saved_bytes
 from predicted.test_traffic import sent_on_rank
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.spec import model_spec, states_of
+from hf_longctx.hf.models.states import functions
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.planning.step_record import predicted_memory
 from hf_longctx.plan.core import layer_kinds
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import ActivationPolicy, GroupShape
+from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.states.maps import DeltaRule
 
 pytestmark = newest
 QWEN = ModelCase("qwen3_5", num_layers=4)
@@ -187,41 +185,71 @@ def test_ranks_send_what_the_planner_counts(ranks, case: ModelCase, dtype: torch
     check_sent(ranks, replace(case, dtype=dtype), GroupShape(2, 2), [32, 16])
 
 
-def test_a_scan_that_finds_what_an_earlier_state_adds_saves_what_is_counted() -> None:
-    states = HybridShape().spec(torch.float32).states
-    num_tokens, rule = 1024, inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
-    inputs = [torch.randn(1, num_tokens, heads, 16) for heads in (2, 2, 4)]
-    inputs += [-torch.rand(1, num_tokens, 4), torch.rand(1, num_tokens, 4)]
-    leaves = [x.requires_grad_() for x in inputs]
+def saved_elements(run: Any) -> int:
+    """Elements of four bytes that `run` saves for backward."""
+    storages = {}
 
-    def scan(mine: Any, state: Any) -> Any:
-        q, k, v, decay, strength = mine
-        return rule(q, k, v, g=decay, beta=strength, initial_state=state, output_final_state=True)
+    def note(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        # kept alive, so that no storage takes the place of another
+        result = run()
+    assert result is not None
+    return sum(storage.nbytes() for storage in storages.values()) // 4
+
+
+SCANS = {
+    "qwen3_5": HybridShape().config(),
+    "bamba": transformers.BambaConfig(**_SCAN, hidden_size=64, attn_layer_indices=[1], num_hidden_layers=2),
+    "mamba": transformers.MambaConfig(hidden_size=32, state_size=8, num_hidden_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_that_finds_what_an_earlier_state_adds_saves_what_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, num_tokens, called = SCANS[name], 512, []
+    spec = ModelSpec.from_config(config.to_dict(), 4)
+
+    def keep(read: Any, own: Any, weights: Any, scan: Any, *others: Any) -> torch.Tensor:
+        called.append(([x.detach().requires_grad_() for x in (*read, *own)], weights, scan))
+        return scan.run([*read, *own, *weights], None)[0]
+
+    monkeypatch.setattr(functions, "scan_documents", keep)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    mixer = next(iter(mixers_of(model).values()))
+    patch_model(model)
+    chunk = Chunk(0, (Span(0, 0, num_tokens),))
+    mixer(
+        torch.randn(1, num_tokens, config.hidden_size),
+        longctx=GroupPool((1,), 1.0).context(SequenceGroup((0,), "local", (), ()), chunk),
+    )
+    ((inputs, weights, scan),) = called
 
     def passed() -> Any:
-        wide, first = DeltaRule().widened(leaves)
-        effect = DeltaRule().effect(leaves, (), *scan(wide, first))
-        return effect.output(torch.randn(1, 4, 16, 16, requires_grad=True)), effect.carry
+        wide, first = scan.state_map.widened(inputs)
+        effect = scan.state_map.effect(inputs, weights, *scan.run([*wide, *weights], first))
+        return effect.output(torch.randn_like(effect.after).requires_grad_()), effect.carry
 
-    def saved(run: Any) -> int:
-        storages = {}
-
-        def note(x: torch.Tensor) -> torch.Tensor:
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            # kept alive, so that no storage takes the place of another
-            result = run()
-        assert result is not None
-        return sum(storage.nbytes() for storage in storages.values())
-
-    added = saved(passed) - saved(lambda: scan(leaves, None))
-    assert 0.8 * added <= 4 * states.carry_wide * num_tokens <= 1.3 * added
-    ring, lone = (Load(num_tokens, (num_tokens,), 3, num_blocks=blocks, is_shared=blocks > 1) for blocks in (2, 1))
-    model = ByteModel(HybridShape().spec(torch.float32))
-    # in two layers of three
-    assert model.chunk(ring).device - model.chunk(lone).device == 2 * 4 * states.carry_wide * num_tokens
+    alone = saved_elements(lambda: scan.run([*inputs, *weights], None))
+    state = torch.randn_like(scan.run([*inputs, *weights], None)[1]).requires_grad_()
+    of_slice = saved_elements(lambda: scan.run([*inputs, *weights], state)) - alone
+    added = saved_elements(passed) - alone
+    assert 0.8 * added <= spec.states.carry_wide * num_tokens <= 1.3 * added
+    # most scans start from a state as they start from zeros
+    assert 0.8 * (of_slice - 3 * state.numel()) <= spec.states.slice_wide * num_tokens <= 1.3 * of_slice
+    lone = Load(num_tokens, (num_tokens,), len(spec.states.layers))
+    loads = {
+        "lone": lone,
+        "first slice": replace(lone, sliced_tokens=num_tokens),
+        "slice": replace(lone, sliced_tokens=num_tokens, front_tokens=1),
+        "ring": replace(lone, num_blocks=2, is_shared=True),
+    }
+    held = {each: ByteModel(spec).chunk(load).device for each, load in loads.items()}
+    num_layers = sum(spec.states.layers)
+    assert held["ring"] - held["lone"] == num_layers * 4 * spec.states.carry_wide * num_tokens
+    assert held["slice"] - held["first slice"] == num_layers * 4 * spec.states.slice_wide * num_tokens
 
 
 @pytest.mark.parametrize("shape", [GroupShape(4), GroupShape(4, 2)], ids=["ring", "hybrid"])

@@ -97,7 +97,8 @@ class StateSpec:
 
     Where ranks pass states on: carry_elements, fp32 elements for each head that say how tokens change an earlier state. For a
     token whose document begins on another rank: carry_products, multiplications more of the scan; carry_wide, fp32 elements more
-    that are saved.
+    that are saved. slice_wide: fp32 elements more that are saved for a token of a slice after the first, where ranks do not pass
+    states on.
 
     Saved per token for backward, by transformers' own torch functions, which plans run: saved_elements in the model's format and
     saved_wide in fp32 outside the scan. A scan in one piece saves scan_elements of each head and runs tile_tokens at once
@@ -120,6 +121,7 @@ class StateSpec:
     carry_elements: int = 0
     carry_products: int = 0
     carry_wide: int = 0
+    slice_wide: int = 0
     saved_elements: int = 0
     saved_wide: int = 0
     copied_wide: int = 0
@@ -371,6 +373,9 @@ def _mamba1(config: Mapping[str, Any]) -> StateSpec:
         out_size=1,
         carry_elements=size,
         carry_products=3 * channels * size,
+        # what is left of a state, and that times the state; steps before they are activated, and their sum
+        carry_wide=channels * (2 * size + 2),
+        slice_wide=channels * (2 * size + 2),
         saved_elements=6 * channels,
         saved_wide=channels * (3 * size + 2),
         work_wide=2 * channels * size,
@@ -405,6 +410,8 @@ def _mamba2(config: Mapping[str, Any]) -> StateSpec:
         out_wide=head,
         carry_elements=1,
         carry_products=heads * head * size,
+        # what is read of the state; steps and decays in five forms; in 16 bits, a copy of what takes a state to the output
+        carry_wide=values + 5 * heads + groups * size,
         saved_elements=2 * channels + 4 * values + heads,
         saved_wide=4 * values,
         # in a model of fp32 the scan's inputs are saved with the tensor that they are parts of, and three casts make no copy

@@ -346,7 +346,7 @@ class StateLayerBytes(LayerBytes):
     def _mixer(self) -> int:
         """Bytes that the mixer saves."""
         states, e = self.model.states, self.model.bytes_per_element
-        outside = states.outside_bytes(e) * self.tokens
+        outside = states.outside_bytes(e) * self.tokens + self._added
         if not self._is_cut:
             return outside + states.scan_bytes(e) * sum(self._scanned)
         num_between = sum(max(0, -(-document // states.block_tokens) - 1) for document in self.load.documents)
@@ -369,7 +369,14 @@ class StateLayerBytes(LayerBytes):
     def _scan(self) -> int:
         """Bytes alive at once inside the forward of the scan, which runs documents one after the other."""
         states, at_once = self.model.states, self._at_once
-        return 4 * states.work_wide * at_once + self.model.bytes_per_element * states.saved_elements * (self.tokens - at_once)
+        outside = self.model.bytes_per_element * states.saved_elements * (self.tokens - at_once)
+        return 4 * states.work_wide * at_once + outside + self._added
+
+    @property
+    def _added(self) -> int:
+        """Bytes that are saved to find what an earlier state adds to slices after the first; all sliced tokens count."""
+        tokens = self.load.sliced_tokens if self.load.front_tokens else 0
+        return max(4, self.model.bytes_per_element) * self.model.states.slice_wide * tokens
 
     def _plain_held(self) -> tuple[int, int]:
         return outer_bytes(self.model) * self.tokens + self._mixer, 0
@@ -411,14 +418,6 @@ class PassingLayerBytes(StateLayerBytes):
 
     All tokens count, although those at the start of a document need no more.
     """
-
-    @cached_property
-    def _mixer(self) -> int:
-        return super()._mixer + self._added
-
-    @property
-    def _scan(self) -> int:
-        return super()._scan + self._added
 
     @property
     def _added(self) -> int:
