@@ -7,7 +7,7 @@ backward draws them again.
 `hf.models.dropout` lets the dropout modules of a model read the tokens of the forward that is running, which the stage
 (`StageModel.forward`), replays (`ActivationEngine`) and tiles (`on_tiles`) set.
 
-Shapes: T tokens of this rank, C channels.
+Shapes: T tokens of this rank, N of a block, C channels.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from hf_longctx.kernels.dropout_mask import WORD, keep_mask, random_words
 SITE = "_longctx_dropout_site"
 # values whose mask is drawn at a time: on the CPU in the cache, elsewhere in few launches
 _VALUES_ON_CPU, _VALUES = 1 << 17, 1 << 25
+# numbers that are drawn at a time elsewhere than on the CPU; each takes up to 28 bytes meanwhile
+_NUMBERS = 1 << 22
 
 
 class DropoutKeys:
@@ -126,22 +128,27 @@ class DropoutTokens:
         dropped: Tensor = _Drop.apply(x, self, rate, self.keys.site_key(f"{name}:{call}" if call > 1 else name))
         return dropped
 
-    def uniform(self, num_channels: int, name: str) -> Tensor:
-        """Numbers between 0 and 1 for the module `name`, evenly distributed, [T, C], fp64 on CPUs and fp32 elsewhere."""
-        words_TC = random_words(self.documents_T, self.positions_T, self.step, self.keys.site_key(name), num_channels)
-        dtype = torch.float64 if words_TC.device.type == "cpu" else torch.float32
-        return (words_TC.to(dtype) + 0.5) / (WORD + 1)
+    def uniform(self, num_channels: int, name: str) -> Iterator[tuple[slice, Tensor]]:
+        """Numbers between 0 and 1 for the module `name`, evenly distributed: blocks of tokens, and the numbers of each [N, C].
+
+        They are fp64 on CPUs and fp32 elsewhere, and the same for blocks of any size.
+        """
+        key, is_cpu = self.keys.site_key(name), self.positions_T.device.type == "cpu"
+        for block in self._blocks(num_channels, _VALUES_ON_CPU if is_cpu else _NUMBERS):
+            words_NC = random_words(self.documents_T[block], self.positions_T[block], self.step, key, num_channels)
+            yield block, (words_NC.to(torch.float64 if is_cpu else torch.float32) + 0.5) / (WORD + 1)
+
+    def _blocks(self, num_channels: int, num_values: int) -> list[slice]:
+        """All tokens in blocks of at most `num_values` values, of one token at least."""
+        rows = max(1, num_values // max(num_channels, 1))
+        return [slice(first, first + rows) for first in range(0, len(self.positions_T), rows)]
 
     def masked(self, x_TC: Tensor, rate: float, key: int) -> Tensor:
         """`x_TC` with values dropped and scaled; draws the mask for some tokens at a time."""
         if rate >= 1:
             return torch.zeros_like(x_TC)
-        num_tokens, num_channels = x_TC.shape
-        y_TC = torch.empty_like(x_TC)
-        most = _VALUES_ON_CPU if x_TC.device.type == "cpu" else _VALUES
-        rows = max(1, most // max(num_channels, 1))
-        for first in range(0, num_tokens, rows):
-            block = slice(first, first + rows)
+        num_channels, y_TC = x_TC.shape[-1], torch.empty_like(x_TC)
+        for block in self._blocks(num_channels, _VALUES_ON_CPU if x_TC.device.type == "cpu" else _VALUES):
             keep_TC = keep_mask(self.documents_T[block], self.positions_T[block], self.step, key, rate, num_channels)
             y_TC[block] = (x_TC[block] * (1 / (1 - rate))).masked_fill_(~keep_TC, 0.0)
         return y_TC

@@ -63,8 +63,11 @@ def _noisy(embedding: Any, args: Any, output: Tensor) -> Tensor:
                 f"before forwards of your own"
             )
         return output
-    uniform_TC = tokens.uniform(output.shape[-1], site.name)
-    wide = uniform_TC.to(torch.promote_types(output.dtype, torch.float32))
-    sizes_T1 = tokens.lengths_T.to(wide.dtype).unsqueeze(1) * output.shape[-1]
-    noise_TC = (2 * wide - 1) * (vars(embedding)[_ALPHA] / sizes_T1.sqrt())
-    return output + noise_TC.to(output.dtype).view(output.shape)
+    num_channels, alpha = output.shape[-1], vars(embedding)[_ALPHA]
+    noise_TC = output.new_empty(len(tokens.positions_T), num_channels)
+    for block, uniform_NC in tokens.uniform(num_channels, site.name):
+        wide = uniform_NC.to(torch.promote_types(output.dtype, torch.float32))
+        sizes_N1 = tokens.lengths_T[block].to(wide.dtype).unsqueeze(1) * num_channels
+        noise_TC[block] = (2 * wide - 1) * (alpha / sizes_N1.sqrt())
+    # in place, since the noise is as large as the embeddings and of no further use
+    return noise_TC.view(output.shape).add_(output)

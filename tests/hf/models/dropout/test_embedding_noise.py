@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.measures.allocations import measure
 from helpers.models.dropout_truth import philox_words
 from helpers.models.reference import TOLERANCE, random_rows, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
+
+from hf_longctx.hf.models.dropout.embedding_noise import key_noise
+from hf_longctx.runtime.dropout import keys
 
 CASE, ROWS, ALPHA = ModelCase(promoted=True), random_rows([61, 13, 40, 5], seed=5), 5.0
 PLANS: dict[str, tuple[dict[str, Any], int]] = {
@@ -86,6 +90,24 @@ def test_noise_that_is_set_on_a_started_trainer_is_refused(tmp_path) -> None:
     trainer.neftune_noise_alpha = ALPHA
     with pytest.raises(ValueError, match=r"neftune_noise_alpha was set to 5.0, but its plans were started with None"):
         trainer.train()
+
+
+def test_noise_is_drawn_in_blocks_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, num_tokens = torch.nn.Sequential(torch.nn.Embedding(8, 256, dtype=torch.bfloat16)), 8192
+    model.get_input_embeddings = lambda: model[0]
+    key_noise(model, ALPHA)
+    ids = torch.zeros(1, num_tokens, dtype=torch.int64)
+    tokens = vars(model[0])[keys.SITE].keys.of_pieces([(num_tokens, 0)], torch.arange(num_tokens).unsqueeze(0))
+
+    def noisy() -> torch.Tensor:
+        with tokens.running():
+            return model(ids)
+
+    peak, _, found = measure(noisy)
+    # embeddings and noise, and the words of a block
+    assert peak <= 2 * found.nbytes + 64 * keys._VALUES_ON_CPU < 28 * found.numel()
+    monkeypatch.setattr(keys, "_VALUES_ON_CPU", 2**30)
+    assert torch.equal(noisy(), found)
 
 
 def test_noise_is_large_enough_to_be_seen() -> None:
