@@ -373,7 +373,7 @@ def _mamba1(config: Mapping[str, Any]) -> StateSpec:
         out_size=1,
         carry_elements=size,
         carry_products=3 * channels * size,
-        # what is left of a state, and that times the state; steps before they are activated, and their sum
+        # remains of a state, and these times the state; steps before they are activated, and their sum
         carry_wide=channels * (2 * size + 2),
         slice_wide=channels * (2 * size + 2),
         saved_elements=6 * channels,
@@ -410,7 +410,7 @@ def _mamba2(config: Mapping[str, Any]) -> StateSpec:
         out_wide=head,
         carry_elements=1,
         carry_products=heads * head * size,
-        # what is read of the state; steps and decays in five forms; in 16 bits, a copy of what takes a state to the output
+        # additions to outputs; steps and decays in five forms; in 16 bits, a copy of the weights that read the state
         carry_wide=values + 5 * heads + groups * size,
         saved_elements=2 * channels + 4 * values + heads,
         saved_wide=4 * values,
