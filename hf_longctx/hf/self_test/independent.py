@@ -48,7 +48,7 @@ def independent_copy(model: Any, memo: dict[int, Any] | None = None) -> Any:
             f"remove it from the model before training"
         ) from error
     _remove_autocast(copied)
-    moves = _Moves(memo)
+    moves = _Moves(memo, copied)
     for module in copied.modules():
         own = vars(module)
         for name, value in own.items():
@@ -138,10 +138,15 @@ def _is_of_accelerate(function: Any) -> bool:
 
 
 class _Moves:
-    """Moves functions from a model to its copy. `copies`: the copy of everything that was copied, by the id of the original."""
+    """Moves functions from a model to its copy.
 
-    def __init__(self, copies: dict[int, Any]) -> None:
+    copies: the copy of everything that was copied, by the id of the original. copied: the copy of the model, whose modules are
+    in place already.
+    """
+
+    def __init__(self, copies: dict[int, Any], copied: nn.Module) -> None:
         self._copies = copies
+        self._in_place = {id(module) for module in copied.modules()}
         # originals with their moved versions, by id; holding an original keeps its id from being used again
         self._done: dict[int, tuple[Any, Any]] = {}
 
@@ -153,7 +158,7 @@ class _Moves:
         return self._copies.get(id(value), value) is not value
 
     def _refers(self, value: Any, seen: set[int], depth: int) -> bool:
-        if isinstance(value, _ATOMS):
+        if isinstance(value, _ATOMS) or id(value) in self._in_place:
             return False
         if self._copied(value):
             return True

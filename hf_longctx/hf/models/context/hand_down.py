@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.hf.models.context.forwards import holds, is_made_by
 from hf_longctx.runtime.attention.context import GroupContext
 
 # class that leaves the context out -> attribute with the module that it calls, or with a list of such modules
@@ -35,7 +36,7 @@ def hand_context_down(model: nn.Module) -> None:
     """Lets the modules of `model` that would leave the context out hand it to what they call. Idempotent."""
     for module in model.modules():
         own = vars(module).get("forward")
-        if not _called(module) or any(map(_is_ours, _wrapped(own))):
+        if not _called(module) or holds(_handing, own):
             continue
         if own is not None:
             vars(module)[OWN_FORWARD] = own
@@ -46,7 +47,7 @@ def hand_context_down(model: nn.Module) -> None:
 def leave_context_out(model: nn.Module) -> None:
     """Undoes `hand_context_down`. Idempotent; does nothing where accelerate has wrapped the forward in the meantime."""
     for module in model.modules():
-        if _is_ours(vars(module).get("forward")):
+        if is_made_by(_handing, vars(module).get("forward")):
             del vars(module)["forward"]
             if (own := vars(module).pop(OWN_FORWARD, None)) is not None:
                 vars(module)["forward"] = own
@@ -100,16 +101,3 @@ def _bound(called: list[nn.Module], longctx: GroupContext) -> Iterator[None]:
             del vars(module)["forward"]
             if own is not None:
                 vars(module)["forward"] = own
-
-
-def _wrapped(function: Any) -> Iterator[Any]:
-    """A function and those that it wraps."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
-def _is_ours(function: Any) -> bool:
-    # by its code, since wrappers take over a function's name and attributes
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code is not None and (code.co_filename, code.co_qualname) == (__file__, "_handing.<locals>.forward")

@@ -15,10 +15,8 @@ from typing import Any
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from hf_longctx.hf.models.context.forwards import holds, is_made_by
 from hf_longctx.hf.models.heads.kinds import backbone_of, head_kind, head_of, inner_model
-
-# attribute of a function that is the forward below
-_SERVED = "_longctx_served_head"
 
 
 def serve_head(model: nn.Module) -> None:
@@ -30,7 +28,7 @@ def serve_head(model: nn.Module) -> None:
     if own is None:
         # a plain method, so that it works on a copy of the model too
         vars(base)["forward"] = MethodType(_served(type(base)), base)
-    elif not _is_served(own):
+    elif not holds(_served, own):
         raise ValueError(
             f"the forward of {type(base).__name__} was replaced, which plans of a model that classifies documents would leave "
             f"out; remove it"
@@ -38,9 +36,9 @@ def serve_head(model: nn.Module) -> None:
 
 
 def restore_head(model: nn.Module) -> None:
-    """Undoes `serve_head`. Idempotent."""
+    """Undoes `serve_head`. Idempotent; does nothing where accelerate has wrapped the forward in the meantime."""
     base = inner_model(model)
-    if _is_served(vars(base).get("forward")):
+    if is_made_by(_served, vars(base).get("forward")):
         del vars(base)["forward"]
 
 
@@ -51,12 +49,7 @@ def _served(kind: Any) -> Callable[..., Any]:
     def forward(model: Any, *args: Any, **keywords: Any) -> Any:
         return _forward(model, *args, **keywords)
 
-    vars(forward)[_SERVED] = True
     return forward
-
-
-def _is_served(forward: Any) -> bool:
-    return _SERVED in vars(getattr(forward, "__func__", object))
 
 
 def _forward(model: Any, *args: Any, **keywords: Any) -> Any:

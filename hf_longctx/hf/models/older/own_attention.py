@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_longctx.hf.models.context.forwards import holds, is_made_by
 from hf_longctx.hf.models.older.scores import GroupCache, OwnCall, StandIn
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import with_globals
@@ -92,22 +93,28 @@ def serve_attention(model: Any) -> None:
     """
     if own_attention(model) is None or is_served(model):
         return
-    if "forward" in vars(model):
+    own = vars(model).get("forward")
+    # accelerate has wrapped ours in an earlier run
+    is_kept = holds(_like, own)
+    if own is not None and not is_kept:
         raise ValueError(
             f"the forward of {type(model).__name__} was replaced, so that plans would not reach its attention; remove it, and if "
             f"mixed precision of accelerate has done it, use LongContextTrainer or `attach`"
         )
     for module, name, function in _methods(model):
+        if module is model and is_kept:
+            continue
         # plain methods, so that they work on a copy of the model too
         vars(module)[name] = MethodType(function, module)
     vars(model)[_SERVED] = True
 
 
 def restore_own_attention(model: Any) -> None:
-    """Undoes `serve_attention`. Idempotent."""
+    """Undoes `serve_attention`. Idempotent; leaves the model's forward where accelerate has wrapped it in the meantime."""
     if is_served(model):
         for module, name, _ in _methods(model):
-            vars(module).pop(name, None)
+            if module is not model or is_made_by(_like, vars(model).get(name)):
+                vars(module).pop(name, None)
         del vars(model)[_SERVED]
 
 
