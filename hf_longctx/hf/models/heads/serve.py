@@ -31,7 +31,7 @@ def serve_head(model: nn.Module) -> None:
     elif not holds(_served, own):
         raise ValueError(
             f"the forward of {type(base).__name__} was replaced, which plans of a model that classifies documents would leave "
-            f"out; remove it"
+            f"out; remove it (del model.forward), even if mixed precision of an earlier training has done it"
         )
 
 

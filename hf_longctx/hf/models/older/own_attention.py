@@ -98,8 +98,8 @@ def serve_attention(model: Any) -> None:
     is_kept = holds(_like, own)
     if own is not None and not is_kept:
         raise ValueError(
-            f"the forward of {type(model).__name__} was replaced, so that plans would not reach its attention; remove it, and if "
-            f"mixed precision of accelerate has done it, use LongContextTrainer or `attach`"
+            f"the forward of {type(model).__name__} was replaced, so that plans would not reach its attention; remove it (del "
+            f"model.forward), and if mixed precision of accelerate has done it, use LongContextTrainer or `attach`"
         )
     for module, name, function in _methods(model):
         if module is model and is_kept:
