@@ -31,6 +31,6 @@ def test_a_second_training_under_autocast_runs_as_the_first(name: str) -> None:
             losses.append(trainer.train().training_loss)
             trainer.longctx_run.close()
         with torch.no_grad():
-            # as after any training of accelerate
+            # autocast stays, which accelerate leaves on any trained model
             assert torch.equal(model.eval()(ids).logits, expected)
     assert losses[0] == losses[1]
