@@ -66,7 +66,7 @@ def test_eager_models_match(ranks) -> None:
 @pytest.mark.parametrize("num_ranks,kv", [(2, 2), (4, 1)])
 def test_random_plans_match(ranks, num_ranks: int, kv: int) -> None:
     @settings(
-        max_examples=20,
+        max_examples=40,
         deadline=None,
         derandomize=True,
         phases=(Phase.explicit, Phase.generate),

@@ -160,7 +160,7 @@ def random_problems(draw: st.DrawFn) -> tuple[list[int], int, GroupMethod, tuple
 
 
 def test_random_plans_with_all_switches_match(ranks) -> None:
-    @settings(max_examples=8, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=16, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
     @given(random_problems())
     def matches(problem: tuple[list[int], int, GroupMethod, tuple[int, ...], bool, float]) -> None:
         lengths, shard_ranks, method, degrees, is_small, pair_s = problem
