@@ -64,6 +64,10 @@ def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]
     """Bytes that this rank sends in a forward alone, and in a whole step."""
     pool, model = group_pool(), build_model(case)
     patch_model(model)
+    return sent_by(model, pool, plan, rows)
+
+
+def sent_by(model: Any, pool: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[int, int]:
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
     chunks, rank_plan = rank_inputs(plan, rows, pool.rank)["chunks"], plan.for_rank(pool.rank)
     with counted_bytes() as forward:
@@ -116,13 +120,7 @@ def sent_to_experts(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[i
         router.forward = partial(choose_evenly, router.forward)
     spread_experts(spread_experts_of(model), mesh(2), torch.device("cpu"))
     shard_model(model, model._no_split_modules, mesh(2))
-    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
-    chunks, rank_plan = rank_inputs(plan, rows, pool.rank)["chunks"], plan.for_rank(pool.rank)
-    with counted_bytes() as forward:
-        executor.evaluate(rank_plan, chunks)
-    with counted_bytes() as both:
-        executor.run(rank_plan, chunks, 10)
-    return forward[0], both[0]
+    return sent_by(model, pool, plan, rows)
 
 
 def choose_evenly(route: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

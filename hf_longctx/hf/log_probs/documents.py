@@ -5,14 +5,16 @@ Shapes: B rows, S columns of a batch, T tokens of all rows without padding, 2 fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.start.losses import WAY_OUT
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
@@ -58,6 +60,25 @@ def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
     ends = [*bounds.tolist(), int(kept_BS.sum())]
     lengths = [end - start for start, end in pairwise(ends)]
     return LocalDocuments(torch.stack([input_ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths, kept_BS)
+
+
+def agreed_documents(
+    read: Callable[[], LocalDocuments], more: Any, group: dist.ProcessGroup | None, headline: str
+) -> tuple[LocalDocuments, list[list[int]], list[Any]]:
+    """This rank's documents, and the lengths and `more` of every rank. Collective over `group`.
+
+    Raises ValueError on every rank if `read` raises on any, whatever it raises, since the others would wait for that rank.
+    """
+    nothing = torch.zeros(0, 2, dtype=torch.int64)
+    documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
+    try:
+        documents = read()
+    except Exception as error:
+        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    everyone = gather_objects((problem, documents.lengths, more), group)
+    if problems := [f"rank {rank}: {found}" for rank, (found, *_) in enumerate(everyone) if found]:
+        raise ValueError(f"{headline}:\n" + "\n".join(problems))
+    return documents, [lengths for _, lengths, _ in everyone], [each for *_, each in everyone]
 
 
 def _refuse_unknown(inputs: Mapping[str, Any]) -> None:

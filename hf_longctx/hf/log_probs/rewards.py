@@ -10,20 +10,19 @@ Shapes: B rows of this rank's batch, N documents of all ranks, n tokens of all r
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from types import MethodType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from hf_longctx.hf.data.collator import step_batch
 from hf_longctx.hf.data.labels.task import HeadTask
 from hf_longctx.hf.log_probs.documents import LocalDocuments
-from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses, Untrained, token_places
+from hf_longctx.hf.log_probs.two_passes import Batch, ScoredModel, TwoPasses, Untrained, token_places
 from hf_longctx.hf.planning.source import PlanSource
+from hf_longctx.runtime.core.binding import replace_forward
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.execution.checks import forward_only
 
@@ -43,24 +42,14 @@ class RewardPasses(TwoPasses):
 
     def bind(self, model: Any, scored: ScoredModel, is_trained: bool) -> Callable[[], None]:
         """Lets calls of `model` outside of plans run under them; returns a function that undoes it."""
-        before, own = model.forward, vars(model).get("forward")
+        before = model.forward
 
-        @functools.wraps(getattr(before, "__func__", before))
-        def forward(this: Any, *args: Any, **keywords: Any) -> Any:
-            if this is not model:
-                # a deep copy
-                return type(this).forward(this, *args, **keywords)
+        def forward(*args: Any, **keywords: Any) -> Any:
             if "longctx" in keywords:
                 return before(*args, **keywords)
             return self.rewards(scored, args, keywords, torch.is_grad_enabled() and is_trained)
 
-        vars(model)["forward"] = MethodType(forward, model)
-
-        def undo() -> None:
-            vars(model).pop("forward", None)
-            vars(model).update(() if own is None else (("forward", own),))
-
-        return undo
+        return replace_forward(model, forward)
 
     def rewards(
         self, scored: ScoredModel, args: Sequence[Any], inputs: dict[str, Any], is_trained: bool
@@ -93,21 +82,13 @@ class RewardPasses(TwoPasses):
         # a view, as that of a head: losses may change what they get in place
         return SequenceClassifierOutputWithPast(logits=rewards_B1 * 1.0)
 
-    def second_pass(self) -> Iterator[dict[str, Any]]:
-        """Yields the batches that wait, each with the slopes of the loss as weights of its labels.
-
-        The loss is the mean over ranks, as DDP has it: each rank computed its own from its rows.
-        """
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            batch, rank = each.batch, self.pool.rank
-            slopes_B1 = torch.zeros_like(each.values) if each.values.grad is None else each.values.grad
-            first = bisect_left(batch.firsts, batch.own.start)
-            own = slice(first, first + len(slopes_B1))
-            slopes_N = self._joined(slopes_B1.double(), own, len(batch.firsts)).squeeze(1).cpu()
-            weights_n = torch.zeros(len(batch.rows_n2), dtype=torch.float64)
-            weights_n[batch.rows_n2[:, 1] != IGNORE_INDEX] = slopes_N / self.pool.num_ranks
-            yield step_batch(batch.step(rank), batch.chunks(rank, weights_n))
+    def _weights(self, batch: Batch, slopes: Tensor) -> Tensor:
+        first = bisect_left(batch.firsts, batch.own.start)
+        own = slice(first, first + len(slopes))
+        weights_n = torch.zeros(len(batch.rows_n2), dtype=torch.float64)
+        slopes_N1 = self._joined(slopes.double(), own, len(batch.firsts))
+        weights_n[batch.rows_n2[:, 1] != IGNORE_INDEX] = slopes_N1.squeeze(1).cpu()
+        return weights_n
 
     def _read(self, args: Sequence[Any], inputs: dict[str, Any]) -> LocalDocuments:
         if args:

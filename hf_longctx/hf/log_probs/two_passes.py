@@ -19,12 +19,10 @@ Shapes: B rows, S columns of this rank's batch, n tokens of all ranks, k values 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -34,12 +32,13 @@ from torch import Tensor, nn
 
 from hf_longctx.hf.data.collator import PlannedStep, TokenSequence, chunk_inputs, step_batch
 from hf_longctx.hf.data.sampler import IntArray
-from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, read_documents
+from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, agreed_documents, read_documents
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
+from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, RankPlan, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.core.binding import replace_forward
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores
 from hf_longctx.runtime.execution.checks import forward_only
@@ -76,7 +75,7 @@ class ScoredModel:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """The rows of all ranks under one plan.
 
     rows_n2: token id and label of the next token, of all ranks' documents in order, on the host. firsts: number of the first
@@ -112,7 +111,7 @@ class Untrained:
     others: values, by name, that a loss may read but not train.
     """
 
-    batch: _Batch
+    batch: Batch
     values: Tensor
     others: dict[str, Tensor] = field(default_factory=dict)
 
@@ -137,32 +136,19 @@ class TwoPasses:
         is_trained: whether calls with gradients are followed by a second pass; such a model refuses other calls with gradients
         while it trains, since they would bypass the plans.
         """
-        before, own = model.forward, vars(model).get("forward")
+        before = model.forward
 
-        # the wrapped function's signature too, which `generate` reads
-        @functools.wraps(getattr(before, "__func__", before))
-        def forward(this: Any, *args: Any, **keywords: Any) -> Any:
-            if this is not model:
-                # a deep copy
-                return type(this).forward(this, *args, **keywords)
+        def forward(*args: Any, **keywords: Any) -> Any:
             if keywords.get(FUSED):
                 return self.values(scored, args, keywords, torch.is_grad_enabled() and is_trained)
-            if is_trained and torch.is_grad_enabled() and this.training and "longctx" not in keywords:
+            if is_trained and torch.is_grad_enabled() and model.training and "longctx" not in keywords:
                 raise ValueError(
-                    f"the loss called {type(this).__name__} without {FUSED}=True, so its gradient would bypass the plans; "
+                    f"the loss called {type(model).__name__} without {FUSED}=True, so its gradient would bypass the plans; "
                     f"compute it from values of a forward with {FUSED}=True, as TRL does, or call the model in torch.no_grad()"
                 )
             return before(*args, **keywords)
 
-        vars(model)["forward"] = MethodType(forward, model)
-
-        def undo() -> None:
-            if own is None:
-                vars(model).pop("forward", None)
-            else:
-                vars(model)["forward"] = own
-
-        return undo
+        return replace_forward(model, forward)
 
     def values(self, scored: ScoredModel, args: Sequence[Any], inputs: dict[str, Any], is_trained: bool) -> TokenValues:
         """The first pass: values of the tokens of this rank's batch, computed under one plan for the batches of all ranks.
@@ -221,37 +207,33 @@ class TwoPasses:
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             batch, rank = each.batch, self.pool.rank
-            slopes_BS = torch.zeros_like(each.values) if each.values.grad is None else each.values.grad
-            # the last column has no label
-            slopes_T = nn.functional.pad(slopes_BS, (0, 1))[batch.documents.kept_BS].double()
-            slopes_n = self._joined(slopes_T.unsqueeze(1), batch.own, len(batch.rows_n2)).squeeze(1).cpu()
-            # weights multiply cross-entropies, the negatives of log-probabilities
-            chunks = batch.chunks(rank, -slopes_n / self.pool.num_ranks)
-            yield step_batch(batch.step(rank), chunks)
+            slopes = torch.zeros_like(each.values) if each.values.grad is None else each.values.grad
+            yield step_batch(batch.step(rank), batch.chunks(rank, self._weights(batch, slopes) / self.pool.num_ranks))
+
+    def _weights(self, batch: Batch, slopes: Tensor) -> Tensor:
+        """The weight [n] of every token in the second pass, on the host; slopes: of this rank's loss by the values it got."""
+        # the last column has no label
+        slopes_T = nn.functional.pad(slopes, (0, 1))[batch.documents.kept_BS].double()
+        slopes_n1 = self._joined(slopes_T.unsqueeze(1), batch.own, len(batch.rows_n2))
+        # weights multiply cross-entropies, the negatives of log-probabilities
+        return -slopes_n1.squeeze(1).cpu()
 
     def forget(self) -> None:
         """Drops the batches of a step that was broken off."""
         self._waiting = []
 
-    def _planned(self, args: Sequence[Any], inputs: dict[str, Any], explore: bool) -> _Batch:
+    def _planned(self, args: Sequence[Any], inputs: dict[str, Any], explore: bool) -> Batch:
         """Reads this rank's batch, learns those of all others, and plans them."""
         self._num_plans += 1
-        nothing = torch.zeros(0, 2, dtype=torch.int64)
-        documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
-        try:
-            documents = self._read(args, inputs)
-        # whatever a batch is wrong about, other ranks must not wait for this one
-        except Exception as error:
-            problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        everyone = gather_objects((problem, documents.lengths), self.pool.control)
-        if problems := [f"rank {rank}: {found}" for rank, (found, _) in enumerate(everyone) if found]:
-            raise ValueError("a batch cannot run under a plan:\n" + "\n".join(problems))
-        lengths = [length for _, of_rank in everyone for length in of_rank]
-        before = sum(sum(of_rank) for _, of_rank in everyone[: self.pool.rank])
+        documents, everyone, _ = agreed_documents(
+            lambda: self._read(args, inputs), None, self.pool.control, "a batch cannot run under a plan"
+        )
+        lengths = [length for of_rank in everyone for length in of_rank]
+        before = sum(sum(of_rank) for of_rank in everyone[: self.pool.rank])
         own = slice(before, before + sum(documents.lengths))
         (plan,) = self.source.plans([(self._num_plans, lengths)], explore=explore)
         rows_n2 = self._joined(documents.rows_T2, own, sum(lengths)).cpu()
-        return _Batch(plan, documents, rows_n2, [0, *accumulate(lengths)][:-1], own)
+        return Batch(plan, documents, rows_n2, [0, *accumulate(lengths)][:-1], own)
 
     def _read(self, args: Sequence[Any], inputs: dict[str, Any]) -> LocalDocuments:
         if args:
@@ -269,7 +251,7 @@ class TwoPasses:
             )
         return documents
 
-    def _from_all_ranks(self, batch: _Batch, plan: RankPlan, found: Sequence[dict[int, TokenScores]]) -> Tensor:
+    def _from_all_ranks(self, batch: Batch, plan: RankPlan, found: Sequence[dict[int, TokenScores]]) -> Tensor:
         """The scores of all tokens, [n, 5], in the order of `rows_n2`: each is computed on one rank, the others add zero."""
         num_tokens = len(batch.rows_n2)
         values_nk = torch.zeros(num_tokens, 5, dtype=torch.float64, device=batch.documents.rows_T2.device)

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, read_documents
+from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, agreed_documents, read_documents
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
+from hf_longctx.hf.ranks.agreement import explain_lost_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
@@ -272,9 +272,8 @@ class SequenceExchange:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], placeholders: Collection[int]
     ) -> tuple[LocalDocuments, list[list[int]]]:
         """This rank's documents, and the lengths of every rank's documents; raises on every rank if any rank has a problem."""
-        nothing = torch.zeros(0, 2, dtype=torch.int64)
-        documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
-        try:
+
+        def read() -> LocalDocuments:
             if args:
                 raise ValueError("the model was called with positional arguments; call it with keywords, as Trainer does")
             documents = read_documents(kwargs)
@@ -288,13 +287,12 @@ class SequenceExchange:
                     f"the batch has a sequence of {longest} tokens, above max_length {self.max_length}; cut it in the dataset, "
                     f"raise max_length, or attach the callback to the trainer, where long_sequences can cut it"
                 )
-        except ValueError as error:
-            problem = str(error)
-        everyone = gather_objects((problem, documents.lengths, self.stop.asked()), self.pool.control)
-        if problems := [f"rank {rank}: {found}" for rank, (found, *_) in enumerate(everyone) if found]:
-            raise ValueError(f"forward {self.num_forwards} cannot run under a plan:\n" + "\n".join(problems))
-        self.stop.agree([sum(counts) for counts in zip(*(asked for *_, asked in everyone), strict=True)])
-        return documents, [lengths for _, lengths, _ in everyone]
+            return documents
+
+        headline = f"forward {self.num_forwards} cannot run under a plan"
+        documents, lengths, asked = agreed_documents(read, self.stop.asked(), self.pool.control, headline)
+        self.stop.agree([sum(counts) for counts in zip(*asked, strict=True)])
+        return documents, lengths
 
     def _plan(self, lengths: list[int]) -> StepPlan:
         try:

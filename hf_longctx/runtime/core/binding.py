@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
@@ -31,6 +32,31 @@ def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
 def is_bound(function: Any) -> bool:
     """Whether `bound` made this function or method."""
     return hasattr(function, _MARK)
+
+
+def replace_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
+    """Lets calls of `module` run `function`, until the returned function puts the forward back that is there now.
+
+    The new forward has the signature of the present one, which trainers and `generate` read. A deep copy of the module falls
+    back to the forward of its class.
+    """
+    before, own = module.forward, vars(module).get("forward")
+
+    @functools.wraps(getattr(before, "__func__", before))
+    def forward(this: nn.Module, *args: Any, **keywords: Any) -> Any:
+        if this is not module:
+            return type(this).forward(this, *args, **keywords)
+        return function(*args, **keywords)
+
+    vars(module)["forward"] = MethodType(forward, module)
+
+    def undo() -> None:
+        if own is None:
+            vars(module).pop("forward", None)
+        else:
+            vars(module)["forward"] = own
+
+    return undo
 
 
 def with_globals(function: Any, functions: dict[str, Any]) -> FunctionType:
