@@ -108,7 +108,7 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
         "slices, keys and values in the K/V book": (partial(check_slices, tokens, device), TOLERANCE),
         "kernel accumulate_attention_": (partial(check_merge, tokens, device), TOLERANCE),
         "kernel sequence_layout, there and back": (partial(check_layout, tokens, device), 0.0),
-        "inputs copied on a side stream": (check_copies, 0.0),
+        "inputs copied on a side stream": (partial(check_copies, tokens), 0.0),
         "planned step, bf16 weights, fp32 gradients": (partial(check_step, device), 0.1),
         "training, 20 steps, bf16 autocast": (partial(check_training, device), 0.9),
         **memory_checks(tokens, device, TOLERANCE),
@@ -262,10 +262,10 @@ def check_layout(tokens: int, device: torch.device) -> tuple[float, str]:
     return error, "values that differ"
 
 
-def check_copies() -> tuple[float, str]:
+def check_copies(tokens: int) -> tuple[float, str]:
     """Checks pinned inputs that are copied while matrix products keep the default stream busy."""
-    busy = torch.randn(4096, 4096, device="cuda")
-    shards = [ChunkInputs(*(torch.randint(0, 1000, (1, 4096)) for _ in range(3))) for _ in range(8)]
+    busy = torch.randn(2 * tokens, 2 * tokens, device="cuda")
+    shards = [ChunkInputs(*(torch.randint(0, 1000, (1, 2 * tokens)) for _ in range(3))) for _ in range(8)]
     pinned = [shard.pin_memory() for shard in shards]
     side = torch.cuda.Stream()
     for _ in range(20):

@@ -49,7 +49,7 @@ def memory_checks(tokens: int, device: torch.device, tolerance: float) -> dict[s
     """Rows about memory: name -> (function that returns the error and a note, largest error allowed)."""
     return {
         **{f"tile {row.name}": (partial(check_backend, tokens, device, row.name), tolerance) for row in BACKENDS},
-        "host tier: values back, blocks used again": (partial(check_tier, device), 0.0),
+        "host tier: values back, blocks used again": (partial(check_tier, tokens, device), 0.0),
         "host slab is page-locked on CUDA": (partial(check_slab, device), 0.0),
         **{f"policy: {name}": (partial(check_policy, tokens, device, *how), 0.1) for name, how in POLICIES.items()},
         "callback attached to a stock trainer": (partial(check_callback, device), 0.9),
@@ -83,14 +83,14 @@ def _through_tile(
     return out, lse, *tile_backward(gradient, tile, out, lse, backend)
 
 
-def check_tier(device: torch.device) -> tuple[float, str]:
+def check_tier(tokens: int, device: torch.device) -> tuple[float, str]:
     """Checks that offloaded tensors come back unchanged, with room for three of eight tensors on the host.
 
     Each tensor is dropped and its memory overwritten right after its copy to the host starts. A product keeps the compute
     stream busy, so that a copy that does not wait for it would read or write too early.
     """
     generator = torch.Generator(device).manual_seed(0)
-    shape = (256, 1024) if device.type == "cpu" else (4096, 2048)
+    shape = (2 * tokens, 1024)
     busy = torch.randn(shape[0], shape[0], device=device, generator=generator)
     num_bytes = shape[0] * shape[1] * 4
     tier = HostTier.on(device, 3 * num_bytes)

@@ -74,7 +74,7 @@ def test_blocks_of_the_slab_that_overlap_fail_the_tier() -> None:
         return replace(run, offset=0)
 
     with patch.object(host_tier.HostSlab, "take", overlapping):
-        error, _ = smoke_memory.check_tier(CPU)
+        error, _ = smoke_memory.check_tier(TOKENS, CPU)
     assert error > 0
 
 

@@ -1,0 +1,33 @@
+"""Fixtures of the tests on the fake device, which are skipped on any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fake_cuda.computing import Computing
+from fake_cuda.device import FakeDevice, is_present
+
+_REASON = (
+    "needs torch for CUDA on the fake device: python tests/fake_cuda/make_venv.py outputs/fake_cuda "
+    "&& outputs/fake_cuda/bin/python -m pytest tests/fake_cuda"
+)
+
+
+@pytest.fixture(scope="session")
+def device() -> FakeDevice:
+    """The fake device; without it the test is skipped."""
+    if not is_present():
+        pytest.skip(_REASON)
+    torch.set_num_threads(1)
+    return FakeDevice()
+
+
+@pytest.fixture(autouse=True)
+def computing(device: FakeDevice) -> Iterator[Computing]:
+    """Computes for the device during a test."""
+    with Computing(device) as mode:
+        yield mode
+        torch.cuda.synchronize()

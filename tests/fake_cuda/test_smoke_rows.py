@@ -1,0 +1,28 @@
+"""Every row of `recipes/bench/gpu/smoke.py` on the fake device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from fake_cuda.computing import Computing
+from hf_longctx.recipes.bench.gpu import smoke, smoke_memory
+
+ROWS = smoke.checks(128, torch.device("cuda", 0))
+
+
+def few_steps(*arguments: Any, max_steps: int, **settings: Any) -> TrainingArguments:
+    """Arguments of a training of six steps, which lower the loss of its one document enough."""
+    return TrainingArguments(*arguments, max_steps=min(6, max_steps), **settings)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name: str, computing: Computing, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (smoke, smoke_memory):
+        monkeypatch.setattr(module, "TrainingArguments", few_steps)
+    row = smoke.timed(name, *ROWS[name])
+    assert row.is_good, row
+    assert not computing.plans.misread
