@@ -20,7 +20,7 @@ from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapter
 from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
-from hf_longctx.hf.models.states.functions import family_of
+from hf_longctx.hf.models.states.functions import family_of, scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
@@ -327,8 +327,12 @@ def open_plan_source(
 
 
 def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
-    """The text that a run prints once: its attention operators, and above how many tokens it recomputes or offloads."""
-    return "\n".join(filter(None, (_opening_line(setup, args, model), allocator_advice(args.device.type, dict(os.environ)))))
+    """The text that a run prints once: its operators for attention and scans, and from how many tokens on it recomputes."""
+    dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
+    scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
+    return "\n".join(
+        filter(None, (_opening_line(setup, args, dtype), scans, allocator_advice(args.device.type, dict(os.environ))))
+    )
 
 
 def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
@@ -342,8 +346,7 @@ def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
     )
 
 
-def _opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
-    dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
+def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
     spec = setup.costs.model
     name = attention_backend(args.device, dtype, max(spec.head_dim, spec.value_head_dim), spec.caps_scores)
     line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"

@@ -242,7 +242,7 @@ def _gated_delta_net(config: Mapping[str, Any]) -> StateSpec:
 
     Saved outside the scan, for values of v elements. In the model's format: input and output of the convolution; input, product
     and output of the gated norm. In fp32: output, gate and its activation, 3 v; two numbers. Kernels of flash-linear-attention
-    would save queries, keys, values and outputs alone; no plan runs them yet.
+    save less: queries, keys, values and a tile's matrix. Plans count the torch code there too.
     """
     heads, read_heads = int(config["linear_num_value_heads"]), int(config["linear_num_key_heads"])
     key, value, hidden = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"]), int(config["hidden_size"])

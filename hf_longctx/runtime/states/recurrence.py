@@ -1,7 +1,8 @@
 """A recurrence over the tokens of each document of a chunk: states start anew, or from the state book, and heads are spread.
 
-The functions in `hf.models.states` call it in place of a mixer's own scan, and pass that scan as `scan`. States are set to zero
-at the start of a document. A slice goes on from the state that the slice before it left in the book, and leaves its own.
+The functions in `hf.models.states` call it in place of a mixer's own scan, and pass that scan as `scan`; a package's kernel may
+run all documents in one call instead (`kernels`). States are set to zero at the start of a document. A slice goes on from the
+state that the slice before it left in the book, and leaves its own.
 
 Heads do not read each other's states. So in a Ulysses group every rank runs all tokens of some heads, as in attention, and the
 book holds the states of these heads. In rings, and in groups of more ranks than heads, every rank runs its own tokens with all
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from hf_longctx.plan.core.layer_kinds import ScanSize
 from hf_longctx.plan.core.sharding import head_shares, passes_states
-from hf_longctx.runtime.attention.chunk import documents_of
+from hf_longctx.runtime.attention.chunk import Document, documents_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import gather_heads, spread_heads
 from hf_longctx.runtime.states.blocks import in_blocks
 from hf_longctx.runtime.states.book import LayerScan, check_not_lent, leave_state, state_before
+from hf_longctx.runtime.states.kernels import KernelScan, Row
 from hf_longctx.runtime.states.passing import Scan, StateMap, scan_runs
 
 
@@ -34,12 +36,14 @@ class MixerScan:
     """A mixer's scan, and the facts about it that plans need.
 
     size: the bytes that it saves, which decide how many tokens run at once (`blocks`). state_map: how it depends on the state
-    before its tokens, for groups that pass states on; None if that is not known.
+    before its tokens, for groups that pass states on; None if that is not known. kernel: what runs in its place where it is
+    installed and right, on ranks that do not pass states on; None if no package has it.
     """
 
     run: Scan
     size: ScanSize
     state_map: StateMap | None = None
+    kernel: KernelScan | None = None
 
 
 def scan_documents(
@@ -70,7 +74,7 @@ def scan_documents(
             )
         return scan_runs((*read_1TGX, *own_1THX), weights_H, cut, scan.state_map, of, context)
     if num_ranks == 1:
-        return _scanned((*read_1TGX, *own_1THX), weights_H, cut, of, context)
+        return _scanned((*read_1TGX, *own_1THX), weights_H, cut, scan.kernel, of, context)
     num_heads, num_read = own_1THX[0].shape[2], read_1TGX[0].shape[2] if read_1TGX else own_1THX[0].shape[2]
     shares = head_shares(num_heads, num_read, num_ranks)
     share = shares[context.block.index]
@@ -88,7 +92,7 @@ def scan_documents(
     weights_h = [weight_H[share.q_start : share.q_stop] for weight_H in weights_H]
     # a rank with some of the heads runs more tokens at once
     cut = in_blocks(scan.run, num_inputs, inputs[-1].shape[1], scan.size.block_tokens(inputs[-1].shape[2]))
-    scanned = _scanned((*read, *inputs[len(read) :]), weights_h, cut, of, context)
+    scanned = _scanned((*read, *inputs[len(read) :]), weights_h, cut, scan.kernel, of, context)
     return gather_heads(scanned, shares, context)
 
 
@@ -96,13 +100,38 @@ def _scanned(
     inputs: Sequence[Tensor],
     weights_h: Sequence[Tensor],
     scan: Scan,
+    kernel: KernelScan | None,
     of: LayerScan,
     context: GroupContext,
 ) -> Tensor:
     """Outputs [1, S, h, E] of all documents of the block for the heads in `inputs`."""
+    documents = documents_of(context.cu_seqlens, context.slices)
+    is_kernel = kernel is not None and kernel.takes([*inputs, *weights_h])
     outputs = []
-    for document in documents_of(context.cu_seqlens, context.slices):
-        before = state_before(document.as_slice, of.function, of.layer, context)
-        output, after = scan([*(x[:, document.tokens] for x in inputs), *weights_h], before)
-        outputs.append(leave_state(document.as_slice, of.function, of.layer, context, after, output))
+    for row in rows_of(documents) if is_kernel else [[document] for document in documents]:
+        first, last = row[0], row[-1]
+        before = state_before(first.as_slice, of.function, of.layer, context)
+        mine = [*(x[:, first.start : last.stop] for x in inputs), *weights_h]
+        if kernel is not None and is_kernel:
+            bounds = (0, *(document.stop - first.start for document in row))
+            output, after = kernel(mine, before, Row(bounds, _goes_on(last)))
+        else:
+            output, after = scan(mine, before)
+        outputs.append(output if after is None else leave_state(last.as_slice, of.function, of.layer, context, after, output))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def rows_of(documents: Sequence[Document]) -> list[list[Document]]:
+    """Documents in as few rows as possible, of which the first alone goes on from a state, and the last alone leaves one."""
+    rows: list[list[Document]] = []
+    for document in documents:
+        starts_late = document.as_slice is not None and document.as_slice.start > 0
+        if not rows or starts_late or _goes_on(rows[-1][-1]):
+            rows.append([])
+        rows[-1].append(document)
+    return rows
+
+
+def _goes_on(document: Document) -> bool:
+    """Whether the next slice reads the state after these tokens."""
+    return document.as_slice is not None and document.as_slice.stop < document.as_slice.end

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.wrapped.text import text_class
-from hf_longctx.plan.core.layer_kinds import ScanSize, delta_scan, kimi_scan, mamba_scan
+from hf_longctx.plan.core.layer_kinds import ScanSize, StateSpec, delta_scan, kimi_scan, mamba_scan
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.book import LayerScan, scan_name
 from hf_longctx.runtime.states.convolution import convolve_documents
+from hf_longctx.runtime.states.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, HeadSizes, KernelScan, ScanKernel
 from hf_longctx.runtime.states.maps import ChannelDecay, Decay, DeltaRule
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
 
@@ -94,8 +95,11 @@ def gated_delta_rule(
 
     query, key, value = qkv
     # decays of Kimi delta attention have one number per channel
-    size = (kimi_scan if g.dim() == 4 else delta_scan)(key.shape[-1], value.shape[-1])
-    mixer_scan = MixerScan(scan, size, DeltaRule())
+    by_channel = g.dim() == 4
+    size = (kimi_scan if by_channel else delta_scan)(key.shape[-1], value.shape[-1])
+    kernel = KIMI_DELTA_ATTENTION if by_channel else GATED_DELTA_RULE
+    settings = (bool(keywords.get("use_qk_l2norm_in_kernel", False)),)
+    mixer_scan = MixerScan(scan, size, DeltaRule(), KernelScan(kernel, settings))
     return scan_documents((query, key), (value, g, beta), (), mixer_scan, LayerScan(call.mixer), call.context), None
 
 
@@ -270,6 +274,11 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": mamba2_scan,
     "mamba_selective_scan": mamba1_scan,
 }
+# name of the function in the mixer's module -> the kernel that runs in its place, and settings with which mixers call it
+KERNELS: dict[str, tuple[ScanKernel, tuple[Any, ...]]] = {
+    "torch_chunk_gated_delta_rule": (GATED_DELTA_RULE, (True,)),
+    "chunk_kimi_delta_attention": (KIMI_DELTA_ATTENTION, (True,)),
+}
 FAMILIES = (
     StateFamily(
         names=("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
@@ -335,3 +344,23 @@ def family_of(model: nn.Module) -> StateFamily | None:
     """The family of a model's class; None for classes without a state along the sequence."""
     name = text_class(model)
     return next((family for family in FAMILIES if name in family.models), None)
+
+
+def scan_line(model: nn.Module, states: StateSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """The text that says what runs the scans of a model in a run; empty for a model without them.
+
+    states: the sizes of its layers. dtype: that of the tensors between layers. Checks the kernel if there is one for the model.
+    """
+    family = family_of(model)
+    if family is None or family.functions == ("causal_conv1d_fn",):
+        return ""
+    kernel, settings = next((KERNELS[name] for name in family.functions if name in KERNELS), (None, ()))
+    if kernel is None or device.type != kernel.device_type or not kernel.is_installed:
+        return "scans: torch code, for each document"
+    if states.is_empty:
+        return f"scans: {kernel.label}, if its first use finds it right"
+    key = states.read_size // 2
+    sizes = HeadSizes(key, states.head_elements // key, states.heads // states.read_heads)
+    if problem := kernel.problem(device, dtype, sizes, settings):
+        return f"scans: torch code, for each document; not {kernel.label}, because {problem}"
+    return f"scans: {kernel.label} for whole rows; torch code where ranks pass states on"

@@ -4,8 +4,9 @@
 the code of its class's forward with other globals, in which the names of the convolution and the scan lead to ours. Without a
 context it runs the class's own forward. So a mixer runs without a cache, and slices of one token take the same path as others.
 
-Ours run transformers' own torch functions, also where a package with kernels (fla, causal_conv1d) is installed: its numbers in
-slices have not been compared yet. Kernels take no fp32 or fp64 either, so copies in these run without them (`leave_kernels_out`).
+Ours get transformers' own torch functions, also where a package with kernels (fla, causal_conv1d) is installed, and run a kernel
+in their place only after its numbers have been compared (`runtime.states.kernels`). Kernels that transformers itself calls take
+no fp32 or fp64, so copies in these run without them (`leave_kernels_out`).
 """
 
 from __future__ import annotations

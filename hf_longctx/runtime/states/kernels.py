@@ -1,0 +1,323 @@
+"""Scans all documents of a row in one call of a package's kernel, where one is installed and proves correct.
+
+On CUDA, transformers' torch code of a scan starts some ten small kernels per tile and document. Packages have kernels that take
+the boundaries of documents: `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, `mamba_chunk_scan_combined` of
+mamba_ssm. Their numbers and signatures change between releases. So a kernel is used only after its outputs, last state and all
+gradients for a small row of documents have been compared with a scan token by token in fp32 (`by_token`), once per device
+capability, dtype and sizes of heads. A package that is not installed is skipped; one that differs or fails is left out, with a
+warning in the log that names its version and what differs.
+
+Only a row's first document may go on from a state, and only its last may leave one; `recurrence` cuts rows accordingly.
+
+Shapes: T tokens of a row, H heads with a state, K and E sizes of a head, N documents.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import itertools
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_longctx.runtime.states import by_token
+
+logger = logging.getLogger(__name__)
+
+# largest difference, as root mean square of a document, relative to that of the whole result: kernels multiply matrices in the
+# dtype of their inputs; in fp32 this refuses products of TF32
+_TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Sizes of a scan's heads, which decide what code a kernel runs.
+
+    key, value: elements of a head's queries and keys, and of its values. readers: heads with a state that share a query and a
+    key. tile: tokens that are computed at once.
+    """
+
+    key: int
+    value: int
+    readers: int
+    tile: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Documents of one call: their boundaries, from 0 to T. goes_on: the state after the last one is wanted."""
+
+    boundaries: tuple[int, ...]
+    goes_on: bool
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.boundaries) - 1
+
+
+# dtype, sizes of heads, capability of the device and settings of the scan
+_Key = tuple[torch.dtype, HeadSizes, tuple[int, int], tuple[Any, ...]]
+
+
+@dataclass
+class ScanKernel(ABC):
+    """A package's function that scans the documents of a row.
+
+    package: name of the distribution, for messages. module, name: where the function is. arguments: those it must have by name.
+    device_type: where it runs. verdicts: for all that a check depends on why the function is not used, empty if it is.
+    """
+
+    package: str
+    module: str
+    name: str
+    arguments: tuple[str, ...]
+    device_type: str = "cuda"
+    verdicts: dict[_Key, str] = field(default_factory=dict)
+    _boundaries: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
+
+    @abstractmethod
+    def sizes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> HeadSizes:
+        """Sizes of the heads of a scan's tensors."""
+
+    @abstractmethod
+    def in_kernel_format(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors have the dtypes that the check covers."""
+
+    @abstractmethod
+    def call(
+        self, tensors: Sequence[Tensor], state: Tensor | None, row: Row, settings: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs [1, T, H, E] of the kernel, and the state after the last document if `row.goes_on`."""
+
+    @abstractmethod
+    def by_token(self, tensors: Sequence[Tensor], state: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Outputs and last state of one document, token by token."""
+
+    @abstractmethod
+    def drawn(self, sizes: HeadSizes, num_tokens: int, settings: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Random tensors of a scan on the CPU by name, each in fp32 or, if its dtype is the model's, in bf16; and a state."""
+
+    def takes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> bool:
+        """Whether the kernel is installed and right for a scan of such tensors; the first call for such tensors checks it."""
+        x = tensors[0]
+        if x.device.type != self.device_type or x.dtype not in _TOLERANCES or not self.in_kernel_format(tensors):
+            return False
+        return not self.problem(x.device, x.dtype, self.sizes(tensors, settings), settings)
+
+    def problem(self, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, settings: tuple[Any, ...]) -> str:
+        """Why the kernel is not used for such scans; empty if it is used. The first call for all this checks, and warns."""
+        if device.type != self.device_type:
+            return f"it runs on {self.device_type}"
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        key = (dtype, sizes, capability, settings)
+        if key not in self.verdicts:
+            self.verdicts[key] = found = self._checked(device, dtype, sizes, settings)
+            if found and self.is_installed:
+                logger.warning(
+                    "%s is not used for scans of heads of %d and %d in %s, which run by torch: %s",
+                    *(self.label, sizes.key, sizes.value, dtype, found),
+                )
+        return self.verdicts[key]
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package is found; nothing is imported."""
+        try:
+            return importlib.util.find_spec(self.module.partition(".")[0]) is not None
+        except ValueError:
+            # a module that someone put together by hand
+            return True
+
+    @property
+    def label(self) -> str:
+        """Name of the function, and of its package with the version."""
+        versions = [each.version for each in importlib.metadata.distributions(name=self.package)]
+        return f"{self.name} of {self.package} {versions[0] if versions else '(version unknown)'}"
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The function. Raises ImportError or AttributeError without it, TypeError if it lacks arguments."""
+        found: Callable[..., Any] = getattr(import_module(self.module), self.name)
+        known = inspect.signature(found).parameters
+        if missing := [name for name in self.arguments if name not in known]:
+            # further keywords may be taken and ignored
+            raise TypeError(f"it has no argument {' and '.join(missing)}")
+        return found
+
+    def boundaries(self, row: Row, device: torch.device) -> Tensor:
+        """Boundaries of documents on the device; the tensor of the last row is kept, since every layer asks for it."""
+        key = (row.boundaries, device)
+        if (known := self._boundaries.get(key)) is None:
+            # it may be saved for backward later
+            with torch.inference_mode(False):
+                known = torch.tensor(row.boundaries, device=device)
+            self._boundaries = {key: known}
+        return known
+
+    def _checked(self, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, settings: tuple[Any, ...]) -> str:
+        if not self.is_installed:
+            return f"{self.package} is not installed"
+        try:
+            worst, error = worst_error(self, device, dtype, sizes, settings)
+        # the package is left out whatever its function raises
+        except Exception as problem:
+            return f"its check failed with {type(problem).__name__}: {problem}"
+        # written so that NaN fails too
+        if not error <= _TOLERANCES[dtype]:
+            return f"its {worst} differs from a scan token by token by {error:.1e} (limit {_TOLERANCES[dtype]:.1e})"
+        return ""
+
+
+def worst_error(
+    kernel: ScanKernel, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, settings: tuple[Any, ...]
+) -> tuple[str, float]:
+    """The result of a kernel that differs most from a scan token by token, and by how much; NaN stays NaN.
+
+    Rows with and without a first and a last state are compared. The difference is the root mean square over a document, the
+    largest of all documents, relative to that of the result for all documents.
+    """
+    tile = sizes.tile
+    lengths = (tile + 3, 1, tile, 5, tile // 2, tile + 2)
+    boundaries = tuple(itertools.accumulate(lengths, initial=0))
+    drawn = kernel.drawn(sizes, boundaries[-1], settings)
+    inputs = {name: x.to(device, dtype if x.dtype == torch.bfloat16 else x.dtype) for name, x in drawn.items()}
+    errors: dict[str, float] = {}
+    for has_first, goes_on in itertools.product((True, False), repeat=2):
+        row = Row(boundaries, goes_on)
+        ends = [name for name, is_there in (("first", has_first), ("last", goes_on)) if is_there]
+        with_states = f"with a {' and a '.join(ends)} state" if ends else "without states"
+        mine = {name: x for name, x in inputs.items() if has_first or name != "first state"}
+
+        def by_kernel(tensors: list[Tensor], state: Tensor | None, row: Row = row) -> tuple[Tensor, Tensor | None]:
+            return kernel.call(tensors, state, row, settings)
+
+        def one_by_one(tensors: list[Tensor], state: Tensor | None, row: Row = row) -> tuple[Tensor, Tensor | None]:
+            outputs = []
+            for start, stop in itertools.pairwise(row.boundaries):
+                parts = [x[:, start:stop] if x.dim() > 1 else x for x in tensors]
+                output, after = kernel.by_token(parts, state if start == 0 else None, settings)
+                outputs.append(output)
+            return torch.cat(outputs, dim=1), after if row.goes_on else None
+
+        expected = _results({name: x.float() for name, x in mine.items()}, one_by_one)
+        found = _results(mine, by_kernel)
+        if found.keys() != expected.keys():
+            raise ValueError(f"it returns {', '.join(found)} in place of {', '.join(expected)}")
+        for name, wanted in expected.items():
+            if found[name].shape != wanted.shape:
+                raise ValueError(f"its {name} has shape {list(found[name].shape)} in place of {list(wanted.shape)}")
+            squares = (found[name].float() - wanted).square()
+            by_document = [squares]
+            if squares.dim() > 1 and squares.shape[1] == boundaries[-1]:
+                by_document = [squares[:, start:stop] for start, stop in itertools.pairwise(boundaries)]
+            error = torch.stack([each.mean() for each in by_document]).max().sqrt() / wanted.square().mean().sqrt()
+            errors[f"{name} of a row {with_states}"] = float(error)
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    return worst, errors[worst]
+
+
+def _results(
+    inputs: dict[str, Tensor], scan: Callable[[list[Tensor], Tensor | None], tuple[Tensor, Tensor | None]]
+) -> dict[str, Tensor]:
+    """Outputs, the last state if there is one, and gradients of all inputs, for random gradients of both."""
+    device = next(iter(inputs.values())).device
+    # the first scan may run inside of a model's forward: under autocast, without gradients, with hooks on saved tensors
+    untouched = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), untouched:
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        output, after = scan([x for name, x in leaves.items() if name != "first state"], leaves.get("first state"))
+        made = {"output": output} if after is None else {"output": output, "last state": after}
+        generator = torch.Generator().manual_seed(1)
+        # rounded for all dtypes alike
+        given = [torch.randn(x.shape, generator=generator).bfloat16().to(x) for x in made.values()]
+        gradients = torch.autograd.grad(list(made.values()), list(leaves.values()), given)
+    named = {f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {name: x.detach() for name, x in made.items()} | named
+
+
+@dataclass(frozen=True, slots=True)
+class KernelScan:
+    """A kernel with the settings of a mixer's scan."""
+
+    kernel: ScanKernel
+    settings: tuple[Any, ...]
+
+    def takes(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the kernel is installed and right for a scan of such tensors."""
+        return self.kernel.takes(tensors, self.settings)
+
+    def __call__(self, tensors: Sequence[Tensor], state: Tensor | None, row: Row) -> tuple[Tensor, Tensor | None]:
+        """Outputs [1, T, H, E], and the state after the last document if `row.goes_on`."""
+        return self.kernel.call(tensors, state, row, self.settings)
+
+
+@dataclass
+class DeltaKernel(ScanKernel):
+    """A gated delta rule; settings: whether it normalizes queries and keys. by_channel: decays have one number per channel."""
+
+    by_channel: bool = False
+
+    def sizes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> HeadSizes:
+        """Sizes of the heads of keys and values."""
+        _, k, v, *_ = tensors
+        return HeadSizes(k.shape[-1], v.shape[-1], v.shape[2] // k.shape[2])
+
+    def in_kernel_format(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether queries, keys, values and strengths are of one dtype, and decays are of fp32, one or one per channel."""
+        q, k, v, decay, strength = tensors
+        is_uniform = q.dtype == k.dtype == v.dtype == strength.dtype and decay.dtype == torch.float32
+        return is_uniform and (decay.dim() == 4) == self.by_channel
+
+    def call(
+        self, tensors: Sequence[Tensor], state: Tensor | None, row: Row, settings: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs and last state [1, H, K, E] of flash-linear-attention's rule."""
+        q, k, v, decay, strength = tensors
+        # the other documents start from zeros
+        states = None if state is None else F.pad(state, (0, 0, 0, 0, 0, 0, 0, row.num_documents - 1))
+        output, after = self.function(
+            *(q, k, v),
+            g=decay,
+            beta=strength,
+            initial_state=states,
+            output_final_state=row.goes_on,
+            use_qk_l2norm_in_kernel=settings[0],
+            cu_seqlens=self.boundaries(row, q.device),
+        )
+        return output, after[-1:] if row.goes_on else None
+
+    def by_token(self, tensors: Sequence[Tensor], state: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Outputs and last state of one document."""
+        return by_token.delta_rule(tensors, state, normalize=settings[0])
+
+    def drawn(self, sizes: HeadSizes, num_tokens: int, settings: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Two heads of queries and keys; decays of heads from 0.98 to 0.2 per token."""
+        generator, heads = torch.Generator().manual_seed(0), 2 * sizes.readers
+        q, k = (torch.randn(1, num_tokens, 2, sizes.key, generator=generator) for _ in range(2))
+        # keys that are not normalized by the rule have a length of about one
+        k = k if settings[0] else F.normalize(k, dim=-1)
+        v = torch.randn(1, num_tokens, heads, sizes.value, generator=generator)
+        channels = (sizes.key,) if self.by_channel else ()
+        rates = torch.logspace(-1.7, 0.2, heads).view(1, 1, heads, *(1 for _ in channels))
+        decay = -rates * torch.rand(1, num_tokens, heads, *channels, generator=generator)
+        strength = torch.rand(1, num_tokens, heads, generator=generator)
+        state = torch.randn(1, heads, sizes.key, sizes.value, generator=generator) * sizes.key**-0.5
+        q, k, v, strength = (x.bfloat16() for x in (q, k, v, strength))
+        return {"queries": q, "keys": k, "values": v, "decays": decay, "strengths": strength, "first state": state}
+
+
+_RULE = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
+_FLA = "flash-linear-attention"
+GATED_DELTA_RULE = DeltaKernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _RULE)
+KIMI_DELTA_ATTENTION = DeltaKernel(_FLA, "fla.ops.kda", "chunk_kda", _RULE, by_channel=True)
