@@ -234,6 +234,14 @@ class LongContextConfig:
             "away in bf16. Without effect on fp32 weights."
         },
     )
+    fp32_master_weights: bool = field(
+        default=True,
+        metadata={
+            "help": "Let the optimizer update an fp32 copy of every bf16 weight that is trained, with moments in fp32 (8 more "
+            "bytes per parameter). At usual learning rates most updates would be rounded away in bf16. Without effect on fp32 "
+            "weights, such as those of adapters."
+        },
+    )
     self_test: bool = field(
         default=True,
         metadata={
@@ -344,6 +352,7 @@ KINDS: dict[str, Kind] = {
     "async_save": Flag(),
     "collective_timeout_s": _SECONDS,
     "fp32_gradients": Flag(),
+    "fp32_master_weights": Flag(),
     "self_test": Flag(),
     "on_nonfinite": Word(("stop", "skip")),
     "replica_check_steps": Whole(0, "it cannot be negative", is_optional=True, most=2**31),

@@ -205,7 +205,8 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
             f"the costs of {request.model} on {request.hardware} were measured, in the dtype of that run; --dtype has no effect, "
             f"leave it out"
         )
-    model = read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"])
+    # a run keeps them by default
+    model = replace(read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"]), has_master_weights=True)
     sizes = Counter(window for window in model.windows if window)
     notes = [
         f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"

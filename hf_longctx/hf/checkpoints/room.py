@@ -19,6 +19,7 @@ from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER
 from hf_longctx.hf.checkpoints.staging import step_of
 from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted
 from hf_longctx.hf.ranks.host_memory import host_bytes
+from hf_longctx.runtime.parameters.gradients import HALF_DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,11 @@ logger = logging.getLogger(__name__)
 _ADAM = "adamw_torch"
 
 
-def folder_problems(args: TrainingArguments, model: Any) -> list[str]:
-    """Reasons why this rank could not write checkpoints to the output folder; empty if it writes none."""
+def folder_problems(args: TrainingArguments, model: Any, has_master_weights: bool = False) -> list[str]:
+    """Reasons why this rank could not write checkpoints to the output folder; empty if it writes none.
+
+    has_master_weights: see `checkpoint_bytes`.
+    """
     if not args.should_save or str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
         return []
     folder = Path(str(args.output_dir))
@@ -41,7 +45,7 @@ def folder_problems(args: TrainingArguments, model: Any) -> list[str]:
             f"output_dir {folder} cannot be written to ({error}), so checkpoints would be lost; choose another folder, or set "
             f"save_strategy='no'"
         ]
-    needed_bytes = checkpoint_bytes(args, model)
+    needed_bytes = checkpoint_bytes(args, model, has_master_weights)
     if free_bytes >= needed_bytes:
         if free_bytes < num_new * needed_bytes:
             limit = args.save_total_limit
@@ -86,7 +90,7 @@ def _num_saves(args: TrainingArguments) -> int | None:
     return None
 
 
-def memory_problems(args: TrainingArguments, model: Any) -> list[str]:
+def memory_problems(args: TrainingArguments, model: Any, has_master_weights: bool = False) -> list[str]:
     """Reasons why host memory could not hold this rank's part of a checkpoint until it is written; empty if it has no large part.
 
     The first rank counts all parts of sharded parameters, also those of other nodes, and looks at its own node only.
@@ -102,7 +106,7 @@ def memory_problems(args: TrainingArguments, model: Any) -> list[str]:
             f"async_save=True holds checkpoints in {MEMORY_FOLDER} until they are written, and it refuses files ({error}); "
             f"mount a tmpfs there, {remedy}"
         ]
-    needed_bytes = checkpoint_bytes(args, model)
+    needed_bytes = checkpoint_bytes(args, model, has_master_weights)
     if free_bytes >= needed_bytes:
         return []
     return [
@@ -112,10 +116,11 @@ def memory_problems(args: TrainingArguments, model: Any) -> list[str]:
     ]
 
 
-def checkpoint_bytes(args: TrainingArguments, model: Any) -> int:
+def checkpoint_bytes(args: TrainingArguments, model: Any, has_master_weights: bool = False) -> int:
     """Bytes that a checkpoint of `model` takes at least: its weights (only adapters, if it has some), and Adam's states.
 
-    A model that was loaded as one pipeline stage counts as that stage alone.
+    A model that was loaded as one pipeline stage counts as that stage alone. has_master_weights: Adam updates fp32 copies of
+    weights in half precision, and saves these too.
     """
     if not hasattr(model, "parameters"):
         return 0
@@ -123,4 +128,7 @@ def checkpoint_bytes(args: TrainingArguments, model: Any) -> int:
     num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     if args.save_only_model or str(getattr(args.optim, "value", args.optim)).removesuffix("_fused") != _ADAM:
         return num_bytes
-    return num_bytes + 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    has_copy = [has_master_weights and weight.dtype in HALF_DTYPES for weight in trained]
+    state_bytes = (12 if copied else 2 * weight.element_size() for weight, copied in zip(trained, has_copy, strict=True))
+    return num_bytes + sum(weight.numel() * each for weight, each in zip(trained, state_bytes, strict=True))

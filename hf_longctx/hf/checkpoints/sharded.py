@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.unpickling import load_shards
+from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT
 
 SHARDS_FOLDER = "optimizer_shards"
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -139,9 +140,12 @@ def has_optimizer_shards(folder: str) -> bool:
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Reads what `save_optimizer` wrote, on any number of ranks, for sharded or whole parameters. Collective over all ranks."""
+    """Reads what `save_optimizer` wrote, on any number of ranks, for sharded or whole parameters. Collective over all ranks.
+
+    Master weights that the checkpoint lacks are made from the weights.
+    """
     states = optimizer_states(model, optimizer)
-    load_shards(states, Path(folder) / SHARDS_FOLDER)
+    load_shards(states, Path(folder) / SHARDS_FOLDER, optional=MASTER_WEIGHT)
     set_optimizer_states(model, optimizer, states)
 
 

@@ -41,6 +41,7 @@ from hf_longctx.hf.models.adapters import ADAPTER_FILE, is_adapted, saved_parame
 from hf_longctx.hf.models.cutting import find_pieces
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT
 
 _SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")
 
@@ -126,7 +127,7 @@ def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None
         owner = _embedding_name(stage)
         names = {key: key.replace(f".{stage.tied}.", f".{owner}.") if _is_of(key, stage.tied) else key for key in states}
     found = {names[key]: value for key, value in states.items()}
-    load_shards(found, Path(folder) / SHARDS_FOLDER)
+    load_shards(found, Path(folder) / SHARDS_FOLDER, optional=MASTER_WEIGHT)
     loaded = {key: found[names[key]] for key in states}
     set_optimizer_states(stage.model, optimizer, loaded)
 

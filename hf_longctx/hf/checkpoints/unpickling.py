@@ -206,14 +206,18 @@ def archive_fault(file: Path) -> str:
     return _named(foreign)
 
 
-def load_shards(states: dict[str, Any], folder: Path) -> None:
+def load_shards(states: dict[str, Any], folder: Path, optional: str = "") -> None:
     """Reads optimizer shards into `states`, as torch's `load`, but calls nothing that a file names. Collective over all ranks.
 
-    Raises ValueError on every rank if one of them cannot read its share.
+    optional: last part of the names of states that keep their values if the shards lack them; none by default. Raises ValueError
+    on every rank if one of them cannot read its share.
     """
     reader = _Reader(folder)
     try:
-        state_dict_loader.load(states, storage_reader=reader, planner=_Planner(reader))
+        saved = reader.read_metadata().state_dict_metadata if optional else {}
+        wanted = {name: value for name, value in states.items() if not optional or name in saved or not name.endswith(optional)}
+        state_dict_loader.load(wanted, storage_reader=reader, planner=_Planner(reader))
+        states.update(wanted)
     except CheckpointException as error:
         # torch's class is no Exception, which trainers and their callers do not expect
         failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))

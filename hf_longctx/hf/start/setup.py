@@ -117,7 +117,7 @@ def choose_setup(
     # nodes may have different numbers of ranks; with a common divisor of these, blocks lie inside nodes and every rank makes
     # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
-    spec = model_spec(model, is_autocast=args.bf16)
+    spec = replace(model_spec(model, is_autocast=args.bf16), has_master_weights=config.fp32_master_weights)
     if family_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
         logger.warning(
             "plans count the layers with a state along the sequence of %s as full attention, and neither the states that slices "

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -28,6 +28,13 @@ from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import Placement
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.parameters.master_weights import (
+    drop_master_weights,
+    has_half_weights,
+    keep_master_weights,
+    why_no_master_weights,
+)
 
 SCHEDULER_FILE = "scheduler.pt"
 
@@ -56,12 +63,21 @@ class ParameterMixin(CheckpointMixin):
     longctx_config: LongContextConfig
     longctx_run: Run
     _guard: NonfiniteGuard
+    _executor: StepExecutor | None
     _whole_weights: dict[str, Any] | None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Makes the optimizer after sharding, so that its states are made for shards."""
+        """Makes the optimizer after sharding, so that its states are made for shards; it updates bf16 weights in fp32 copies."""
         self._placed_model()
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        if self.longctx_config.fp32_master_weights and has_half_weights(plain := self._plain_optimizer):
+            if reason := why_no_master_weights(plain):
+                raise ValueError(
+                    f"fp32_master_weights cannot keep fp32 copies of the bf16 weights: {reason}. Use another optimizer such as "
+                    f"adamw_torch, load the model in fp32, or set fp32_master_weights=False, which rounds every update to bf16"
+                )
+            keep_master_weights(plain, self._idle_gradient)
+        return optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as `Trainer` does; collective over all ranks if parameters are sharded or in stages.
@@ -157,6 +173,11 @@ class ParameterMixin(CheckpointMixin):
         if best is None or not self._placement.load(self.model, best):
             super()._load_best_model()
 
+    def _idle_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The fp32 tensor of zeros in which the parameter's gradients add up during a step; None if there is none."""
+        executor = self._executor
+        return None if executor is None else executor.parameters.gradients.idle_buffer(parameter)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self._holding_errors():
             if not self._placement.save_optimizer(self.model, self._plain_optimizer, output_dir):
@@ -169,9 +190,11 @@ class ParameterMixin(CheckpointMixin):
         """Loads states, even those of a run with another number of ranks or stages, or with sharded parameters."""
         placement, is_anew = self._placement, self._starts_anew("optimizer")
         if is_anew or checkpoint is None or not placement.load_optimizer(self.model, self._plain_optimizer, checkpoint):
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        assert self.lr_scheduler is not None
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            assert self.lr_scheduler is not None
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
+        drop_master_weights(self._plain_optimizer)
 
     def _folder(self, output_dir: str | None) -> str:
         return str(self.args.output_dir if output_dir is None else output_dir)

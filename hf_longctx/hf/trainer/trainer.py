@@ -354,9 +354,10 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         """Starts the run and sets every attribute of the mixin. Collective over all ranks."""
         self.longctx_config = request.config
         problems = request.problems + config_problems(request.config, request.args)
-        problems += folder_problems(request.args, request.model)
+        to_save = request.args, request.model, request.config.fp32_master_weights
+        problems += folder_problems(*to_save)
         if request.config.async_save:
-            problems += memory_problems(request.args, request.model) + async_problems(type(self), request.args)
+            problems += memory_problems(*to_save) + async_problems(type(self), request.args)
         problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
         self.longctx_run = start_run(replace(request, problems=problems))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None

@@ -123,7 +123,7 @@ class ModelSpec:
     multiplied by a gate, which is projected from hidden states. has_wide_norms: norms keep the product before their weight in
     fp32. experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline stages, so that
     stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
-    predicts the next token.
+    predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -162,6 +162,7 @@ class ModelSpec:
     experts: ExpertSpec = ExpertSpec()
     keeps_all_stages: bool = False
     num_labels: int = 0
+    has_master_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:

@@ -108,7 +108,7 @@ class ByteModel:
     _counted: _Counted = field(default_factory=_Counted, init=False, repr=False, compare=False)
 
     def states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-        """Bytes on a rank of all weights, gradients and two fp32 Adam moments, shared by `shard_ranks` ranks if sharded."""
+        """Bytes on a rank of all weights, gradients and Adam's states, shared by `shard_ranks` ranks if sharded."""
         return part_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:

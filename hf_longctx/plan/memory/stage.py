@@ -17,7 +17,10 @@ from hf_longctx.plan.core.types import Action, Parameters, StagePlan
 def part_state_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """Bytes on a rank of `num_layers` layers' weights, gradients and two fp32 Adam moments, shared by `shard_ranks` if sharded.
+    """Bytes on a rank of `num_layers` layers' weights, gradients and Adam's states, shared by `shard_ranks` if sharded.
+
+    Adam's states are two fp32 moments for each trained parameter. Master weights add an fp32 copy of each in half precision, and
+    an fp32 sum of its gradients.
 
     is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
     weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients.
@@ -26,26 +29,30 @@ def part_state_bytes(
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
-    weights, gradients, moments = _part_bytes(model, num_layers, is_first, is_last)
+    weights, gradients, updates = _part_bytes(model, num_layers, is_first, is_last)
     beside = num_layers * model.packed.layer_scale_bytes + (model.packed.unpacked_bytes if num_layers else 0)
     if parameters == "replicated":
-        return weights + gradients + moments + beside
+        return weights + gradients + updates + beside
     unit_weights, unit_gradients, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
     if parameters == "sharded":
         # experts that are spread over ranks stay where they are
         spread = min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
         unit_weights, unit_gradients = unit_weights - spread, unit_gradients - (spread if model.trains_layers else 0)
     gathered = unit_weights if parameters == "sharded" else weights
-    return -(-(weights + gradients + moments) // shard_ranks) + gathered + unit_gradients + beside
+    return -(-(weights + gradients + updates) // shard_ranks) + gathered + unit_gradients + beside
 
 
 def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
-    """Bytes of weights, of gradients and of moments."""
+    """Bytes of weights, of gradients, and of all else that updates need."""
     weights = model.part_weight_bytes(num_layers, is_first, is_last)
     if model.adapters.is_empty:
-        return weights, weights, 8 * model.part_parameters(num_layers, is_first, is_last)
-    trained, trained_bytes = model.adapters.sizes(num_layers, is_first, is_last)
-    return weights + trained_bytes, trained_bytes, 8 * trained
+        trained, trained_bytes, held = model.part_parameters(num_layers, is_first, is_last), weights, weights
+    else:
+        trained, trained_bytes = model.adapters.sizes(num_layers, is_first, is_last)
+        held = weights + trained_bytes
+    # without master weights, the moments of a half-precision weight are as narrow, and fp32 sums of gradients take the rest
+    num_half = max(0, 4 * trained - trained_bytes) // 2 if model.has_master_weights else 0
+    return held, trained_bytes, 8 * trained + 8 * num_half
 
 
 def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = lambda action: 1) -> int:

@@ -84,6 +84,10 @@ class GradientSum:
             wide.zero_()
         self._absorbed.clear()
 
+    def idle_buffer(self, parameter: nn.Parameter) -> Tensor | None:
+        """The parameter's fp32 buffer between steps, when it is all zeros and must be so again; None if there is none."""
+        return None if parameter in self._absorbed else self._wide.get(parameter)
+
     def _has_gradient(self, parameter: nn.Parameter) -> bool:
         return parameter in self._absorbed or parameter.grad is not None
 

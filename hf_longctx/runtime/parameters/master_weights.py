@@ -1,0 +1,156 @@
+"""Updates half-precision weights in fp32, so that small steps are not rounded away.
+
+A bf16 number has 8 significant bits, so an update below 1/512 of a weight rounds to nothing: most updates do at a learning rate
+of 1e-5. The optimizer therefore updates an fp32 copy of every weight, the master weight, and the model gets it rounded. The
+optimizer's moments are then fp32, too. See Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740, section 3.1).
+
+`keep_master_weights` serves any optimizer of `torch.optim` and any subclass that keeps its states in `state`. Outside `step` the
+optimizer's groups and states belong to the model's own parameters, with the master weight as one more state. So checkpoints hold
+it under the weight's name, whether weights are whole, in shards, or in pipeline stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, local_shard
+
+# name of the state that is a weight's fp32 copy
+MASTER_WEIGHT = "master_weight"
+# name of the attribute by which an optimizer holds its master weights
+_KEPT = "longctx_master_weights"
+
+
+def why_no_master_weights(optimizer: Optimizer) -> str:
+    """Reason why the weights of `optimizer` cannot be updated in fp32 copies; empty if they can."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        return f"{name} is not a torch.optim.Optimizer"
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return f"{name} reads states from checkpoints in its own way, which would round fp32 copies"
+    if callable(getattr(optimizer, "train", None)):
+        return f"{name} changes weights outside its step"
+    return ""
+
+
+def keep_master_weights(optimizer: Optimizer, lent: Callable[[nn.Parameter], Tensor | None] | None = None) -> None:
+    """Makes `optimizer` update fp32 copies of its half-precision weights, and round them into the weights; does so once.
+
+    The copies are made in the first step: 4 bytes per parameter, and as many again for each moment. A weight that something other
+    than the optimizer changed since the last step goes on from its new value. lent: returns an fp32 tensor of zeros shaped like a
+    parameter, which may hold its gradient during a step, or None. Raises ValueError for an optimizer that
+    `why_no_master_weights` gives a reason against.
+    """
+    if reason := why_no_master_weights(optimizer):
+        raise ValueError(f"no fp32 copies of weights can be kept: {reason}")
+    if not has_master_weights(optimizer):
+        vars(optimizer)[_KEPT] = _MasterWeights(optimizer)
+    if lent is not None:
+        vars(optimizer)[_KEPT].lent = lent
+
+
+def has_master_weights(optimizer: Any) -> bool:
+    """Whether `keep_master_weights` was called on `optimizer`."""
+    return _KEPT in vars(optimizer)
+
+
+def has_half_weights(optimizer: Optimizer) -> bool:
+    """Whether the optimizer updates weights in bf16 or fp16."""
+    return any(parameter.dtype in HALF_DTYPES for group in optimizer.param_groups for parameter in group["params"])
+
+
+def drop_master_weights(optimizer: Optimizer) -> None:
+    """Removes the fp32 copies that a checkpoint brought to an optimizer that keeps none."""
+    if not has_master_weights(optimizer):
+        for state in optimizer.state.values():
+            state.pop(MASTER_WEIGHT, None)
+
+
+class _MasterWeights:
+    """Puts master weights in the place of an optimizer's half-precision parameters during `step` and `load_state_dict`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.lent: Callable[[nn.Parameter], Tensor | None] = lambda parameter: None
+        # the parameter of every master weight that is in its place now
+        self._replaced: dict[Tensor, nn.Parameter] = {}
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+        if optimizer.state:
+            # states that were made before, such as those of Adagrad, get the dtype of master weights
+            self._put_in(optimizer, lambda parameter: True)
+            self._take_out(optimizer)
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._put_in(optimizer, lambda parameter: parameter.grad is not None)
+        for master, parameter in self._replaced.items():
+            assert parameter.grad is not None
+            buffer = self.lent(parameter)
+            master.grad = parameter.grad.float() if buffer is None else buffer.copy_(parameter.grad)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for master, parameter in self._replaced.items():
+            parameter.copy_(master)
+            master.grad = None
+            if (buffer := self.lent(parameter)) is not None:
+                buffer.zero_()
+        self._take_out(optimizer)
+
+    def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
+        # states get the dtype of the parameter in whose place the master weight is
+        self._put_in(optimizer, lambda parameter: True)
+
+    @torch.no_grad()
+    def _after_load(self, optimizer: Optimizer) -> None:
+        for master in self._replaced:
+            # the first step makes master weights for which nothing was loaded
+            if master in optimizer.state and (loaded := optimizer.state[master].pop(MASTER_WEIGHT, None)) is not None:
+                master.copy_(loaded)
+        self._take_out(optimizer, is_loaded=True)
+
+    @torch.no_grad()
+    def _put_in(self, optimizer: Optimizer, is_wanted: Callable[[nn.Parameter], bool]) -> None:
+        # a step that raised an error left its master weights in
+        self._take_out(optimizer)
+        masters: dict[nn.Parameter, Tensor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.dtype in HALF_DTYPES and is_wanted(parameter):
+                    masters[parameter] = _master_of(parameter, optimizer.state.get(parameter, {}).get(MASTER_WEIGHT))
+            group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
+        for parameter, master in masters.items():
+            self._replaced[master] = parameter
+            if parameter in optimizer.state:
+                state = optimizer.state.pop(parameter)
+                if held := {name: _widened(value) for name, value in state.items() if name != MASTER_WEIGHT}:
+                    optimizer.state[master] = held
+
+    def _take_out(self, optimizer: Optimizer, is_loaded: bool = False) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
+        for master, parameter in self._replaced.items():
+            # after a step, an optimizer without states, such as plain SGD, has master weights all the same
+            if master in optimizer.state or not is_loaded:
+                optimizer.state[parameter] = {**optimizer.state.pop(master, {}), MASTER_WEIGHT: master}
+        self._replaced.clear()
+
+
+def _master_of(parameter: nn.Parameter, master: Tensor | None) -> Tensor:
+    """The parameter in fp32: with what its master weight knows beyond its own precision, unless something else changed it."""
+    if master is None:
+        return parameter.detach().float()
+    kept, own = local_shard(master), local_shard(parameter.detach())
+    kept.copy_(torch.where(kept.to(own.dtype) == own, kept, own.float()))
+    return master
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value

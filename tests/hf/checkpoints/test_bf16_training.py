@@ -1,0 +1,159 @@
+"""Training of bf16 weights: small updates arrive, and fp32 copies pass through checkpoints of every placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import resuming
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.trainer_runs import SKEWED, make_trainer
+
+from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT
+
+CASE = ModelCase(dtype=torch.bfloat16, tied=True)
+ARGUMENTS = {"max_steps": 4, "learning_rate": 1e-5, "warmup_steps": 0, "save_strategy": "steps", "save_steps": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "replicated": {"tokens_per_rank": 64},
+    "sharded": {"tokens_per_rank": 64, "parameters": "sharded"},
+    "staged": {"stages": 2, "tokens_per_rank": 64},
+}
+
+Found = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, list[int]]]:
+    return random_rows(SKEWED)
+
+
+def train(rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], arguments: dict[str, Any], resume: str) -> Found:
+    """Trains on this rank; returns master weights, second moments, and weights, of the rank's stage."""
+    trainer = make_trainer(CASE, rows, folder, config, {**ARGUMENTS, **arguments})
+    trainer.train(resume_from_checkpoint=resume or None)
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    states = {names[parameter]: state for parameter, state in trainer._plain_optimizer.state.items()}
+    masters = {name: whole(state[MASTER_WEIGHT]).clone() for name, state in states.items() if MASTER_WEIGHT in state}
+    squares = {name: whole(state["exp_avg_sq"]).clone() for name, state in states.items()}
+    return masters, squares, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, rows, tmp_path_factory) -> dict[str, tuple[Path, list[Found]]]:
+    """Folder and results on both ranks of a run of every placement."""
+    made = {}
+    for name, config in CONFIGS.items():
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = folder, ranks(2).run(train, rows, str(folder), config, {}, "")
+    return made
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_small_updates_reach_the_master_weights(runs, name: str) -> None:
+    start = dict(build_model(CASE).named_parameters())
+    for masters, _, weights in runs[name][1]:
+        # the stages divide the names, and both hold the tied embedding
+        assert set(masters) == set(weights) and masters
+        for master_name, master in masters.items():
+            assert master.dtype == torch.float32
+            assert torch.equal(master.bfloat16(), weights[master_name])
+            if master_name in start and master.dim() > 1:
+                moved = (master != start[master_name].detach().float()).float().mean()
+                rounded = (weights[master_name] != start[master_name]).float().mean()
+                assert moved > 0.9 > rounded, "updates at this rate are below what bf16 can hold"
+
+
+@resuming
+@pytest.mark.parametrize(
+    "first,num_ranks,then",
+    [
+        ("replicated", 1, "replicated"),
+        ("replicated", 2, "sharded"),
+        ("sharded", 4, "sharded"),
+        ("sharded", 1, "replicated"),
+        ("staged", 2, "staged"),
+        ("sharded", 2, "staged"),
+        ("staged", 2, "sharded"),
+    ],
+)
+def test_master_weights_pass_through_checkpoints(
+    ranks, rows, runs, tmp_path: Path, first: str, num_ranks: int, then: str
+) -> None:
+    folder, results = runs[first]
+    saved: tuple[dict[str, torch.Tensor], ...] = tuple({} for _ in range(3))
+    for found in results:
+        for kept, values in zip(saved, found, strict=True):
+            kept.update(values)
+    # no step is left to do
+    resumed = ranks(num_ranks).run(train, rows, str(tmp_path), CONFIGS[then], {}, str(folder / "checkpoint-4"))
+    for found in resumed:
+        for kept, values in zip(saved, found, strict=True):
+            for name, value in values.items():
+                # the last stage has a name of its own for the tied weight
+                expected = kept.get(name, kept["model.embed_tokens.weight"])
+                assert torch.equal(value, expected), name
+
+
+@resuming
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpoint_without_master_weights_can_be_resumed(ranks, rows, tmp_path: Path, name: str) -> None:
+    plain = {**CONFIGS[name], "fp32_master_weights": False}
+    for masters, _, _ in ranks(2).run(train, rows, str(tmp_path / "first"), plain, {}, ""):
+        assert not masters
+    checkpoint = str(tmp_path / "first" / "checkpoint-4")
+    for masters, _, weights in ranks(2).run(train, rows, str(tmp_path / "second"), CONFIGS[name], {"max_steps": 5}, checkpoint):
+        assert {key: value.bfloat16().equal(weights[key]) for key, value in masters.items()} == dict.fromkeys(weights, True)
+
+
+class RoundingOptimizer(torch.optim.AdamW):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+def refused(rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any]) -> str:
+    kind = (RoundingOptimizer, {"lr": 1e-5})
+    try:
+        make_trainer(CASE, rows, folder, config, {"max_steps": 1}, optimizer_cls_and_kwargs=kind).train()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_that_cannot_keep_them_is_refused_by_name(ranks, rows, tmp_path: Path) -> None:
+    (message,) = ranks(1).run(refused, rows, str(tmp_path), {})
+    assert "RoundingOptimizer reads states from checkpoints in its own way" in message
+    assert "fp32_master_weights=False" in message
+    assert ranks(1).run(refused, rows, str(tmp_path), {"fp32_master_weights": False}) == [""]
+
+
+def held_bytes(rows: list[dict[str, list[int]]], folder: str, has_copies: bool) -> tuple[int, int]:
+    """Bytes of weights, gradients and everything that updates need after a step, and what plans count for them."""
+    trainer = make_trainer(CASE, rows, folder, {"fp32_master_weights": has_copies}, {"max_steps": 1})
+    held = []
+
+    class Count(transformers.TrainerCallback):
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            weights = list(trainer.model.parameters())
+            states = [value for state in trainer._plain_optimizer.state.values() for value in state.values() if value.dim()]
+            sums = [trainer._idle_gradient(weight) for weight in weights]
+            tensors = [*weights, *(weight.grad for weight in weights), *states, *sums]
+            held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+    trainer.add_callback(Count())
+    trainer.train()
+    spec = replace(model_spec(trainer.model), has_master_weights=has_copies)
+    return held[0], ByteModel(spec).states()
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_plans_count_them(ranks, rows, tmp_path: Path, has_copies: bool) -> None:
+    ((held, planned),) = ranks(1).run(held_bytes, rows, str(tmp_path), has_copies)
+    assert held == pytest.approx(planned, rel=0.02)
