@@ -100,6 +100,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, for weights and saved activations")
     how.add_argument(
+        "--bf16-updates",
+        action="store_true",
+        help="no fp32 copies of bf16 weights, as with fp32_master_weights: false (default: weights are updated in fp32)",
+    )
+    how.add_argument(
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
     )
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
@@ -228,6 +233,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         quantize=options.quantize,
         activations=options.activations,
         expert_ranks=options.expert_ranks,
+        bf16_updates=options.bf16_updates,
         host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )
 
@@ -284,6 +290,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         parameters=file.plan.parameters,
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
         expert_ranks=file.costs.model.experts.num_ranks if file.costs and file.costs.model.experts.are_spread else 0,
+        bf16_updates=file.costs is not None and not file.costs.model.has_master_weights,
     )
     scenario = build_scenario(request, must_fit=False)
     return scenario.costs, scenario.memory

@@ -203,6 +203,9 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
         model = replace(memory.model, bytes_per_element=2)
         halved = replace(memory, model=model, saved_bytes_per_token=saved_token_bytes(model))
         changes.append(("weights and activations in bf16: --dtype bfloat16", halved, placement))
+    if memory.model.has_master_weights and memory.model.bytes_per_element == 2 and not memory.is_measured:
+        narrow = replace(memory, model=replace(memory.model, has_master_weights=False))
+        changes.append(("weights updated in bf16, which loses small updates: --bf16-updates", narrow, placement))
     more = wider_job(memory, placement, 2 * num_ranks, now + 1)
     changes.append((f"{more.num_ranks // num_ranks} times the ranks: --gpus {more.num_ranks}", memory, more))
     device_bytes, usable_bytes = 2 * memory.device_bytes, 2 * memory.usable_bytes

@@ -41,7 +41,7 @@ class Request:
     longest_tokens: tokens of the longest sequence to be planned. lora_rank: rank of the adapters (0: all weights are trained).
     quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
     the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
-    are spread.
+    are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights.
     """
 
     model: str
@@ -62,6 +62,7 @@ class Request:
     host_bytes: int = -1
     activations: str = "auto"
     expert_ranks: int = 0
+    bf16_updates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +206,9 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
             f"the costs of {request.model} on {request.hardware} were measured, in the dtype of that run; --dtype has no effect, "
             f"leave it out"
         )
-    # a run keeps them by default
-    model = replace(read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"]), has_master_weights=True)
+    # adapters are fp32 themselves
+    has_copies = not (request.bf16_updates or request.lora_rank)
+    model = replace(read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"]), has_master_weights=has_copies)
     sizes = Counter(window for window in model.windows if window)
     notes = [
         f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"

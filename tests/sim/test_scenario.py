@@ -141,16 +141,16 @@ def test_what_contradicts_itself_or_does_not_exist_is_refused(request_: Request,
 
 
 def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -> None:
-    # 64 layers of 487,587,840 parameters and 2 * 151,936 * 5120: half of 12 bytes for each, and 4 bytes for the embeddings and
-    # two layers that are gathered, are 206.7e9 bytes
+    # 64 layers of 487,587,840 parameters and 2 * 151,936 * 5120: half of 20 bytes for each, and 4 bytes for the embeddings and
+    # two layers that are gathered, are 337.7e9 bytes
     with pytest.raises(ValueError) as error:
         build_scenario(Request("qwen3-32b", "h100", 2))
     message = str(error.value)
-    assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 192.5 GiB" in message
+    assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 314.5 GiB" in message
     assert "59.6 of the 74.5 GiB" in message
-    assert "4 times the ranks: --gpus 8 (up to 896 tokens)" in message
+    assert "8 times the ranks: --gpus 16 (up to 116,416 tokens)" in message
     # the change that it proposes works
-    assert build_scenario(Request("qwen3-32b", "h100", 8)).longest_tokens == 896
+    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 116_416
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
 

@@ -223,9 +223,11 @@ class _SetupBasis:
             fitting = max(fitting, most_tokens(costs.model, *room, is_shared=is_shared))
         if config.tokens_per_rank is None and fitting < 1:
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
+            has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty
+            rounded = ", or fp32_master_weights=False, which loses small updates" if has_copies else ""
             raise ValueError(
                 f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; set "
-                f"parameters='sharded' with more ranks, or use a smaller model or a larger device"
+                f"parameters='sharded' with more ranks, or use a smaller model or a larger device{rounded}"
             )
         if activations is None or not 0 < fitting < (config.tokens_per_rank or fitting):
             return config.tokens_per_rank or fitting
