@@ -79,10 +79,8 @@ def test_every_switch_of_the_engine_lengthens_the_longest_sequence(capsys) -> No
 
 def test_adapters_leave_more_room_than_all_weights_and_ranks_add_up(capsys) -> None:
     one, eight = ["--hardware", "h200", "--gpus", "1"], ["--hardware", "h200", "--gpus", "8"]
-    best = {
-        name: max(row["tokens"] for row in longest(arguments, capsys).values())
-        for name, arguments in (("all", [*one, "--bf16-updates"]), ("lora", [*one, "--lora-rank", "16"]), ("eight", [*eight, "--lora-rank", "16"]))
-    }
+    runs = {"all": [*one, "--bf16-updates"], "lora": [*one, "--lora-rank", "16"], "eight": [*eight, "--lora-rank", "16"]}
+    best = {name: max(row["tokens"] for row in longest(arguments, capsys).values()) for name, arguments in runs.items()}
     assert best["lora"] > 2 * best["all"]
     # exchanges within the group take memory
     assert best["eight"] == pytest.approx(8 * best["lora"], rel=0.05)
