@@ -23,6 +23,7 @@ from hf_longctx.hf.models.context.hand_down import hand_context_down, leave_cont
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
 from hf_longctx.hf.models.heads.serve import restore_head, serve_head
+from hf_longctx.hf.models.indexed.patching import chooses_by_plan, patch_indexers, restore_indexers
 from hf_longctx.hf.models.older.own_attention import is_served, restore_own_attention, serve_attention
 from hf_longctx.hf.models.older.positions import count_from_padding, ignore_padding
 from hf_longctx.hf.models.quantised import settle_quantised
@@ -39,7 +40,7 @@ OWN_NAME = "longctx_own"
 # keywords that do not affect attention: with any value (_INERT), or with the value given here (_HARMLESS)
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "output_router_logits": False}
-_WINDOW, _SINKS, _SOFTCAP = "sliding_window", "s_aux", "softcap"
+_WINDOW, _SINKS, _SOFTCAP, _CHOSEN = "sliding_window", "s_aux", "softcap", "indices"
 _SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"
 # attention classes that limit attention by their masks alone; all their layers have the config's window
 _WINDOW_OF_CONFIG = ("PhimoeAttention",)
@@ -69,6 +70,7 @@ def patch_model(model: PreTrainedModel) -> None:
     follow_documents(text)
     count_from_padding(text)
     patch_mixers(text)
+    patch_indexers(text)
     key_dropouts(model)
     hand_context_down(text)
     settle_quantised(model)
@@ -108,6 +110,7 @@ def restore_attention(model: Any, name: str | None) -> None:
         ignore_documents(model)
         ignore_padding(model)
         restore_mixers(model)
+        restore_indexers(model)
         release_dropouts(model)
         leave_context_out(model)
 
@@ -139,6 +142,8 @@ def longctx_attention(
     """
     if longctx is None:
         function = _fallback_function(module, fallback)
+        if (chosen := kwargs.pop(_CHOSEN, None)) is not None:
+            attention_mask = _only_chosen(attention_mask, chosen, query, key)
         output: tuple[Tensor, Tensor | None] = function(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -154,6 +159,12 @@ def longctx_attention(
         raise ValueError(
             f"{name} makes an attention mask of its own, of shape {tuple(attention_mask.shape)}, which would be ignored; use a "
             f"model without one"
+        )
+    chosen = kwargs.pop(_CHOSEN, None)
+    if chosen is not None and not chooses_by_plan(module):
+        raise ValueError(
+            f"{name} passes {_CHOSEN} of chosen keys to attention, which were not chosen within the documents of the plan; use a "
+            f"class that docs/models.md calls exact"
         )
     for keyword, setting in kwargs.items():
         harmless = setting is None or keyword in _INERT or (keyword in _HARMLESS and setting is _HARMLESS[keyword])
@@ -172,10 +183,24 @@ def longctx_attention(
             f"{name} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' together with sinks'}; a cap must be "
             f"positive, and is not supported together with sinks"
         )
-    call = LayerCall(scale, module, pattern, sinks, softcap)
+    call = LayerCall(scale, module, pattern, sinks, softcap, None if chosen is None else chosen[0])
     output_BTHD = sequence_parallel_attention(query, key, value, call, longctx)
     # contiguous like the result of transformers' own functions: some classes take views of it, others would copy it themselves
     return output_BTHD.contiguous(), None
+
+
+def _only_chosen(mask: Tensor | None, chosen_BTK: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask of a forward without a plan [B, 1, T, keys], in which every query sees its chosen keys alone.
+
+    The classes leave this out for implementations that they do not know.
+    """
+    if mask is None:
+        raise ValueError("attention to chosen keys got no mask; pass the attention mask that the model makes")
+    shape = (*chosen_BTK.shape[:2], key.shape[2])
+    hidden_BTN = torch.ones(shape, dtype=torch.bool, device=query.device).scatter(-1, chosen_BTK.long(), False)
+    if mask.dtype == torch.bool:
+        return mask & ~hidden_BTN.unsqueeze(1)
+    return mask.masked_fill(hidden_BTN.unsqueeze(1), torch.finfo(query.dtype).min)
 
 
 def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:

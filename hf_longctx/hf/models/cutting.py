@@ -48,7 +48,7 @@ _TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1} | {
     name: 2
     for name in (
         *("BloomBlock", "CodeGenBlock", "FalconDecoderLayer", "GPTJBlock", "GPTNeoBlock", "GPTNeoXJapaneseLayer", "MptBlock"),
-        *("MegatronBertLayer", "RemBertLayer", "RoFormerLayer"),
+        *("MegatronBertLayer", "RemBertLayer", "RoFormerLayer", "GlmMoeDsaDecoderLayer", "HYV4DecoderLayer"),
     )
 }
 
@@ -143,6 +143,11 @@ def stage_problems(model: nn.Module) -> list[str]:
         for field, value in sorted(config.get_text_config().to_dict().items())
         if any(word in field for word in _SHARING_WORDS) and value
     ]
+    if "shared" in (getattr(config.get_text_config(), "indexer_types", None) or ()):
+        problems.append(
+            f"{name} cannot be cut into pipeline stages: layers with indexer_types='shared' take the keys that an earlier layer "
+            f"has chosen, which stages do not send each other; use stages=1"
+        )
     if problem := tied_token_problem(model):
         problems.append(problem)
     if model is not inner and config.model_type in _NO_ADAPTED_STAGES:

@@ -26,8 +26,8 @@ Source of slices: Seq1F1B (arXiv 2406.03488), which keeps the prefix as a list o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class ChunkAttention:
     """Attention of one layer within one chunk.
 
     layer: key of the layer in the K/V book; it must be the same object in every chunk. record: None in layers that are not
-    replayed.
+    replayed. gather: collective over the block; turns chosen keys of this rank's own tokens into those of all S tokens.
     """
 
     rule: AttentionRule
@@ -75,16 +75,45 @@ class ChunkAttention:
     record: AttentionRecord | None
     kv_book: KVBook
     layer: Hashable
+    gather: Callable[[Tensor], Tensor] | None = None
 
-    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
-        """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`."""
-        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
+    def __call__(
+        self,
+        q_hSD: Tensor,
+        k_gSD: Tensor,
+        v_gSE: Tensor,
+        sinks_h: Tensor | None = None,
+        chosen_TK: Tensor | None = None,
+    ) -> Tensor:
+        """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`.
+
+        chosen_TK: for this rank's own tokens, see `AttentionRule`; kept for backward, which gathers those of the block again.
+        """
+        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, chosen_TK, self)
         return output
+
+    def choosing(self, chosen_TK: Tensor | None) -> ChunkAttention:
+        """Itself with the chosen keys of all S tokens in its rule."""
+        if chosen_TK is None:
+            return self
+        assert self.gather is not None
+        return replace(self, rule=replace(self.rule, chosen_TK=self.gather(chosen_TK)))
 
 
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None, call: ChunkAttention) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_hSD: Tensor,
+        k_gSD: Tensor,
+        v_gSE: Tensor,
+        sinks_h: Tensor | None,
+        chosen_TK: Tensor | None,
+        call: ChunkAttention,
+    ) -> Tensor:
+        # without the chosen keys of other ranks' tokens, which the graph would keep
+        ctx.call = call
+        call = call.choosing(chosen_TK)
         kept = None if call.record is None else call.record.take()
         num_rows = q_hSD.shape[1] if kept is None else kept.start
         outs, lses = [], []
@@ -95,7 +124,7 @@ class _ChunkAttention(torch.autograd.Function):
             rows = slice(document.start, min(document.stop, num_rows))
             if rows.start < rows.stop:
                 start = 0 if document.as_slice is None else document.as_slice.start
-                out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, call.rule, start, sinks_h)
+                out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, call.rule.of_rows(rows), start, sinks_h)
                 outs.append(out_hTE.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
@@ -103,14 +132,13 @@ class _ChunkAttention(torch.autograd.Function):
         out_ShE, lse_hS = _joined(outs, 0), _joined(lses, 1)
         if kept is None and call.record is not None:
             call.record.put(out_ShE, lse_hS)
-        ctx.save_for_backward(q_hSD, out_ShE, lse_hS, sinks_h, *_whole_documents(k_gSD, v_gSE, call.documents))
-        ctx.call = call
+        ctx.save_for_backward(q_hSD, out_ShE, lse_hS, sinks_h, chosen_TK, *_whole_documents(k_gSD, v_gSE, call.documents))
         return out_ShE
 
     @staticmethod
     def backward(ctx: Any, gradient_ShE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_hSD, out_ShE, lse_hS, sinks_h, *whole_kv = ctx.saved_tensors
-        call: ChunkAttention = ctx.call
+        q_hSD, out_ShE, lse_hS, sinks_h, chosen_TK, *whole_kv = ctx.saved_tensors
+        call: ChunkAttention = ctx.call.choosing(chosen_TK)
         dsinks_h = None
         if sinks_h is not None:
             dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
@@ -123,20 +151,20 @@ class _ChunkAttention(torch.autograd.Function):
         for document in call.documents:
             tokens = document.tokens
             gradient_hTE, out_hTE = gradient_ShE[tokens].transpose(0, 1), out_ShE[tokens].transpose(0, 1)
-            q_hTD, lse_hT = q_hSD[:, tokens], lse_hS[:, tokens]
+            q_hTD, lse_hT, rule = q_hSD[:, tokens], lse_hS[:, tokens], call.rule.of_rows(tokens)
             if document.as_slice is not None:
-                found = _slice_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, document.as_slice, call)
+                found = _slice_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, document.as_slice, rule, call)
             else:
                 saved = slice(num_whole, num_whole + document.stop - document.start)
                 k, v = (x[:, saved] for x in whole_kv)
-                found = _document_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, call)
+                found = _document_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, rule)
                 num_whole = saved.stop
             if len(call.documents) == 1:
                 dq, dk, dv = (x.to(q_hSD.dtype) for x in found)
-                return dq, dk, dv, dsinks_h, None
+                return dq, dk, dv, dsinks_h, None, None
             for gradients, gradient in zip((dq_hSD, dk_gSD, dv_gSE), found, strict=True):
                 gradients[:, tokens] = gradient
-        return dq_hSD, dk_gSD, dv_gSE, dsinks_h, None
+        return dq_hSD, dk_gSD, dv_gSE, dsinks_h, None, None
 
 
 def _front(slice_: Slice, k_gTD: Tensor, v_gTE: Tensor, call: ChunkAttention, has_gradient: bool) -> tuple[KeyRun, ...]:
@@ -146,22 +174,29 @@ def _front(slice_: Slice, k_gTD: Tensor, v_gTE: Tensor, call: ChunkAttention, ha
 
 
 def _document_backward(
-    gradient_hTE: Tensor, q_hTD: Tensor, out_hTE: Tensor, lse_hT: Tensor, k_gTD: Tensor, v_gTE: Tensor, call: ChunkAttention
+    gradient_hTE: Tensor, q_hTD: Tensor, out_hTE: Tensor, lse_hT: Tensor, k_gTD: Tensor, v_gTE: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a whole document's queries, keys and values."""
-    tiles, readers = call.rule.pattern.own_tiles(0, q_hTD.shape[1]), call.rule.readers
+    tiles, readers = rule.pattern.own_tiles(0, q_hTD.shape[1]), rule.readers
     if len(tiles) == 1 and tiles[0].num_blocks == 1:
         k, v = map(readers.gather, (k_gTD, v_gTE))
-        dq, dk, dv = tile_backward(gradient_hTE, TileInputs(q_hTD, k, v, call.rule.scores, causal=True), out_hTE, lse_hT)
+        tile = TileInputs(q_hTD, k, v, rule.scores, causal=True, chosen=rule.chosen_TK)
+        dq, dk, dv = tile_backward(gradient_hTE, tile, out_hTE, lse_hT)
         return dq, readers.fold(dk), readers.fold(dv)
     dk_gTD, dv_gTE = (torch.zeros(x.shape, dtype=lse_hT.dtype, device=x.device) for x in (k_gTD, v_gTE))
     own = KeyPiece((k_gTD, v_gTE), tiles, (dk_gTD, dv_gTE))
-    dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, (own,), call.rule)
+    dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, (own,), rule)
     return dq_hTD, dk_gTD, dv_gTE
 
 
 def _slice_backward(
-    gradient_hTE: Tensor, q_hTD: Tensor, out_hTE: Tensor, lse_hT: Tensor, slice_: Slice, call: ChunkAttention
+    gradient_hTE: Tensor,
+    q_hTD: Tensor,
+    out_hTE: Tensor,
+    lse_hT: Tensor,
+    slice_: Slice,
+    rule: AttentionRule,
+    call: ChunkAttention,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a slice's queries, keys and values, including the gradients that later slices left for its keys and values.
 
@@ -169,12 +204,12 @@ def _slice_backward(
     """
     (front, own_gTW), num_tokens, head_dim = call.kv_book.read(call.layer, slice_), slice_.stop - slice_.start, q_hTD.shape[2]
     front_sum_gUW, own_sum_gTW = call.kv_book.gradients(call.layer, slice_)
-    own_sum, pattern = split_kv(own_sum_gTW, head_dim), call.rule.pattern
+    own_sum, pattern = split_kv(own_sum_gTW, head_dim), rule.pattern
     pieces = [
-        KeyPiece(split_kv(own_gTW, head_dim), pattern.own_tiles(slice_.start, num_tokens), own_sum),
+        KeyPiece(split_kv(own_gTW, head_dim), pattern.own_tiles(slice_.start, num_tokens), own_sum, slice_.start),
         *front_pieces(front, front_sum_gUW, slice_.start, pattern, slice_.start, num_tokens, head_dim),
     ]
-    dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, pieces, call.rule)
+    dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, pieces, rule)
     call.kv_book.backward_done(call.layer, slice_)
     dk_gTD, dv_gTE = own_sum
     return dq_hTD, dk_gTD, dv_gTE

@@ -11,7 +11,7 @@ E of values, W = D + E; a tile of n blocks has N rows in each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,20 +26,33 @@ from hf_longctx.runtime.tiles.tile import tile_backward, tile_forward
 
 @dataclass(frozen=True, slots=True)
 class KeyPiece:
-    """Keys [g, U, D] and values [g, U, E], and the tiles in which rows see them. sums: buffers to which gradients are added."""
+    """Keys [g, U, D] and values [g, U, E], and the tiles in which rows see them. sums: buffers to which gradients are added.
+
+    first: position of the first key in its document.
+    """
 
     kv: Sequence[Tensor]
     tiles: tuple[PatternTile, ...]
     sums: Sequence[Tensor] = ()
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How one layer attends on this rank: which KV head each query head reads, how scores are made, which keys are visible."""
+    """How one layer attends on this rank: which KV head each query head reads, how scores are made, which keys are visible.
+
+    chosen_TK: for each row the positions in its document of the keys that it sees, as an index has chosen them; -1 chooses none.
+    None: it sees every key that the pattern shows. Only with a causal pattern.
+    """
 
     readers: KVReaders
     scores: Scores
     pattern: AttentionPattern = CAUSAL
+    chosen_TK: Tensor | None = None
+
+    def of_rows(self, rows: slice) -> AttentionRule:
+        """The rule for a range of its rows."""
+        return self if self.chosen_TK is None else replace(self, chosen_TK=self.chosen_TK[rows])
 
 
 def rows_forward(
@@ -57,7 +70,7 @@ def rows_forward(
     the first row in its document. sinks_h: see `with_sinks`.
     """
     num_rows = q_hTD.shape[1]
-    pieces = [KeyPiece((k_gTD, v_gTE), rule.pattern.own_tiles(start, num_rows))]
+    pieces = [KeyPiece((k_gTD, v_gTE), rule.pattern.own_tiles(start, num_rows), first=start)]
     pieces += [front_piece(run, rule.pattern, start, num_rows, q_hTD.shape[2]) for run in front]
     (own, first), *rest = [(piece, tile) for piece in pieces for tile in piece.tiles]
     if first.num_rows == num_rows:
@@ -80,7 +93,7 @@ def front_piece(
 ) -> KeyPiece:
     """Tiles in which `num_rows` rows from position `start` see an earlier run of keys. sums_gUW: gradient buffer of the run."""
     tiles = pattern.front_tiles(start, num_rows, run.first, run.kv_GUW.shape[1])
-    return KeyPiece(split_kv(run.kv_GUW, head_dim), tiles, () if sums_gUW is None else split_kv(sums_gUW, head_dim))
+    return KeyPiece(split_kv(run.kv_GUW, head_dim), tiles, () if sums_gUW is None else split_kv(sums_gUW, head_dim), run.first)
 
 
 def front_pieces(
@@ -174,7 +187,15 @@ def _backward(
 def _tile_inputs(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> TileInputs:
     q = _read(q_hTD, tile.rows, tile)
     k, v = (_ordered(_as_heads(rule.readers.gather(_tile_tokens(x, tile.keys, tile)), tile), tile) for x in piece.kv)
-    return TileInputs(q, k, v, rule.scores, causal=tile.mask != "full")
+    return TileInputs(q, k, v, rule.scores, causal=tile.mask != "full", chosen=_chosen(piece, tile, rule))
+
+
+def _chosen(piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> Tensor | None:
+    """Numbers of the keys of a tile that its rows choose, counted from its first key; None without a choice."""
+    if rule.chosen_TK is None:
+        return None
+    assert tile.num_blocks == 1 and tile.mask != "reversed"
+    return rule.chosen_TK[tile.rows] - (piece.first + tile.keys.start)
 
 
 def _read(x_HTX: Tensor, tokens: slice, tile: PatternTile) -> Tensor:

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.core.sharding import HeadShare, head_shares
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of
-from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.lent_slice import LentAttention
 from hf_longctx.runtime.attention.ring import ring_attention
@@ -43,7 +44,7 @@ class LayerCall:
 
     scale, softcap: see `tiles.plain.Scores`. layer: the calling layer, by which slices find keys and values of earlier slices.
     pattern: which earlier tokens are visible. sinks_H: per head, the score of one more key with a value of zero that every
-    token sees.
+    token sees. chosen_TK: keys that an index has chosen for this rank's tokens, see `rows.AttentionRule`.
     """
 
     scale: float
@@ -51,6 +52,7 @@ class LayerCall:
     pattern: AttentionPattern = CAUSAL
     sinks_H: Tensor | None = None
     softcap: float = 0.0
+    chosen_TK: Tensor | None = None
 
 
 def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, context: GroupContext) -> Tensor:
@@ -75,9 +77,9 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
         sinks_h = call.sinks_H[mine.q_start : mine.q_stop].to(torch.promote_types(v_1GTE.dtype, torch.float32))
     rule = AttentionRule(readers, Scores(call.scale, call.softcap), call.pattern)
     if context.block.num_ranks == 1:
-        return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call.layer)
+        return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)
-    out_1ShE = _attention(q_1hSD, k_1gSD, v_1gSE, sinks_h, rule, context, call.layer)
+    out_1ShE = _attention(q_1hSD, k_1gSD, v_1gSE, sinks_h, rule, context, call)
     return gather_heads(out_1ShE, shares, context)
 
 
@@ -88,24 +90,27 @@ def _attention(
     sinks_h: Tensor | None,
     rule: AttentionRule,
     context: GroupContext,
-    layer: Hashable,
+    call: LayerCall,
 ) -> Tensor:
     """Attention of this rank's heads for the tokens of its block, shape [1, S, h, E]; a ring if the group has several blocks."""
-    record = context.attention_record
+    record, layer, chosen_TK = context.attention_record, call.layer, call.chosen_TK
+    gather = partial(gather_tokens, block=context.block)
     if context.lent_slice is not None:
+        assert chosen_TK is None
         attend_lent = LentAttention(rule, context.lent_slice, context.kv_book, layer)
         return attend_lent(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
     if context.ring.num_blocks > 1:
-        return ring_attention(q_1hSD, k_1gSD, v_1gSE, rule, context.ring, record, sinks_h)
+        return ring_attention(q_1hSD, k_1gSD, v_1gSE, rule, context.ring, record, sinks_h, chosen_TK, gather)
     # if values had another head size, torch's own attention would fall back to plain matrices
     has_one_size = q_1hSD.shape[3] == v_1gSE.shape[3]
-    is_plain = rule.pattern == CAUSAL and sinks_h is None and not rule.scores.softcap and has_one_size
+    sees_all = rule.pattern == CAUSAL and chosen_TK is None
+    is_plain = sees_all and sinks_h is None and not rule.scores.softcap and has_one_size
     if not context.slices and record is None and is_plain:
         return packed_attention(q_1hSD, k_1gSD, v_1gSE, rule.readers, rule.scores.scale, context.cu_seqlens)
     documents = documents_of(context.cu_seqlens, context.slices)
     if record is not None or not is_plain:
-        attend = ChunkAttention(rule, documents, record, context.kv_book, layer)
-        return attend(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
+        attend = ChunkAttention(rule, documents, record, context.kv_book, layer, gather)
+        return attend(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h, chosen_TK).unsqueeze(0)
     outputs = []
     for document in documents:
         q, k, v = (x[:, :, document.tokens] for x in (q_1hSD, k_1gSD, v_1gSE))
@@ -190,6 +195,16 @@ def gather_heads(out_1ShE: Tensor, shares: tuple[HeadShare, ...], context: Group
     receive_sizes = [context.num_tokens * share.num_q * value_dim for share in shares]
     received = _exchange(scatter_tokens(out_1ShE[0], context.block.tokens), send_sizes, receive_sizes, context)
     return join_heads(received, [share.num_q for share in shares], context.num_tokens, value_dim).unsqueeze(0)
+
+
+def gather_tokens(x_TK: Tensor, block: Block) -> Tensor:
+    """Rows of a tensor without gradients for all tokens of the block, [S, K], of which every rank has those of its own tokens."""
+    tokens, width = block.tokens, x_TK.shape[1]
+    if len(tokens) == 1:
+        return x_TK
+    sizes = [count * width for count in tokens]
+    sends = [sizes[block.index]] * len(tokens)
+    return all_to_all(x_TK.reshape(-1).repeat(len(tokens)), sends, sizes, block.process_group).view(-1, width)
 
 
 def _exchange(send: Tensor, send_sizes: list[int], receive_sizes: list[int], context: GroupContext) -> Tensor:

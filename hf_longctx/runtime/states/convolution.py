@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.book import CONVOLUTION, check_not_lent, leave_state, slices_by_document, state_before
-from hf_longctx.runtime.states.messages import exchange, with_backward_of
+from hf_longctx.runtime.states.messages import fetch_tokens, with_backward_of
 
 
 def convolve_documents(
@@ -39,7 +39,7 @@ def convolve_documents(
     num_read, layout = width - 1, context.layout
     slices = slices_by_document(context)
     going_on = [slice_ for slice_ in slices.values() if slice_.stop < slice_.end]
-    ranges_1CN, received = _fetched(x_1CT, num_read, tuple(slice_.document for slice_ in going_on), context)
+    ranges_1CN, received = fetch_tokens(x_1CT, num_read, tuple(slice_.document for slice_ in going_on), layout)
     earlier = {document: state_before(slice_, function, layer, context) for document, slice_ in slices.items()}
     outputs = []
     for run, halo_1CN in zip(layout.own, ranges_1CN, strict=False):
@@ -68,23 +68,3 @@ def _end_state(end_1CN: Tensor, before_1CK: Tensor | None, num_read: int) -> Ten
 def _last(x_1CN: Tensor, num_tokens: int) -> Tensor:
     """The last tokens of `x_1CN`, or all if it has fewer."""
     return x_1CN[..., max(0, x_1CN.shape[-1] - num_tokens) :]
-
-
-def _fetched(
-    x_1CT: Tensor, num_read: int, going_on: tuple[int, ...], context: GroupContext
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """The tokens before each run of this rank and the last ones of the documents `going_on`; and what an exchange received."""
-    channels = x_1CT.shape[1]
-    fetch = context.layout.fetch_before(num_read, going_on)
-    if context.layout.num_ranks == 1:
-        parts = [x_1CT[..., tokens] for tokens in fetch.outgoing[0]]
-        received: tuple[Tensor, ...] = ()
-    else:
-        nothing = x_1CT[0, :, :0].reshape(-1)
-        sends = [torch.cat([nothing, *(x_1CT[0, :, each].reshape(-1) for each in tokens)]) for tokens in fetch.outgoing]
-        sizes = [channels * num_tokens for arriving in fetch.arriving for num_tokens in arriving]
-        receive_sizes = [channels * sum(arriving) for arriving in fetch.arriving]
-        flat = exchange(sends, receive_sizes, (x_1CT,), context.layout)
-        parts, received = [part.view(1, channels, -1) for part in flat.split(sizes)], (flat,)
-    nothing_1CN = x_1CT[..., :0]
-    return [torch.cat([parts[place] for place in places], dim=-1) if places else nothing_1CN for places in fetch.order], received

@@ -85,3 +85,26 @@ class _WithBackward(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         zeros = (torch.zeros(shape, dtype=dtype, device=gradient.device) for shape, dtype in ctx.shapes)
         return gradient, *zeros
+
+
+def fetch_tokens(
+    x_1CT: Tensor, num_read: int, going_on: tuple[int, ...], layout: GroupLayout
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Up to `num_read` tokens before each run of this rank and the last ones of the documents `going_on`, each [1, C, N].
+
+    Also returns what an exchange received. Collective over the group.
+    """
+    channels = x_1CT.shape[1]
+    fetch = layout.fetch_before(num_read, going_on)
+    if layout.num_ranks == 1:
+        parts = [x_1CT[..., tokens] for tokens in fetch.outgoing[0]]
+        received: tuple[Tensor, ...] = ()
+    else:
+        nothing = x_1CT[0, :, :0].reshape(-1)
+        sends = [torch.cat([nothing, *(x_1CT[0, :, each].reshape(-1) for each in tokens)]) for tokens in fetch.outgoing]
+        sizes = [channels * num_tokens for arriving in fetch.arriving for num_tokens in arriving]
+        receive_sizes = [channels * sum(arriving) for arriving in fetch.arriving]
+        flat = exchange(sends, receive_sizes, (x_1CT,), layout)
+        parts, received = [part.view(1, channels, -1) for part in flat.split(sizes)], (flat,)
+    nothing_1CN = x_1CT[..., :0]
+    return [torch.cat([parts[place] for place in places], dim=-1) if places else nothing_1CN for places in fetch.order], received

@@ -32,13 +32,18 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class TileInputs:
-    """One tile: q [H, T, D], k [G, U, D], v [G, U, E]. A `causal` tile is square: query i sees keys 0 to i; others see all."""
+    """One tile: q [H, T, D], k [G, U, D], v [G, U, E]. A `causal` tile is square: query i sees keys 0 to i; others see all.
+
+    chosen: integers [T, K]; every query sees only the keys with these numbers, of those that it would see otherwise. Numbers
+    outside of [0, U) choose no key of this tile. None: no such choice.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scores: Scores
     causal: bool
+    chosen: Tensor | None = None
 
 
 # tile -> output [H, T, E], LSE [H, T]
@@ -48,13 +53,14 @@ Backward = Callable[[Tensor, TileInputs, Tensor, Tensor], tuple[Tensor, Tensor, 
 
 
 def plain_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
-    """Output [H, T, E] and LSE [H, T] of a tile."""
-    q, k, v, scores, causal = tile.q, tile.k, tile.v, tile.scores, tile.causal
+    """Output [H, T, E] and LSE [H, T] of a tile; zeros and -inf for queries that see none of its keys."""
+    q, k, v = tile.q, tile.k, tile.v
     outs, lses = [], []
-    for rows, keys in _blocks(q, k, causal):
-        raw, _ = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
+    for rows, keys in _blocks(q, k, tile.causal):
+        raw, _ = _scored(tile, rows, keys)
         lse = raw.logsumexp(-1)
-        out = raw.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype) @ v[:, keys]
+        # -inf minus -inf would be no number
+        out = raw.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_().to(v.dtype) @ v[:, keys]
         per_kv = q.shape[0] // k.shape[0]
         outs.append(as_heads(out, per_kv))
         lses.append(as_heads(lse, per_kv))
@@ -65,12 +71,12 @@ def plain_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
 
 def plain_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in at least fp32, from the merged output and LSE."""
-    q, k, v, scores, causal = tile.q, tile.k, tile.v, tile.scores, tile.causal
+    q, k, v, scores = tile.q, tile.k, tile.v, tile.scores
     per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q, dtype=wide)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows, keys in _blocks(q, k, causal):
-        raw, slope = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
+    for rows, keys in _blocks(q, k, tile.causal):
+        raw, slope = _scored(tile, rows, keys)
         per_query = (gradient, q, out, lse.unsqueeze(-1))
         wide_gradient, queries, wide_out, lse_GR1 = (as_queries(x[:, rows], per_kv).to(wide) for x in per_query)
         weights = raw.sub_(lse_GR1).exp_()
@@ -94,11 +100,9 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]
         yield slice(start, stop), slice(0, stop if causal else k.shape[1])
 
 
-def _scored(q: Tensor, k: Tensor, scores: Scores, rows: slice | None) -> tuple[Tensor, Tensor | None]:
-    """Scores of a block of queries [G, H/G * rows, U], and the derivative of the softcap by the raw scores (None: no cap).
-
-    rows: the range of these queries in a causal tile; None for a tile without a mask.
-    """
+def _scored(tile: TileInputs, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
+    """Scores of a block of queries [G, H/G * rows, U], and the derivative of the softcap by the raw scores (None: no cap)."""
+    q, k, scores = tile.q[:, rows], tile.k[:, keys], tile.scores
     per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
     found = (as_queries(q, per_kv).to(wide) @ k.to(wide).transpose(1, 2)).mul_(scores.scale)
     slope = None
@@ -106,10 +110,20 @@ def _scored(q: Tensor, k: Tensor, scores: Scores, rows: slice | None) -> tuple[T
         ratio = found.div_(scores.softcap).tanh_()
         slope = ratio.square().neg_().add_(1)
         found = ratio.mul_(scores.softcap)
-    if rows is not None:
+    if tile.causal:
         seen = torch.arange(k.shape[1], device=k.device) <= torch.arange(rows.start, rows.stop, device=k.device).unsqueeze(1)
         found.masked_fill_(~seen.repeat(per_kv, 1), float("-inf"))
+    if tile.chosen is not None:
+        found.masked_fill_(~_is_chosen(tile.chosen[rows], k.shape[1]).repeat(per_kv, 1), float("-inf"))
     return found, slope
+
+
+def _is_chosen(chosen_RK: Tensor, num_keys: int) -> Tensor:
+    """Which keys every query chooses, [R, num_keys]."""
+    # one column more for numbers outside of the tile
+    places_RK = chosen_RK.long().where((chosen_RK >= 0) & (chosen_RK < num_keys), num_keys)
+    seen = torch.zeros(chosen_RK.shape[0], num_keys + 1, dtype=torch.bool, device=chosen_RK.device)
+    return seen.scatter_(1, places_RK, True)[:, :num_keys]
 
 
 def as_queries(x_HTX: Tensor, per_kv: int) -> Tensor:

@@ -9,7 +9,7 @@ the operators that offer it, the fastest first; the first that accepts a tile co
     flash_attn_4       the package flash-attn-4, bf16 and fp16 on CUDA from compute capability 9.0, capped scores too
     flash_attn_2       the package flash-attn, bf16 and fp16 on CUDA from compute capability 8.0, capped scores too
     cpu_flash          any float dtype on CPU
-    plain              matrices over blocks of queries (`tiles.plain`), correct everywhere, capped scores too
+    plain              matrices over blocks of queries (`tiles.plain`), correct everywhere, capped scores and chosen keys too
 
 The two packages take part where they are installed and agree with `plain` (`tiles.packages`).
 
@@ -55,7 +55,7 @@ class TileBackend:
 
     groups_heads: several query heads may read one KV head; other backends get KV heads repeated, one per query head.
     min_keys: fewest keys of a tile that the operator accepts. caps: it supports a softcap. any_width: it accepts values whose
-    head size differs from that of queries and keys.
+    head size differs from that of queries and keys. chooses: it supports chosen keys.
     """
 
     name: str
@@ -66,14 +66,21 @@ class TileBackend:
     min_keys: int = 1
     caps: bool = False
     any_width: bool = False
+    chooses: bool = False
 
 
 def choose_backend(
-    device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, num_keys: int = 2, is_capped: bool = False
+    device_type: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    num_keys: int = 2,
+    is_capped: bool = False,
+    is_chosen: bool = False,
 ) -> TileBackend:
     """First backend that accepts a tile with these properties. head_dim: the larger of the head sizes of queries and values."""
     for backend in BACKENDS:
-        is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped)
+        is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped) and (backend.chooses or not is_chosen)
         if is_possible and backend.takes(device_type, capability, dtype, head_dim):
             return backend
     raise AssertionError("the last backend accepts every tile")
@@ -173,14 +180,16 @@ def _parts(tile: TileInputs) -> list[tuple[slice, TileInputs]]:
 
 def _backend_for(tile: TileInputs, name: str) -> TileBackend:
     """The backend of this name; for an empty name the first that accepts the tile."""
-    is_capped = tile.scores.softcap > 0
+    is_capped, is_chosen = tile.scores.softcap > 0, tile.chosen is not None
     if not name:
         device, head_dim = tile.q.device, max(tile.q.shape[-1], tile.v.shape[-1])
-        return choose_backend(device.type, _capability(device), tile.q.dtype, head_dim, tile.k.shape[1], is_capped)
+        return choose_backend(device.type, _capability(device), tile.q.dtype, head_dim, tile.k.shape[1], is_capped, is_chosen)
     for backend in BACKENDS:
         if backend.name == name:
             if is_capped and not backend.caps:
                 raise ValueError(f"attention backend {name!r} does not support capped scores; leave `backend` empty")
+            if is_chosen and not backend.chooses:
+                raise ValueError(f"attention backend {name!r} does not support chosen keys; leave `backend` empty")
             return backend
     raise ValueError(f"there is no attention backend {name!r}; choose one of {', '.join(each.name for each in BACKENDS)}")
 
@@ -232,5 +241,5 @@ BACKENDS = (
     TileBackend("flash_attn_2", FLASH_2.takes, FLASH_2.forward, FLASH_2.backward, groups_heads=True, caps=True),
     # groups_heads is off: the operator would sum over the query heads of a KV head in the keys' dtype, `_summed` is wider
     TileBackend("cpu_flash", _takes_cpu, _cpu_forward, _cpu_backward),
-    TileBackend("plain", _takes_all, plain_forward, plain_backward, groups_heads=True, caps=True, any_width=True),
+    TileBackend("plain", _takes_all, plain_forward, plain_backward, groups_heads=True, caps=True, any_width=True, chooses=True),
 )

@@ -50,6 +50,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("zero_expert_num", "mlp_only_layers_count"), 2),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "local_attention", "attention_window_size", "window_size"), WINDOW),
     "attention_chunk_size": CHUNK,
+    **{"index_topk": WINDOW, "index_head_dim": HEAD_DIM, "index_n_heads": 2},
     **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 4),
     **dict.fromkeys(("lru_width", "attention_hidden_size"), 32),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
@@ -78,6 +79,12 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.3},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    # an index for all earlier tokens, and windows of another head size
+    "Dots3NoteForCausalLM": {
+        **{"head_dim": HEAD_DIM, "num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+        **{"swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": HEAD_DIM, "swa_qk_nope_head_dim": HEAD_DIM // 2},
+        **{"swa_v_head_dim": 6, "shared_experts_intermediate_size": 16},
     },
     "FalconH1ForCausalLM": _MAMBA | {"mamba_d_ssm": 64},
     "FlintForCausalLM": {"mlp_only_layers": [0]},
