@@ -224,10 +224,11 @@ REFUSALS = (
         r"encoder_attn|[cC]ross_?[aA]tt",
     ),
     Refusal(
-        "sparse attention by an index",
-        "lets an index choose the keys that a token sees, or compresses keys (sparse attention), which is not implemented",
+        "compressed keys",
+        "compresses the keys of several tokens into one and lets an index choose among these; plans would have to start every "
+        "compression anew at a new document, and to pass compressed keys on between ranks and slices",
         ("DeepseekV4ForCausalLM",),
-        r"Indexer|[cC]ompress",
+        r"[cC]ompress",
     ),
     Refusal(
         "a mask made from the values",

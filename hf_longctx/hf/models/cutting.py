@@ -51,13 +51,15 @@ _TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1} | {
         *("MegatronBertLayer", "RemBertLayer", "RoFormerLayer", "GlmMoeDsaDecoderLayer", "HYV4DecoderLayer"),
     )
 }
+# decoder layers that return the keys they have chosen, or got by this keyword, beside hidden states
+_PASSED_ON = dict.fromkeys(("GlmMoeDsaDecoderLayer", "HYV4DecoderLayer"), "prev_topk_indices")
 
 
 class Identity(nn.Module):
     """Returns its first argument; replaces a module that is on another stage, in another layer range or left out.
 
     replaced: that module. Its plain settings are kept, since decoders read those of their layers. For a decoder layer that
-    returns a tuple, the argument comes in a tuple of this length.
+    returns a tuple, the argument comes in a tuple of this length, with what the layer would pass on.
     """
 
     def __init__(self, replaced: nn.Module) -> None:
@@ -65,11 +67,13 @@ class Identity(nn.Module):
         vars(self).update({name: value for name, value in vars(replaced).items() if isinstance(value, PLAIN)})
         known: int = getattr(replaced, "tuple_length", 0)
         self.tuple_length = known or _TUPLES.get(type(replaced).__name__, 0)
+        passed: str = getattr(replaced, "passed_on", "")
+        self.passed_on = passed or _PASSED_ON.get(type(replaced).__name__, "")
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Returns the first argument, positional or passed by any keyword."""
         returned = args[0] if args else next(iter(keywords.values()))
-        return (returned, *[None] * (self.tuple_length - 1)) if self.tuple_length else returned
+        return (returned, *[keywords.get(self.passed_on)] * (self.tuple_length - 1)) if self.tuple_length else returned
 
 
 class StageLayers(nn.ModuleList):

@@ -138,8 +138,8 @@ class SelfTest:
         long_tokens = min(most, long_tokens)
         longest_window = min(most, max(long_tokens, _MOST_TOKENS)) * 2 // 3
         exact = reduced_copy(model, boundaries, longest_window, dtype)
-        # make the document so long that, for its last third, the window hides tokens
-        long_tokens = max(long_tokens, max(exact.windows.values(), default=0) * 3 // 2)
+        # make the document so long that, for its last third, windows and indexes hide tokens
+        long_tokens = max(long_tokens, max((exact.most_chosen, *exact.windows.values())) * 3 // 2)
         is_packed = bool(four_bit_layers(model))
         is_rounded = is_autocast or is_packed or model.dtype != dtype
         is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
@@ -293,7 +293,7 @@ class SelfTest:
     def _line(self, probes: Sequence[ProbePlan], worst: float, seconds: float, loss: str) -> str:
         layers = ", ".join(f"{number} ({pattern})" for number, pattern in self.exact.patterns.items())
         layers = f"{layers} of {self.exact.whole_layers}"
-        shortened = ", windows shortened so that documents fill them" if self.exact.was_shortened else ""
+        shortened = ", windows and choices shortened so that documents fill them" if self.exact.was_shortened else ""
         whole = "" if self.exact.is_cut else " (all layers, since the model cannot be cut)"
         if self.rope_limit:
             shortened += f", rotary frequencies already scaled beyond {self.rope_limit} tokens"

@@ -32,6 +32,8 @@ from hf_longctx.runtime.core.binding import HOOKS
 
 # number of token ids that the copy keeps
 NUM_TOKEN_IDS = 1024
+# setting with the number of keys that an index chooses for a token
+_MOST_CHOSEN = "index_topk"
 # setting with the number of positions that share one scale of queries, and the largest value it may have in a copy
 _STEP, _LONGEST_STEP = "floor_scale", 8
 # settings that differ between layers without changing the computation
@@ -49,8 +51,9 @@ class ReducedCopy:
 
     patterns: what each layer attends to, in words. windows: the most tokens that each layer's attention sees; 0: all.
     num_token_ids: token ids below this number may be used. whole_layers: number of layers of the whole model. was_shortened:
-    whether windows are shorter than the model's. attention_calls: attention calls in one forward. is_cut: false if the copy has
-    all layers, because the model cannot run without some of them.
+    whether windows or choices of keys are shorter than the model's. most_chosen: keys that an index chooses for a token.
+    attention_calls: attention calls in one forward. is_cut: false if the copy has all layers, because the model cannot run
+    without some of them.
     """
 
     model: Any
@@ -60,6 +63,7 @@ class ReducedCopy:
     num_token_ids: int
     whole_layers: int
     was_shortened: bool
+    most_chosen: int
     attention_calls: int
     is_cut: bool
 
@@ -113,6 +117,7 @@ def reduced_copy(
         num_token_ids,
         len(layers),
         was_shortened,
+        max((getattr(module, _MOST_CHOSEN, 0) for place in kept for module in own[place].modules()), default=0),
         # all layers call attention equally often, in some classes twice; those with a state may do so
         num_attention_layers(base_of(copied))
         if mixers_of(copied)
@@ -250,21 +255,21 @@ def _make_plain(base: Any) -> None:
 
 
 def _shorten_windows(model: Any, longest: int) -> bool:
-    """Shortens windows and attention chunks to `longest` tokens, and also position steps.
+    """Shortens windows, attention chunks and choices of keys to `longest` tokens, and also position steps.
 
-    Returns whether a window or an attention chunk was shortened.
+    Returns whether a window, an attention chunk or a choice was shortened.
     """
     config = base_of(model).config
     owners = [*model.modules(), *{id(each): each for each in (config, config.get_text_config())}.values()]
     long = [
         (owner, name, most)
         for owner in owners
-        for name, most in (*((name, longest) for name in WINDOW_FIELDS), (_STEP, _LONGEST_STEP))
+        for name, most in (*((name, longest) for name in (*WINDOW_FIELDS, _MOST_CHOSEN)), (_STEP, _LONGEST_STEP))
         if isinstance(value := vars(owner).get(name), int) and not isinstance(value, bool) and value > most
     ]
     for owner, name, most in long:
         setattr(owner, name, most)
-    return any(name in WINDOW_FIELDS for _, name, _ in long)
+    return any(name != _STEP for _, name, _ in long)
 
 
 def _words(layer_type: str, window: int) -> str:

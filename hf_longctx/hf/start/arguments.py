@@ -12,6 +12,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.heads.kinds import head_kind
+from hf_longctx.hf.models.indexed.patching import indexed_attention
 from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
@@ -339,15 +340,14 @@ def _state_heads(model: Any) -> int:
 def _state_setting_problems(model: Any, config: LongContextConfig) -> list[str]:
     """Problems with settings under which states would not pass from token to token."""
     family, name = family_of(base_of(model)), type(base_of(model)).__name__
-    if family is None:
+    if not config.lend_stages:
         return []
-    problems = []
-    if config.lend_stages:
-        problems.append(
-            f"lend_stages=True lets ranks of several stages share a slice, but the {family.layer_type} layers of {name} do not "
-            f"pass their states on between them; leave it out"
-        )
-    return problems
+    shared = "lend_stages=True lets ranks of several stages share a slice, but"
+    if family is not None:
+        return [f"{shared} the {family.layer_type} layers of {name} do not pass their states on between them; leave it out"]
+    if indexed_attention(base_of(model)):
+        return [f"{shared} the indexes of {name} do not get the keys of all of them; leave it out"]
+    return []
 
 
 def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:

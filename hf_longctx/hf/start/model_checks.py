@@ -12,6 +12,7 @@ from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtyp
 from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout.keyed_modules import KEYED_FIELDS, dropout_problems
+from hf_longctx.hf.models.indexed.patching import INDEXED_LAYERS, index_problems, indexed_attention
 from hf_longctx.hf.models.quantised import quantised_problems
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.routers import router_problems
@@ -59,6 +60,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         return quantised
     text = text_part(base)
     problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(text), *router_problems(base)]
+    problems += index_problems(text)
     problems += _setting_problems(config, KEYED_FIELDS.get(text_class(base), ())) + dropout_problems(text)
     problems += [
         f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
@@ -114,6 +116,7 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
         if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
     ][:1]
     known = (*_LAYER_TYPES, *(["chunked_attention"] if text_class(model) in _CHUNKED else []))
+    known += (INDEXED_LAYERS,) if indexed_attention(text) else ()
     known += (family.layer_type, *family.other_types) if (family := family_of(model)) else ()
     problems += [
         f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model whose layers are all of "

@@ -37,9 +37,7 @@ _ALL = 2**62
 
 
 @torch.no_grad()
-def choose_keys(
-    keys_1TD: Tensor, most: int, num_heads: int, choose: Choose, layer: Hashable, context: GroupContext
-) -> Tensor:
+def choose_keys(keys_1TD: Tensor, most: int, num_heads: int, choose: Choose, layer: Hashable, context: GroupContext) -> Tensor:
     """Positions in its document of the keys that each of this rank's tokens sees, [1, T, K] in int32; -1 where it sees fewer.
 
     keys_1TD: index keys of this rank's tokens. most: keys that `choose` returns for each row, or all if a document has fewer.
@@ -80,7 +78,8 @@ def _earlier(slice_: Slice | None, layer: Hashable, context: GroupContext) -> li
     found = sorted(
         (place.position, keys_1ND)
         for place, keys_1ND in context.state_book.held().items()
-        if (place.layer, place.function, place.sequence) == (layer, INDEX_KEYS, slice_.sequence) and place.position <= slice_.start
+        if (place.layer, place.function, place.sequence) == (layer, INDEX_KEYS, slice_.sequence)
+        and place.position <= slice_.start
     )
     if sum(keys_1ND.shape[1] for _, keys_1ND in found) != slice_.start:
         raise RuntimeError(f"{slice_} ran forward without the index keys of the tokens before it; slices must run in order")

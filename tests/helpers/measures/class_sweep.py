@@ -261,13 +261,12 @@ def local_outcome(name: str, lora: Lora, expected: Step, is_brief: bool = False)
     return outcome
 
 
-def group_step(model: Any, ulysses: int, is_sharded: bool) -> Step:
+def group_step(model: Any, ulysses: int, is_sharded: bool, num_ranks: int = 2) -> Step:
     pool = group_pool()
-    plan = plan_of(
-        [[(2, tuple(range(len(LENGTHS))))]], LENGTHS, 2, ulysses=ulysses, parameters="sharded" if is_sharded else "replicated"
-    )
+    groups = [[(num_ranks, tuple(range(len(LENGTHS))))]]
+    plan = plan_of(groups, LENGTHS, num_ranks, ulysses=ulysses, parameters="sharded" if is_sharded else "replicated")
     if is_sharded:
-        shard_model(model, tuple(base_of(model)._no_split_modules or ()), mesh(2))
+        shard_model(model, tuple(base_of(model)._no_split_modules or ()), mesh(num_ranks))
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, CPU)
     result = executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows(), pool.rank)["chunks"], num_labels())
     return float(result.loss), gradients_of(model)

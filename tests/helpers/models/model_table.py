@@ -12,12 +12,12 @@ FILE = TESTS.parent / "docs" / "models.md"
 _EXACT = """
 Exact means: a tiny fp64 model gives the loss and every gradient of plain eager Hugging Face on one document at a time, to
 1e-12, when documents are packed, cut into slices, and in a Ulysses group of two ranks. The model has every kind of
-layer of its default config, windows of 6 tokens, chunks of 8 tokens and documents of up to 30. `error` is the largest
-relative error, rounded up to a power of ten. What transformers computes in fp32 (norms, rotary embeddings, routers, softmax)
-is fp64 on both sides. The last columns say whether this also holds in rings, if layers are recomputed and run in tiles, if
-parameters are sharded (FSDP2), and in pipeline stages. `no` means refused with an error; under `recomputed` it means that
-plans keep everything, which the run says once. `whole logits`: the class changes its logits after the head, so plans keep
-everything for it, too.
+layer of its default config, windows of 6 tokens, chunks of 8 tokens, indexes that choose 6 tokens, and documents of up to
+30. `error` is the largest relative error, rounded up to a power of ten. What transformers computes in fp32 (norms, rotary
+embeddings, routers, softmax) is fp64 on both sides. The last columns say whether this also holds in rings, if layers are
+recomputed and run in tiles, if parameters are sharded (FSDP2), and in pipeline stages. `no` means refused with an error;
+under `recomputed` it means that plans keep everything, which the run says once. `whole logits`: the class changes its logits
+after the head, so plans keep everything for it, too.
 """
 _CLASSIFIERS = """
 Models that classify documents or tokens (`...ForSequenceClassification`, `...ForTokenClassification`) run if their text model is

@@ -300,3 +300,35 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
         match=r"no attention backend 'xformers'; choose one of cudnn, flash_attention_2, flash_attn_4, .*, cpu_flash, plain",
     ):
         tile_forward(TileInputs(q, k, v, SCORES, True), "xformers")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_kv", [1, 2, 6])
+def test_chosen_keys_are_a_mask_over_one_softmax(causal: bool, num_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # several blocks of queries
+    monkeypatch.setattr(plain, "_BLOCK_VALUES", 6 * 7 * 3)
+    gradient, q, k, v = tile(7, 7, torch.float64, num_kv)
+    # -1 and 9 are outside of the tile; the third query sees no key at all, twice the same key counts once
+    chosen = torch.tensor([[0, -1, 3], [1, 1, 0], [-1, 9, -1], [2, 3, 0], [4, 0, -1], [5, 5, 5], [6, 0, 9]], dtype=torch.int32)
+    inputs = TileInputs(q, k, v, SCORES, causal, chosen)
+    out, lse = tile_forward(inputs)
+    seen = torch.zeros(7, 7, dtype=torch.bool)
+    for row, keys in enumerate(chosen.tolist()):
+        seen[row, [key for key in keys if 0 <= key < 7 and (key <= row or not causal)]] = True
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(6 // num_kv, 0) for x in leaves[1:])
+    scores = (SCALE * leaves[0] @ wide_k.transpose(1, 2)).masked_fill(~seen, float("-inf"))
+    weights = scores.softmax(-1).nan_to_num()
+    expected = weights @ wide_v
+    assert torch.allclose(out, expected, atol=1e-13) and not out[:, 2].any()
+    assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-13) and lse[:, 2].isneginf().all()
+    # other tiles have given the third query keys
+    merged = lse.clone()
+    merged[:, 2] = 0.5
+    found = tile_backward(gradient, inputs, out, merged)
+    rows = [row for row in range(7) if row != 2]
+    (expected[:, rows] * gradient[:, rows]).sum().backward()
+    for gradient_of, leaf in zip(found, leaves, strict=True):
+        assert torch.allclose(gradient_of, leaf.grad.nan_to_num(), atol=1e-13)
+    with pytest.raises(ValueError, match="chosen keys"):
+        tile_forward(inputs, "cpu_flash")

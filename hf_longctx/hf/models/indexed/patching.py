@@ -17,12 +17,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.core.binding import HOOKS
 from hf_longctx.runtime.states.chosen_keys import choose_keys
 
 # attention classes whose attribute `indexer` chooses keys, if it is not None
-INDEXED_ATTENTION = (
-    *("AXK2Attention", "DeepseekV32Attention", "Dots3NoteTextAttention", "GlmMoeDsaAttention", "HYV4Attention"),
-)
+INDEXED_ATTENTION = (*("AXK2Attention", "DeepseekV32Attention", "Dots3NoteTextAttention", "GlmMoeDsaAttention", "HYV4Attention"),)
+# name of their layers in `layer_types`
+INDEXED_LAYERS = "indexed_attention"
 # attribute of an indexer: the plan's context that its attention layer got
 _LENT = "_longctx_lent_context"
 
@@ -42,36 +43,57 @@ def _class_name(module: nn.Module) -> str:
 def patch_indexers(model: nn.Module) -> None:
     """Gives the attention layers of `model` with an indexer, and the indexers, a forward that knows plans. Idempotent.
 
-    Raises ValueError for one with a forward that is not its class's, which plans would leave out.
+    Raises ValueError as `index_problems` says.
     """
-    for layer, indexer in indexed_attention(model):
-        for module, forward in ((layer, _attention_forward), (indexer, _indexer_forward)):
-            if module is None:
-                continue
-            own = vars(module).get("forward")
-            if own is not None and getattr(own, "__func__", None) is not forward:
-                raise ValueError(
-                    f"the forward of {type(module).__name__} was replaced, so plans would not reach the keys that its index "
-                    f"chooses; remove it (del module.forward)"
-                )
-            # a plain method, so that it works on a copy of the model too
-            vars(module)["forward"] = MethodType(forward, module)
+    if problems := index_problems(model):
+        raise ValueError(problems[0])
+    for module, forward in _forwards(model):
+        # a plain method, so that it works on a copy of the model too
+        vars(module)["forward"] = MethodType(forward, module)
 
 
 def restore_indexers(model: nn.Module) -> None:
     """Undoes `patch_indexers`. Idempotent."""
-    for modules in indexed_attention(model):
-        for module in modules:
-            if module is not None and getattr(vars(module).get("forward"), "__func__", None) in (
-                _attention_forward,
-                _indexer_forward,
-            ):
-                del vars(module)["forward"]
+    for module, forward in _forwards(model):
+        if _own_forward(module) is forward:
+            del vars(module)["forward"]
+
+
+def index_problems(model: nn.Module) -> list[str]:
+    """Why plans would not choose the keys of `model` as its class does, naming the first module; empty if they do."""
+    names = {module: name for name, module in model.named_modules()}
+    for module, forward in _forwards(model):
+        where = f"{names[module]} ({type(module).__name__})"
+        if _own_forward(module) not in (None, forward):
+            return [
+                f"the forward of {where} was replaced, so plans would not reach the keys that its index chooses; remove it (del "
+                f"module.forward)"
+            ]
+        if forward is _indexer_forward and any(getattr(module, kind) for kind in HOOKS):
+            return [
+                f"{where} has a hook, which gets positions in documents under plans and positions in rows without one; remove "
+                f"it, or hook the whole attention layer"
+            ]
+    return []
 
 
 def chooses_by_plan(module: nn.Module) -> bool:
     """Whether the keys that are chosen for this attention layer come from `choose_keys`."""
-    return getattr(vars(module).get("forward"), "__func__", None) is _attention_forward
+    return _own_forward(module) is _attention_forward
+
+
+def _forwards(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Every module that gets a forward of its own, with the function."""
+    found = []
+    for layer, indexer in indexed_attention(model):
+        found += [(layer, _attention_forward), *([(indexer, _indexer_forward)] if indexer is not None else [])]
+    return found
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The function behind a module's own forward; None if it runs that of its class."""
+    own = vars(module).get("forward")
+    return getattr(own, "__func__", own)
 
 
 def _attention_forward(layer: Any, *args: Any, longctx: GroupContext | None = None, **keywords: Any) -> Any:
