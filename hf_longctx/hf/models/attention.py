@@ -160,12 +160,10 @@ def longctx_attention(
             f"{name} makes an attention mask of its own, of shape {tuple(attention_mask.shape)}, which would be ignored; use a "
             f"model without one"
         )
-    chosen = kwargs.pop(_CHOSEN, None)
-    if chosen is not None and not chooses_by_plan(module):
-        raise ValueError(
-            f"{name} passes {_CHOSEN} of chosen keys to attention, which were not chosen within the documents of the plan; use a "
-            f"class that docs/models.md calls exact"
-        )
+    # positions that the forward of another class has chosen would be those of rows, and are refused below
+    chosen = kwargs.pop(_CHOSEN, None) if (is_chosen := chooses_by_plan(module)) else None
+    if is_chosen and chosen is None:
+        raise RuntimeError(f"{name} passes no chosen keys to attention; plans cannot run this version of transformers")
     for keyword, setting in kwargs.items():
         harmless = setting is None or keyword in _INERT or (keyword in _HARMLESS and setting is _HARMLESS[keyword])
         if not harmless and keyword not in (_WINDOW, _SINKS, _SOFTCAP):
