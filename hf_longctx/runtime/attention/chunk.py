@@ -26,7 +26,7 @@ Source of slices: Seq1F1B (arXiv 2406.03488), which keeps the prefix as a list o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ class ChunkAttention:
     """Attention of one layer within one chunk.
 
     layer: key of the layer in the K/V book; it must be the same object in every chunk. record: None in layers that are not
-    replayed. gather: collective over the block; turns chosen keys of this rank's own tokens into those of all S tokens.
+    replayed.
     """
 
     rule: AttentionRule
@@ -75,29 +75,13 @@ class ChunkAttention:
     record: AttentionRecord | None
     kv_book: KVBook
     layer: Hashable
-    gather: Callable[[Tensor], Tensor] | None = None
 
-    def __call__(
-        self,
-        q_hSD: Tensor,
-        k_gSD: Tensor,
-        v_gSE: Tensor,
-        sinks_h: Tensor | None = None,
-        chosen_TK: Tensor | None = None,
-    ) -> Tensor:
-        """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`.
-
-        chosen_TK: for this rank's own tokens, see `AttentionRule`; kept for backward, which gathers those of the block again.
-        """
-        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, chosen_TK, self)
+    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
+        """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`."""
+        # chosen keys are saved as tensors; backward gathers those of the block again
+        lean = replace(self, rule=replace(self.rule, chosen_TK=None))
+        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self.rule.chosen_TK, lean)
         return output
-
-    def choosing(self, chosen_TK: Tensor | None) -> ChunkAttention:
-        """Itself with the chosen keys of all S tokens in its rule."""
-        if chosen_TK is None:
-            return self
-        assert self.gather is not None
-        return replace(self, rule=replace(self.rule, chosen_TK=self.gather(chosen_TK)))
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -111,9 +95,7 @@ class _ChunkAttention(torch.autograd.Function):
         chosen_TK: Tensor | None,
         call: ChunkAttention,
     ) -> Tensor:
-        # without the chosen keys of other ranks' tokens, which the graph would keep
-        ctx.call = call
-        call = call.choosing(chosen_TK)
+        ctx.call, rule = call, call.rule.choosing(chosen_TK)
         kept = None if call.record is None else call.record.take()
         num_rows = q_hSD.shape[1] if kept is None else kept.start
         outs, lses = [], []
@@ -124,7 +106,7 @@ class _ChunkAttention(torch.autograd.Function):
             rows = slice(document.start, min(document.stop, num_rows))
             if rows.start < rows.stop:
                 start = 0 if document.as_slice is None else document.as_slice.start
-                out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, call.rule.of_rows(rows), start, sinks_h)
+                out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, rule.of_rows(rows), start, sinks_h)
                 outs.append(out_hTE.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
@@ -138,7 +120,8 @@ class _ChunkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_ShE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_hSD, out_ShE, lse_hS, sinks_h, chosen_TK, *whole_kv = ctx.saved_tensors
-        call: ChunkAttention = ctx.call.choosing(chosen_TK)
+        call: ChunkAttention = ctx.call
+        whole_rule = call.rule.choosing(chosen_TK)
         dsinks_h = None
         if sinks_h is not None:
             dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
@@ -151,7 +134,7 @@ class _ChunkAttention(torch.autograd.Function):
         for document in call.documents:
             tokens = document.tokens
             gradient_hTE, out_hTE = gradient_ShE[tokens].transpose(0, 1), out_ShE[tokens].transpose(0, 1)
-            q_hTD, lse_hT, rule = q_hSD[:, tokens], lse_hS[:, tokens], call.rule.of_rows(tokens)
+            q_hTD, lse_hT, rule = q_hSD[:, tokens], lse_hS[:, tokens], whole_rule.of_rows(tokens)
             if document.as_slice is not None:
                 found = _slice_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, document.as_slice, rule, call)
             else:

@@ -20,7 +20,7 @@ Source: Ring Attention (arXiv 2310.01889) with the zigzag layout of Striped/zigz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,12 +52,9 @@ def ring_attention(
     ring: Ring,
     record: AttentionRecord | None = None,
     sinks_H: Tensor | None = None,
-    chosen_TK: Tensor | None = None,
-    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Attention within documents under `rule` for the tokens of this rank's block, shape [1, T, H, E].
 
-    chosen_TK, gather: see `chunk.ChunkAttention`.
 
     Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it for the layers in the
     same order; backward runs the ring once more. A replay that finds output and LSE in `record` runs no forward ring. Raises
@@ -68,7 +65,9 @@ def ring_attention(
             f"attention_output is to be recomputed for a share of {record.share.recompute:g} of the tokens, but a ring of "
             f"{ring.num_blocks} blocks can only recompute all or nothing; plan a share of 0 or 1, or a Ulysses group"
         )
-    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTE[0], sinks_H, chosen_TK, gather, rule, ring, record)
+    output: Tensor = _RingAttention.apply(
+        *(q_1HTD[0], k_1GTD[0], v_1GTE[0], sinks_H, rule.chosen_TK, replace(rule, chosen_TK=None), ring, record)
+    )
     return output.transpose(0, 1).unsqueeze(0)
 
 
@@ -81,13 +80,11 @@ class _RingAttention(torch.autograd.Function):
         v_GTE: Tensor,
         sinks_H: Tensor | None,
         chosen_TK: Tensor | None,
-        gather: Callable[[Tensor], Tensor] | None,
         rule: AttentionRule,
         ring: Ring,
         record: AttentionRecord | None,
     ) -> Tensor:
-        ctx.settings = rule, ring, gather
-        rule = _choosing(rule, chosen_TK, gather)
+        ctx.settings, rule = (rule, ring), rule.choosing(chosen_TK)
         own_kv = join_kv(k_GTD, v_GTE)
         kept = record.take() if record is not None else None
         if kept is None:
@@ -102,8 +99,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_HTE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_HTD, own_kv, out_HTE, lse_HT, sinks_H, chosen_TK = ctx.saved_tensors
-        rule, ring, gather = ctx.settings
-        rule = _choosing(rule, chosen_TK, gather)
+        rule, ring = ctx.settings
+        rule = rule.choosing(chosen_TK)
         wide = lse_HT.dtype
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
         own_sum = torch.zeros_like(own_kv, dtype=wide)
@@ -128,7 +125,7 @@ class _RingAttention(torch.autograd.Function):
                 own_sum[:, tokens] += travelling[:, arrived.tokens]
         dk_GTD, dv_GTE = split_kv(own_sum.to(q_HTD.dtype), q_HTD.shape[2])
         dsinks_H = None if sinks_H is None else sinks_backward(gradient_HTE, out_HTE, lse_HT, sinks_H)
-        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, dsinks_H, None, None, None, None, None
+        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, dsinks_H, None, None, None, None
 
 
 def _around_the_ring(
@@ -153,11 +150,6 @@ def _key_piece(
     tiles = pattern.tiles(query.start, query.num_tokens, key.start, key.num_tokens)
     kv, sums = (() if x is None else split_kv(x[:, key.tokens], head_dim) for x in (kv_GUW, sums_GUW))
     return KeyPiece(kv, tiles, sums, key.start)
-
-
-def _choosing(rule: AttentionRule, chosen_TK: Tensor | None, gather: Callable[[Tensor], Tensor] | None) -> AttentionRule:
-    """The rule with the chosen keys of all tokens of the block."""
-    return rule if chosen_TK is None or gather is None else replace(rule, chosen_TK=gather(chosen_TK))
 
 
 def _around(own_kv: Tensor, ring: Ring, direct: DirectBlocks | None) -> Iterator[tuple[int, Tensor]]:

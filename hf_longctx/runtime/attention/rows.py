@@ -10,7 +10,7 @@ E of values, W = D + E; a tile of n blocks has N rows in each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,13 +42,19 @@ class AttentionRule:
     """How one layer attends on this rank: which KV head each query head reads, how scores are made, which keys are visible.
 
     chosen_TK: for each row the positions in its document of the keys that it sees, as an index has chosen them; -1 chooses none.
-    None: it sees every key that the pattern shows. Only with a causal pattern.
+    None: it sees every key that the pattern shows. Only with a causal pattern. Before attention runs, the rows are this rank's
+    own tokens; `gather` turns their chosen keys into those of all tokens of the block. It is collective over the block.
     """
 
     readers: KVReaders
     scores: Scores
     pattern: AttentionPattern = CAUSAL
     chosen_TK: Tensor | None = None
+    gather: Callable[[Tensor], Tensor] | None = None
+
+    def choosing(self, chosen_TK: Tensor | None) -> AttentionRule:
+        """The rule for all tokens of the block, given what this rank's own tokens have chosen."""
+        return replace(self, chosen_TK=None if chosen_TK is None or self.gather is None else self.gather(chosen_TK))
 
     def of_rows(self, rows: slice) -> AttentionRule:
         """The rule for a range of its rows."""

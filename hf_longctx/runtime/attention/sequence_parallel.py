@@ -75,11 +75,12 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
     if call.sinks_H is not None:
         mine = shares[context.block.index]
         sinks_h = call.sinks_H[mine.q_start : mine.q_stop].to(torch.promote_types(v_1GTE.dtype, torch.float32))
-    rule = AttentionRule(readers, Scores(call.scale, call.softcap), call.pattern)
+    gather = partial(gather_tokens, block=context.block)
+    rule = AttentionRule(readers, Scores(call.scale, call.softcap), call.pattern, call.chosen_TK, gather)
     if context.block.num_ranks == 1:
-        return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call)
+        return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call.layer)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)
-    out_1ShE = _attention(q_1hSD, k_1gSD, v_1gSE, sinks_h, rule, context, call)
+    out_1ShE = _attention(q_1hSD, k_1gSD, v_1gSE, sinks_h, rule, context, call.layer)
     return gather_heads(out_1ShE, shares, context)
 
 
@@ -90,27 +91,26 @@ def _attention(
     sinks_h: Tensor | None,
     rule: AttentionRule,
     context: GroupContext,
-    call: LayerCall,
+    layer: Hashable,
 ) -> Tensor:
     """Attention of this rank's heads for the tokens of its block, shape [1, S, h, E]; a ring if the group has several blocks."""
-    record, layer, chosen_TK = context.attention_record, call.layer, call.chosen_TK
-    gather = partial(gather_tokens, block=context.block)
+    record = context.attention_record
     if context.lent_slice is not None:
-        assert chosen_TK is None
+        assert rule.chosen_TK is None
         attend_lent = LentAttention(rule, context.lent_slice, context.kv_book, layer)
         return attend_lent(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
     if context.ring.num_blocks > 1:
-        return ring_attention(q_1hSD, k_1gSD, v_1gSE, rule, context.ring, record, sinks_h, chosen_TK, gather)
+        return ring_attention(q_1hSD, k_1gSD, v_1gSE, rule, context.ring, record, sinks_h)
     # if values had another head size, torch's own attention would fall back to plain matrices
     has_one_size = q_1hSD.shape[3] == v_1gSE.shape[3]
-    sees_all = rule.pattern == CAUSAL and chosen_TK is None
+    sees_all = rule.pattern == CAUSAL and rule.chosen_TK is None
     is_plain = sees_all and sinks_h is None and not rule.scores.softcap and has_one_size
     if not context.slices and record is None and is_plain:
         return packed_attention(q_1hSD, k_1gSD, v_1gSE, rule.readers, rule.scores.scale, context.cu_seqlens)
     documents = documents_of(context.cu_seqlens, context.slices)
     if record is not None or not is_plain:
-        attend = ChunkAttention(rule, documents, record, context.kv_book, layer, gather)
-        return attend(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h, chosen_TK).unsqueeze(0)
+        attend = ChunkAttention(rule, documents, record, context.kv_book, layer)
+        return attend(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
     outputs = []
     for document in documents:
         q, k, v = (x[:, :, document.tokens] for x in (q_1hSD, k_1gSD, v_1gSE))
