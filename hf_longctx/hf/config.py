@@ -265,6 +265,14 @@ class LongContextConfig:
             "has drifted apart stops the run by its number. 0: never. Default: before every checkpoint."
         },
     )
+    token_metrics: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata={
+            "help": "Log token accuracy and entropy of training steps as TRL does (mean_token_accuracy, entropy, num_tokens), "
+            "from the tiles in which the loss is computed. 'auto': with TRL's SFTTrainer. 'on': with any trainer of a language "
+            "model. Not for the callback without attach."
+        },
+    )
     report_steps: bool = field(default=True, metadata={"help": "Print one line per step on rank 0."})
     timeline_steps: int = field(
         default=3,
@@ -356,6 +364,7 @@ KINDS: dict[str, Kind] = {
     "self_test": Flag(),
     "on_nonfinite": Word(("stop", "skip")),
     "replica_check_steps": Whole(0, "it cannot be negative", is_optional=True, most=2**31),
+    "token_metrics": Word(("auto", "on", "off")),
     "report_steps": Flag(),
     "timeline_steps": _COUNT,
 }

@@ -186,6 +186,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "self_test": False,
         "on_nonfinite": "skip",
         "replica_check_steps": 5,
+        "token_metrics": "on",
         "report_steps": False,
         "timeline_steps": 0,
     }

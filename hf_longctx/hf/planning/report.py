@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -41,6 +43,8 @@ class RunReport(TrainerCallback):
         self._since_log: deque[StepRecord] = deque(maxlen=1000)
         # relative errors of all predictions, for the summary
         self._errors: deque[float] = deque(maxlen=10_000)
+        # tokens of all plans that have run
+        self._num_tokens = 0
         self._refit = CostRefit(source, config.calibration_steps)
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
@@ -64,10 +68,17 @@ class RunReport(TrainerCallback):
             rank, model = self.source.pool.rank, self.source.costs.model
             memory = result.memory, predicted_memory(plan, rank, model)
             idle = predicted_idle(plan, rank, self.source.costs)
-            routing = (None if value is None else float(value) for value in (result.router_loss, result.router_load))
-            record = StepRecord(plan, rank, loss, tuple(result.intervals()), place, len(pending), *memory, idle, *routing)
+            router_loss, router_load = (
+                None if value is None else float(value) for value in (result.router_loss, result.router_load)
+            )
+            tallied = tuple(float(each) for each in result.tallied)
+            intervals = tuple(result.intervals())
+            record = StepRecord(
+                plan, rank, loss, intervals, place, len(pending), *memory, idle, router_loss, router_load, tallied
+            )
             self._last.append(record)
             self._since_log.append(record)
+            self._num_tokens += record.num_tokens
             if record.error is not None:
                 self._errors.append(record.error)
             fitted = self._refit.add(record.measured(self.source.costs), record.ends_step)
@@ -118,6 +129,7 @@ class RunReport(TrainerCallback):
         for name in ("router_loss", "router_load"):
             if found := [getattr(record, name) for record in records if getattr(record, name) is not None]:
                 metrics[name] = mean(found)
+        metrics |= self._token_metrics(records)
         errors = [abs(record.error) for record in records if record.error is not None]
         if len(errors) == len(records):
             metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps
@@ -127,6 +139,16 @@ class RunReport(TrainerCallback):
         if errors:
             metrics["prediction_error"] = median(errors)
         return {**metrics, **self._replaced_plans()}
+
+    def _token_metrics(self, records: Sequence[StepRecord]) -> dict[str, float]:
+        """Means of the token means of all plans that have label tokens, and the tokens of the run so far, as TRL logs them."""
+        if not (counted := [record.tallied for record in records if record.tallied]):
+            return {}
+        # entropies that are not finite are those of a step that was left out
+        sums = [each for each in counted if each[0] and isfinite(each[2])]
+        means = [(num_right / num_labels, entropy / num_labels) for num_labels, num_right, entropy in sums]
+        named = zip(("mean_token_accuracy", "entropy"), map(mean, zip(*means, strict=True)), strict=False)
+        return {**dict(named), "num_tokens": float(self._num_tokens)}
 
     def _replaced_plans(self) -> dict[str, float]:
         """Number of plans of the run that were replaced so far, for each reason that occurred; only rank 0 knows it."""

@@ -30,7 +30,8 @@ class StepRecord:
 
     `loss` is the loss of the whole optimizer step. `predicted_memory` predicts `memory`, and `predicted_idle` predicts
     `idle_share`; `predicted_idle` is None until the cost model was fitted to measurements. `router_loss` and `router_load` are
-    those of `StepResult`.
+    those of `StepResult`. `tallied`: the plan's label tokens, those that were the likeliest, and the sum of the entropies; empty
+    if they are not counted.
     """
 
     plan: StepPlan
@@ -44,6 +45,7 @@ class StepRecord:
     predicted_idle: float | None = None
     router_loss: float | None = None
     router_load: float | None = None
+    tallied: tuple[float, ...] = ()
 
     @property
     def ends_step(self) -> bool:

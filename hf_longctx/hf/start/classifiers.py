@@ -32,6 +32,11 @@ def classifier_problems(
         problems.append(
             "long_sequences='split' makes several documents of one row, but a row has one label; use 'truncate' or 'error'"
         )
+    if config.token_metrics == "on":
+        problems.append(
+            f"token_metrics='on' counts next tokens, which a model that classifies {task.kind}s does not predict; leave it out, "
+            f"and give the trainer compute_metrics"
+        )
     if task.has_values and args.label_smoothing_factor:
         problems.append(
             f"label_smoothing_factor={args.label_smoothing_factor!r} smooths classes, but labels of problem_type "

@@ -2,10 +2,10 @@
 
 TRL's trainers prepare model and dataset inside their own constructors, so a mixin in front of them checks both afterwards. The
 loss of `SFTTrainer` is the token mean of the cross-entropy, and so is the loss of plans. Plans therefore replace its
-`compute_loss`, `training_step` and `prediction_step`, which would only add entropy and token accuracy to the log (evaluations
-under plans log both). The losses of `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` are functions of
-log-probabilities of tokens. These trainers keep their loaders and their losses, and plans compute the log-probabilities and train
-them (`log_probs/two_passes.py`). That of `RewardTrainer` is a function of rewards of documents, and runs in the same way
+`compute_loss`, `training_step` and `prediction_step`, and log entropy and token accuracy themselves (`counts_tokens`). The
+losses of `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` are functions of log-probabilities of tokens. These
+trainers keep their loaders and their losses, and plans compute the log-probabilities and train them
+(`log_probs/two_passes.py`). That of `RewardTrainer` is a function of rewards of documents, and runs in the same way
 (`log_probs/rewards.py`). Under the callback alone, an exchange around each forward serves `SFTTrainer` and `DPOTrainer`
 (`stock/exchange.py`). TRL is never imported here.
 """
@@ -59,6 +59,11 @@ def is_scored(cls: type) -> bool:
     """Whether `cls` is a trainer of TRL whose loss is a function of log-probabilities of tokens, or a subclass of one."""
     found = trl_class(cls)
     return found is not None and found.__name__ in _SCORED
+
+
+def counts_tokens(trainer: type, config: LongContextConfig) -> bool:
+    """Whether the log of a training has token accuracy and entropy: as asked for, or as TRL's own has."""
+    return config.token_metrics == "on" or (config.token_metrics == "auto" and is_planned(trainer))
 
 
 def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> list[str]:
@@ -132,6 +137,8 @@ def _scored_problems(name: str, args: Any, config: LongContextConfig) -> list[st
                     else ", and set per_device_train_batch_size and max_length of its arguments"
                 )
             )
+    if config.token_metrics == "on":
+        problems.append(f"token_metrics='on' has no effect, since {name} logs metrics of its own; leave it out")
     if factor := getattr(args, "label_smoothing_factor", 0):
         problems.append(f"label_smoothing_factor={factor!r} has no effect on the loss of {name}; leave it out")
     if name in _GENERATING and config.parameters != "replicated":

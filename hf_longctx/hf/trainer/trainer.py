@@ -52,6 +52,7 @@ from hf_longctx.hf.start.arguments import (
 from hf_longctx.hf.start.classifiers import padding_problems
 from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
 from hf_longctx.hf.start.trl import (
+    counts_tokens,
     is_scored,
     prepared_model_problems,
     read_columns,
@@ -72,7 +73,7 @@ from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, star
 from hf_longctx.hf.trainer.sets import TEST_SET
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
+from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, TokenTally
 from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
@@ -244,7 +245,8 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
                 # experts are balanced over all plans of the step, so route all of them before the first plan runs
                 executor.route([(b["step"].plan.for_rank(run.pool.rank), b["chunks"]) for b in self._plans_of_step], engine)
             self._plans_of_step = []
-            result = executor.run(rank_plan, inputs["chunks"], total_weight, reduce, plan.estimate.peak_bytes, engine)
+            tally = TokenTally(self.args.device) if counts_tokens(type(self), self.longctx_config) else None
+            result = executor.run(rank_plan, inputs["chunks"], total_weight, reduce, plan.estimate.peak_bytes, engine, tally)
             result = result if loss is None else replace(result, loss=loss)
             if not self._guard.plan_done(inputs["step"], inputs["chunks"], engine, result, reduce):
                 self._refuse_step(executor)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from hf_longctx.runtime.core.loss import (
     Targets,
     TokenLoss,
     TokenScores,
+    TokenTally,
     custom_losses,
     label_logits,
     summed_loss,
@@ -176,7 +177,7 @@ def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Ten
         order.logits.append(torch.cat(found))
         return found[0].new_zeros(())
     keeps = order.keep_gradients and torch.is_grad_enabled()
-    tiled = _Tiled(run, tiles, parameters=tuple(parameters), token_loss=targets.token_loss)
+    tiled = _Tiled(run, tiles, parameters=tuple(parameters), token_loss=targets.token_loss, tally=targets.tally)
     loss: Tensor = _SummedLoss.apply(hidden_1TC, labels_1T, weights_1T, tiled, keeps, *parameters)
     return loss
 
@@ -191,16 +192,21 @@ def _labelled_tiles(shift_labels_1T: Tensor, tile_tokens: int) -> tuple[slice, .
 
 @dataclass(frozen=True, slots=True)
 class _Tiled:
-    """A head and a loss to run in tiles: the head's own forward, its trained parameters, and None for cross-entropy."""
+    """A head and a loss to run in tiles: the head's own forward, its trained parameters, and None for cross-entropy.
+
+    tally: counts the tokens of every tile that runs.
+    """
 
     run: Run
     tiles: tuple[slice, ...]
     parameters: tuple[nn.Parameter, ...]
     token_loss: TokenLoss | None
+    tally: TokenTally | None
 
     def targets(self, labels_1T: Tensor, weights_1T: Tensor | None, tile: slice) -> Targets:
         """The targets of a tile's tokens."""
-        return Targets(labels_1T[:, tile], None if weights_1T is None else weights_1T[:, tile], self.token_loss)
+        weights_1t = None if weights_1T is None else weights_1T[:, tile]
+        return Targets(labels_1T[:, tile], weights_1t, self.token_loss, self.tally)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -210,7 +216,8 @@ class _SummedLoss(torch.autograd.Function):
     ) -> Tensor:
         device = x_1TC.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        ctx.tiled = tiled
+        # a backward that runs the tiles again would count their tokens twice
+        ctx.tiled = replace(tiled, tally=None)
         ctx.keeps = keeps and any(ctx.needs_input_grad)
         if not ctx.keeps:
             ctx.save_for_backward(x_1TC, labels_1T, *(() if weights_1T is None else (weights_1T,)))
@@ -248,6 +255,8 @@ def _loss_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, 
 def _loss_of_tile(logits_1tV: Tensor, targets: Targets) -> Tensor:
     if targets.token_loss is not None:
         return summed_loss(logits_1tV, targets)
+    if targets.tally is not None:
+        targets.tally.add(logits_1tV, targets.labels_1T)
     return _tile_loss(_log_softmax(logits_1tV), *_index(targets.labels_1T), targets.weights_1T)
 
 
@@ -276,6 +285,8 @@ def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | N
         # unlike the tensor, the edge does not keep the logits alive
         edge, like, shape = get_gradient_edge(logits_1tV), logits_1tV.dtype, logits_1tV.shape
         targets, logits_1tV = tiled.targets(labels_1T, weights_1T, tile), logits_1tV.detach()
+        if targets.tally is not None:
+            targets.tally.add(logits_1tV, targets.labels_1T)
         loss, slope_tV = _slope_by_autograd(logits_1tV, targets) if tiled.token_loss else _closed_form(logits_1tV, targets)
         del logits_1tV
         losses.append(loss)

@@ -19,8 +19,8 @@ from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.value_losses import AtValues, ValueLoss
 
 IGNORE_INDEX = -100
-# tokens whose probabilities exist at once when tokens are scored
-_SCORED_TOKENS = 1024
+# logits whose probabilities exist at once when tokens are scored: 32 MiB in fp32
+_SCORED_LOGITS = 2**23
 
 
 @runtime_checkable
@@ -76,20 +76,38 @@ class TemperedCrossEntropy:
         return F.cross_entropy(logits_TV / self.temperature, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
 
 
+class TokenTally:
+    """Adds up how well label tokens were predicted, tile by tile, from the logits that their loss is computed from.
+
+    sums_3: number of label tokens, of those whose label was the likeliest token, and the sum of the entropies in nats of the
+    distributions over them; fp64, on `device`. Weights of tokens do not count, but a token of weight 0 has no label.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, logits_1TV: Tensor, labels_1T: Tensor) -> None:
+        """Counts the tokens with labels; leaves no graph, and does not wait for the device."""
+        scores = token_scores(logits_1TV, labels_1T, Scoring())
+        columns = (labels_1T != IGNORE_INDEX).reshape(-1), scores.is_right_T, scores.entropies_T
+        self.sums_3 += torch.stack([column.sum(dtype=torch.float64) for column in columns])
+
+
 @dataclass(frozen=True, slots=True)
 class Targets:
     """Targets of the tokens of a shard: next-token labels, each with a weight, and the loss of one token.
 
     labels_1T: IGNORE_INDEX for a token without a label, or of weight 0. weights_1T: None if every label weighs 1. token_loss:
-    None for cross-entropy.
+    None for cross-entropy. tally: counts the tokens when their loss is computed.
     """
 
     labels_1T: Tensor
     weights_1T: Tensor | None = None
     token_loss: TokenLoss | None = None
+    tally: TokenTally | None = None
 
     @classmethod
-    def of(cls, inputs: ChunkInputs, token_loss: TokenLoss | ValueLoss | None = None) -> Targets:
+    def of(cls, inputs: ChunkInputs, token_loss: TokenLoss | ValueLoss | None = None, tally: TokenTally | None = None) -> Targets:
         """The targets of a chunk's tokens, on the device of `inputs`."""
         labels_1T, weights_1T = inputs.shift_labels, inputs.loss_weights
         if isinstance(token_loss, ValueLoss):
@@ -97,7 +115,7 @@ class Targets:
         if weights_1T is not None:
             # without a label, so that tiles of weight 0 are skipped and infinite losses of weight 0 are not NaN
             labels_1T = labels_1T.masked_fill(weights_1T == 0, IGNORE_INDEX)
-        return cls(labels_1T, weights_1T, token_loss)
+        return cls(labels_1T, weights_1T, token_loss, tally)
 
     def total_weight(self) -> float:
         """The sum of the weights of all label tokens; without weights, their number."""
@@ -111,6 +129,8 @@ def summed_loss(logits_1TV: Tensor, targets: Targets) -> Tensor:
 
     If no token has a label, loss and gradients are exactly zero.
     """
+    if targets.tally is not None:
+        targets.tally.add(logits_1TV, targets.labels_1T)
     if targets.token_loss is None and targets.weights_1T is None:
         return summed_cross_entropy(logits_1TV, targets.labels_1T)
     logits_TV, labels_T = wide_logits(logits_1TV), targets.labels_1T.reshape(-1)
@@ -193,20 +213,23 @@ class TokenScores:
 def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor, scoring: Scoring) -> TokenScores:
     """Scores of every token of a shard; at temperature 1 their losses add up to `summed_cross_entropy`."""
     logits_TV, labels_T = logits_1TV.reshape(-1, logits_1TV.shape[-1]), shift_labels_1T.reshape(-1)
-    pairs = zip(logits_TV.split(_SCORED_TOKENS), labels_T.split(_SCORED_TOKENS), strict=True)
+    num_tokens = max(1, _SCORED_LOGITS // logits_TV.shape[1])
+    pairs = zip(logits_TV.split(num_tokens), labels_T.split(num_tokens), strict=True)
     return TokenScores.joined([_scores(wide_logits(logits_tV), labels_t, scoring) for logits_tV, labels_t in pairs])
 
 
 def _scores(logits_tV: Tensor, labels_t: Tensor, scoring: Scoring) -> TokenScores:
     if scoring.temperature != 1:
         logits_tV = logits_tV / scoring.temperature
-    is_right_t = logits_tV.argmax(-1) == labels_t
-    losses_t = F.cross_entropy(logits_tV, labels_t, ignore_index=IGNORE_INDEX, reduction="none")
-    # 0 for a token of probability 0, whose logarithm is infinite
-    entropies_t = torch.special.entr(F.softmax(logits_tV, dim=-1)).sum(-1).where(labels_t != IGNORE_INDEX, 0)
+    is_right_t, is_label_t = logits_tV.argmax(-1) == labels_t, labels_t != IGNORE_INDEX
+    log_p_tV = F.log_softmax(logits_tV, dim=-1)
+    losses_t = -log_p_tV.gather(1, labels_t.where(is_label_t, 0).unsqueeze(1)).squeeze(1).where(is_label_t, 0)
     extras_2t = losses_t.new_zeros(2, 0 if not scoring.with_extras else len(labels_t))
     if scoring.with_extras:
-        extras_2t = torch.stack([logits_tV.mean(-1), (2 * F.log_softmax(logits_tV, dim=-1)).logsumexp(-1)])
+        extras_2t = torch.stack([logits_tV.mean(-1), (2 * log_p_tV).logsumexp(-1)])
+    p_tV = log_p_tV.exp_()
+    # 0 for a token of probability 0, whose logarithm is infinite
+    entropies_t = torch.special.entr(p_tV, out=p_tV).sum(-1).where(is_label_t, 0)
     return TokenScores(losses_t.double(), is_right_t, entropies_t.double(), extras_2t.double())
 
 

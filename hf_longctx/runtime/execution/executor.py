@@ -19,7 +19,7 @@ from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores
+from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores, TokenTally
 from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
@@ -80,20 +80,22 @@ class StepExecutor:
         reduce: bool = True,
         predicted_bytes: int = 0,
         engine: ActivationEngine | None = None,
+        tally: TokenTally | None = None,
     ) -> StepResult:
         """Runs forward and backward of every micro-batch; gradients end as sums over all ranks, sharded as the parameters are.
 
         num_label_tokens: label tokens of the step over all ranks, or the sum of their weights. reduce: false for every plan of an
         optimizer step except the last, whose reduction then covers the gradients of all plans. predicted_bytes: estimated bytes
         of the plan, for the message if memory runs out. engine: executes activation policies; without an engine, plans that have
-        policies are refused. If the engine has a head, chunks whose policy has `tile_tokens` make no logits.
+        policies are refused. If the engine has a head, chunks whose policy has `tile_tokens` make no logits. tally: counts this
+        rank's label tokens; the result has the sums over all ranks.
 
         Every rank of the pool must call it with its own path of the same plan. Raises ValueError naming what this version does
         not execute, and torch.OutOfMemoryError naming the action that ran out of device memory. With `routers`, call `route`
         before the first plan of a step that has several.
         """
         with self._forgetting_broken_steps():
-            return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes, engine)
+            return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes, engine, tally)
 
     def _run(
         self,
@@ -103,6 +105,7 @@ class StepExecutor:
         reduce: bool,
         predicted_bytes: int,
         engine: ActivationEngine | None,
+        tally: TokenTally | None,
     ) -> StepResult:
         self._begin_plan(plan)
         self.parameters.check(plan.parameters)
@@ -111,7 +114,7 @@ class StepExecutor:
             check_weights(self.stage, self.pool, self.parameters.gradients.parameters, bool(self.all_stages))
         self._is_in_step = not reduce
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
-        host = self._host(num_label_tokens, engine)
+        host = self._host(num_label_tokens, engine, tally)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         memory = StepMemory()
         if self.device.type == "cuda":
@@ -131,7 +134,8 @@ class StepExecutor:
             if reduce:
                 self._reduce()
                 is_bad = has_nonfinite_gradient(self.model.parameters(), self.device, self.pool.num_ranks)
-            total, num_bad = sum_over_ranks(torch.stack([total, is_bad]), self.pool.everyone)
+            sums = torch.cat([torch.stack([total, is_bad]), *([] if tally is None else [tally.sums_3])])
+            total, num_bad, *tallied = sum_over_ranks(sums, self.pool.everyone)
         router_loss, self._router_loss = self._router_loss, None
         router_load = None
         if self.routers is not None and router_loss is not None:
@@ -140,11 +144,20 @@ class StepExecutor:
             self.routers.forget()
         if self.device.type == "cuda":
             memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
-        return StepResult(total, host.clock, memory, router_loss, router_load, num_bad)
+        return StepResult(total, host.clock, memory, router_loss, router_load, num_bad, tuple(tallied))
 
-    def evaluate(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> Tensor:
-        """The loss summed over all ranks' label tokens, with their weights (fp64 scalar). Runs forwards only; else as `run`."""
-        total = self._run_forwards(plan, inputs, "evaluation", engine)
+    def evaluate(
+        self,
+        plan: RankPlan,
+        inputs: PlanInputs,
+        engine: ActivationEngine | None = None,
+        tally: TokenTally | None = None,
+    ) -> Tensor:
+        """The loss summed over all ranks' label tokens, with their weights (fp64 scalar). Runs forwards only; else as `run`.
+
+        tally: counts this rank's label tokens.
+        """
+        total = self._run_forwards(plan, inputs, "evaluation", engine, wanted=tally or "loss")
         return sum_over_ranks(total, self.pool.everyone)
 
     def score(
@@ -226,7 +239,7 @@ class StepExecutor:
         self.parameters.check(plan.parameters)
         plan = forward_only(plan)
         self._check(plan, engine)
-        host = self._host(1, engine)
+        host = self._host(1, engine, wanted if isinstance(wanted, TokenTally) else None)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, (group, stage) in enumerate(plan.rounds):
             self.parameters.enter_round(plan.parameters)
@@ -242,7 +255,7 @@ class StepExecutor:
         if self.stage.dropout is not None:
             self.stage.dropout.begin_plan(plan.step)
 
-    def _host(self, num_label_tokens: float, engine: ActivationEngine | None) -> RoundHost:
+    def _host(self, num_label_tokens: float, engine: ActivationEngine | None, tally: TokenTally | None) -> RoundHost:
         return RoundHost(
             pool=self.pool,
             stage=self.stage,
@@ -256,6 +269,7 @@ class StepExecutor:
             routers=self.routers,
             settle_routers=self._settle_routers,
             token_loss=self.token_loss,
+            tally=tally,
         )
 
     def _check(self, plan: RankPlan, engine: ActivationEngine | None) -> None:

@@ -14,7 +14,16 @@ from hf_longctx.runtime.activations.output_head import check_untouched
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import Scoring, Targets, TokenLoss, TokenScores, label_logits, summed_loss, token_scores
+from hf_longctx.runtime.core.loss import (
+    Scoring,
+    Targets,
+    TokenLoss,
+    TokenScores,
+    TokenTally,
+    label_logits,
+    summed_loss,
+    token_scores,
+)
 from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.stage_model import StageModel
@@ -30,7 +39,8 @@ class RoundHost:
     engine: executes the plan's activation policies, and, if it has a head, sums losses without whole logits. all_stages: every
     stage of the model, for plans that lend ranks to other stages. routers: the routers whose balance is part of the loss.
     settle_routers: sums their counts over all ranks, once, before the first backward. token_loss: the loss of a token; None for
-    cross-entropy. num_label_tokens: label tokens of the step over all ranks, or the sum of their weights.
+    cross-entropy. num_label_tokens: label tokens of the step over all ranks, or the sum of their weights. tally: counts the label
+    tokens of this rank's forwards.
     """
 
     pool: GroupPool
@@ -45,6 +55,11 @@ class RoundHost:
     routers: RouterBalance | None = None
     settle_routers: Callable[[], None] = lambda: None
     token_loss: TokenLoss | ValueLoss | None = None
+    tally: TokenTally | None = None
+
+    def targets(self, inputs: ChunkInputs) -> Targets:
+        """Targets of the tokens of a chunk, on the device of `inputs`."""
+        return Targets.of(inputs, self.token_loss, self.tally)
 
     def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
         """Logits [1, T, V] of this rank's shard from the last part; hidden states for the next one from every other part.
@@ -70,9 +85,9 @@ class RoundHost:
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
-            return summed_loss(self.forward_chunk(inputs, context, part, hidden_1TC), Targets.of(inputs, self.token_loss))
+            return summed_loss(self.forward_chunk(inputs, context, part, hidden_1TC), self.targets(inputs))
         # labels on the host tell which tiles have any, without waiting for the device
-        with head.summing(Targets.of(chunk, self.token_loss), tile_tokens, keep_gradients):
+        with head.summing(self.targets(chunk), tile_tokens, keep_gradients):
             loss = self.forward_chunk(inputs, context, part, hidden_1TC)
         check_untouched(loss)
         return loss

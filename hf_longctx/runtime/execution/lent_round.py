@@ -27,7 +27,7 @@ from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.lent_slice import LentSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import Targets, step_loss, summed_loss
+from hf_longctx.runtime.core.loss import step_loss, summed_loss
 from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.results import StepMemory
 from hf_longctx.runtime.execution.round import Round
@@ -171,7 +171,7 @@ class LentRound(Round):
         inputs = rows.of_inputs(self.inputs[action.chunk].to(self.host.device))
         output = model.forward(0, inputs, hidden_1SC, self.host.no_mask, self._context(action))
         if model.is_last(0):
-            loss_sum = summed_loss(output, Targets.of(inputs, self.host.token_loss))
+            loss_sum = summed_loss(output, self.host.targets(inputs))
             output = step_loss(loss_sum, self.host.num_label_tokens)
             self.total += output.detach()
         else:

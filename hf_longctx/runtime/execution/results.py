@@ -39,7 +39,7 @@ class StepResult:
     router_loss: the balancing loss of the experts over the whole step, included in the loss of the step's first plan.
     router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
     whose experts are not balanced. num_bad: ranks on which the step's reduced gradients are not finite (`finite.py`); zero
-    for plans before the step's last one.
+    for plans before the step's last one. tallied: the sums of `TokenTally` over all ranks; empty if tokens are not counted.
     """
 
     loss: Tensor
@@ -48,6 +48,7 @@ class StepResult:
     router_loss: Tensor | None = None
     router_load: Tensor | None = None
     num_bad: Tensor | None = None
+    tallied: tuple[Tensor, ...] = ()
 
     @property
     def is_finite(self) -> bool:

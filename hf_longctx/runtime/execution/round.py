@@ -18,14 +18,14 @@ from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import Scoring, TokenScores, step_loss
+from hf_longctx.runtime.core.loss import Scoring, TokenScores, TokenTally, step_loss
 from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.out_of_memory import explained
 from hf_longctx.runtime.execution.results import StepMemory
 from hf_longctx.runtime.process_groups.links import RoundMessages
 
 # results of the forwards at the end of the model
-Wanted = Literal["loss", "logits"] | Scoring
+Wanted = Literal["loss", "logits"] | Scoring | TokenTally
 # key of one forward: (layer range, chunk), or (stage, chunk) if ranks are lent to other stages
 _Pass = tuple[int, int]
 
@@ -37,7 +37,7 @@ class Round:
     gradient the next layer range sends. A forward's input is a leaf, whose gradient goes to the layer range before.
 
     inputs: this rank's shard of every chunk. index: index of the micro-batch in the plan. is_counted: forwards count the tokens
-    that routers send to each expert. wanted: the loss; or, with a `Scoring`, scores of tokens in
+    that routers send to each expert. wanted: the loss, also with a tally of its tokens; or, with a `Scoring`, scores of tokens in
     `scores`, by chunk; or logits of tokens with labels in `logits`.
     """
 

@@ -36,6 +36,7 @@ class Finished:
     memory: StepMemory = NO_MEMORY
     router_loss: None = None
     router_load: None = None
+    tallied: tuple[torch.Tensor, ...] = ()
 
     def intervals(self) -> list[Interval]:
         return list(self.measured)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.measures.allocations import measure
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
 from helpers.models.token_losses import focal
@@ -22,8 +23,9 @@ from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.output_head import OutputHead, check_untouched
+from hf_longctx.runtime.core import loss as losses_of
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets, summed_cross_entropy, summed_loss
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets, TokenTally, summed_cross_entropy, summed_loss
 
 NUM_TOKENS = 23
 MASKS: dict[str, tuple[int, ...]] = {
@@ -415,3 +417,30 @@ def test_tiles_of_weight_zero_are_not_computed() -> None:
         logits_of(model, input_ids).backward()
     head.unbind()
     assert seen == [5]
+
+
+@pytest.mark.parametrize("keep_gradients", [True, False])
+@pytest.mark.parametrize("token_loss", [None, focal])
+@pytest.mark.parametrize("mask", ["some", "middle", "all"])
+def test_label_tokens_are_counted_once_while_their_loss_is_computed(keep_gradients: bool, token_loss: Any, mask: str) -> None:
+    model, (input_ids, labels) = build_model(ModelCase("llama")), tokens(mask)
+    head, tally = OutputHead(output_head(model)), TokenTally(torch.device("cpu"))
+    with head.summing(Targets(labels, token_loss=token_loss, tally=tally), 5, keep_gradients):
+        logits_of(model, input_ids).backward()
+    head.unbind()
+    logits_TV, labels_T = logits_of(model, input_ids)[0].detach(), labels[0]
+    p_TV = logits_TV[labels_T != IGNORE_INDEX].softmax(-1)
+    right = (p_TV.argmax(-1) == labels_T[labels_T != IGNORE_INDEX]).sum()
+    expected = [len(p_TV), float(right), float(-(p_TV * p_TV.log()).sum())]
+    assert tally.sums_3.tolist() == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_counting_takes_no_room_beyond_a_block_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses_of, "_SCORED_LOGITS", 2**14)
+    logits, labels = torch.randn(1, 512, 1024), torch.zeros(1, 512, dtype=torch.int64)
+    logits[..., 5] = float("-inf")
+    tally = TokenTally(torch.device("cpu"))
+    peak, _, _ = measure(lambda: tally.add(logits, labels))
+    # a block of 16 tokens and its sums, of 512
+    assert peak <= 2 * 4 * 2**14 + 64 * 512
+    assert bool(torch.isfinite(tally.sums_3).all())
