@@ -215,10 +215,12 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
         for window, count in sorted(sizes.items())
     ]
     if num_states := sum(model.states.layers):
+        both = num_states + model.num_attending - model.num_layers
+        beside = " in place of attention" if both <= 0 else f", {both} of them beside attention"
         notes.append(
-            f"{num_states} of {model.num_layers} layers carry states in place of attention: seconds are those of products alone, "
+            f"{num_states} of {model.num_layers} layers carry states{beside}: seconds are those of products alone, "
             f"bytes are those of transformers' torch code, which runs them"
-            + ("" if model.states.tile_tokens > 1 else " token by token, in many times these seconds")
+            + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
     return _quantised(request, model), notes
 

@@ -92,7 +92,7 @@ def measured(
     """(held on the device, on the host, peak of the forward, peak of the backward) of a second step, in bytes."""
     model = shape.build(dtype)
     tier = HostTier(2**27, PlainCopies())
-    engine = ActivationEngine(layer_modules(model), tier)
+    engine = None if policy is None else ActivationEngine(layer_modules(model), tier)
     chunk = Chunk(0, tuple(Span(index, 0, size) for index, size in enumerate(documents)))
     context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), chunk)
     ids, labels = (torch.randint(0, shape.vocabulary, (1, sum(documents))) for _ in range(2))
@@ -100,7 +100,7 @@ def measured(
     inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": no_mask(ids.device), "use_cache": False}
 
     def forward() -> Tensor:
-        activations = engine.begin(policy) if policy is not None else None
+        activations = engine.begin(policy) if engine is not None and policy is not None else None
         with nullcontext() if activations is None else activations.running():
             logits = model(**inputs, return_dict=True, longctx=replace(context, activations=activations)).logits
         return summed_cross_entropy(logits, labels) / sum(documents)

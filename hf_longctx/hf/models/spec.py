@@ -19,7 +19,8 @@ from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import layer_windows
 from hf_longctx.hf.models.wrapped.text import text_part
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.layer_kinds import StateSpec, Windows, config_states, config_windows, with_states
+from hf_longctx.plan.core.layer_kinds import Windows, config_states, config_windows, with_states
+from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.byte_model import ByteModel

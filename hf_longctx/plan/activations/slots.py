@@ -6,7 +6,9 @@ import itertools
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.types import Chunk, GroupShape, TensorClass
+from hf_longctx.plan.core.layer_kinds import ATTENTION
+from hf_longctx.plan.core.model_spec import KindShares
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, TensorClass
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 
@@ -81,13 +83,18 @@ def _is_above(point: tuple[float, float], left: tuple[float, float], right: tupl
 
 def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot, ...]:
     """Makes one slot per layer of `chunk`, for one rank of a group; each class says what the runtime may do with it."""
-    windows = costs.model.windows or (None,) * costs.model.num_layers
-    slots = {window: layer_slot(costs, chunk, shape, AttentionPairs.of((window,))) for window in dict.fromkeys(windows)}
-    return tuple(slots[window] for window in windows)
+    num_layers = costs.model.num_layers
+    kinds = costs.model.layer_kinds(LayerRange(0, num_layers)) or (ATTENTION,) * num_layers
+    slots = {
+        kind: layer_slot(costs, chunk, shape, AttentionPairs.of((kind.window,)), ((kind, 1.0),)) for kind in dict.fromkeys(kinds)
+    }
+    return tuple(slots[kind] for kind in kinds)
 
 
-def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: AttentionPairs) -> Slot:
-    """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers.
+def layer_slot(
+    costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: AttentionPairs, kinds: KindShares = ((ATTENTION, 1.0),)
+) -> Slot:
+    """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers of these `kinds`.
 
     Recomputing a class takes as long as its part of the forward: by exact pairs for attention, for other classes by their share
     of the layer's parameters, and for the MLP with the travel of tokens to spread experts. The MLP's seconds include the output
@@ -98,7 +105,7 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
     token_s, inside = forward.token_s * tokens / model.num_layers, 1 - costs.head_share(is_backward=False)
-    qkv_part, no_attention = model.mixing_share, pairs.share_without
+    qkv_part = model.mixing_share
     recompute_s: dict[TensorClass, float] = {
         "layer_input": 0.0,
         "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
@@ -110,8 +117,7 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
     saved = tuple(
         SavedClass(
             name,
-            ((1 - no_attention) * class_bytes(model, name) + no_attention * class_bytes(model, name, True, round(tokens)))
-            * tokens,
+            sum(share * class_bytes(model, name, kind, round(tokens)) for kind, share in kinds) * tokens,
             seconds,
             can_recompute=name != "layer_input",
             can_offload=name not in replayed,
@@ -127,7 +133,8 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
 
 def chunk_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
     """Makes one slot of all layers of `chunk`."""
-    num_layers, layer = costs.model.num_layers, layer_slot(costs, chunk, shape, costs.model.attention_pairs())
+    num_layers, kinds = costs.model.num_layers, costs.model.kind_shares()
+    layer = layer_slot(costs, chunk, shape, costs.model.attention_pairs(), kinds)
     saved = (
         replace(item, num_bytes=item.num_bytes * num_layers, recompute_s=item.recompute_s * num_layers) for item in layer.saved
     )

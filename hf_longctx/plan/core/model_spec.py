@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.layer_kinds import NO_STATES, StateSpec, Windows, config_states, config_windows, with_states
+from hf_longctx.plan.core.layer_kinds import (
+    ATTENTION,
+    LayerKind,
+    Windows,
+    config_states,
+    config_windows,
+    layer_kinds,
+    type_names,
+    with_states,
+)
+from hf_longctx.plan.core.mixers.state_spec import NO_STATES, StateSpec
 from hf_longctx.plan.core.types import LayerRange
 
+# (kind, share of layers) of some layers
+KindShares = tuple[tuple[LayerKind, float], ...]
 # positions of a model without attention, whose documents may have any length
 NO_POSITIONS = 2**30
 # values of `model_type` in config.json whose models gate attention's output, and keep the product in a norm in fp32
 _GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+# values whose layers have an MLP only where they have attention, which reads the embeddings beside hidden states
+_SHARED_TYPES = ("zamba", "zamba2")
 # values whose models normalize queries and keys; others set `use_qk_norm`
 _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe", *_GATED_TYPES)
 
@@ -119,11 +134,12 @@ class ModelSpec:
     latent from which keys, except rope_head_dim of each, and values are projected (0: they are projected from hidden states).
     query_rank: size of the latent of queries, likewise. caps_scores: attention has a softcap. windows: for each layer the most
     tokens that a query sees, its own included, None for all before it, 0 in a layer without attention; () if all layers see
-    everything. states: layers that carry a state along the sequence in place of attention. gates_output: attention's output is
+    everything. states: layers that carry a state along the sequence. gates_output: attention's output is
     multiplied by a gate, which is projected from hidden states. has_wide_norms: norms keep the product before their weight in
     fp32. experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline stages, so that
     stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
     predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
+    input_size: elements that attention's projections read (0: hidden_size).
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -163,6 +179,7 @@ class ModelSpec:
     keeps_all_stages: bool = False
     num_labels: int = 0
     has_master_weights: bool = False
+    input_size: int = 0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -170,13 +187,13 @@ class ModelSpec:
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one for each layer, None for one "
                 f"that sees everything, or () for all"
             )
-        without = () if self.states.is_empty else self.states.layers
-        if without and tuple(window == 0 for window in self.windows) != without:
+        attending = () if self.states.is_empty else self.states.attending
+        if attending and tuple(window != 0 for window in self.windows or (None,) * self.num_layers) != attending:
             raise ValueError(
-                f"windows {self.windows} must be 0 in the layers with a state, {without}, and nowhere else; make them with "
-                f"`with_states`"
+                f"windows {self.windows} must be 0 in the layers without attention, {attending}, and nowhere else; make them "
+                f"with `with_states`"
             )
-        if any(window is not None and window < (0 if without else 1) for window in self.windows):
+        if any(window is not None and window < (0 if attending else 1) for window in self.windows):
             raise ValueError(f"windows {self.windows} must be at least one token, or None for a layer that sees everything")
 
     @classmethod
@@ -194,7 +211,7 @@ class ModelSpec:
 
         num_layers, hidden_size = get("num_hidden_layers", "n_layer"), get("hidden_size", "n_embd")
         states = config_states(config, num_layers)
-        if states.layers and all(states.layers):
+        if states.layers and not any(states.attending):
             # such models number no positions, have a head for each state, and no MLP beside their mixers
             own = {"num_attention_heads": states.heads, "max_position_embeddings": NO_POSITIONS, "intermediate_size": 0}
             config = {**config, **own, "head_dim": max(1, hidden_size // states.heads), "num_key_value_heads": None}
@@ -212,7 +229,7 @@ class ModelSpec:
                 "kv_rank": get("kv_lora_rank"),
                 "rope_head_dim": rope_head_dim,
             }
-        intermediate_size = get("intermediate_size", "n_inner")
+        intermediate_size = get("intermediate_size", "n_inner") // (2 if config.get("model_type") == "recurrent_gemma" else 1)
         intermediate_size, idle, routed, experts = _expert_sizes(config, num_layers, hidden_size, intermediate_size)
         is_gated = config.get("model_type") in _GATED_TYPES
         return cls(
@@ -226,6 +243,8 @@ class ModelSpec:
             max_positions=get("max_position_embeddings", "n_positions"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             bytes_per_element=bytes_per_element,
+            gated_mlp=config.get("model_type") != "nemotron_h",
+            input_size=2 * hidden_size if config.get("model_type") in _SHARED_TYPES else 0,
             qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
             caps_scores=bool(config.get("attn_logit_softcapping")),
             idle_parameters=idle,
@@ -273,6 +292,20 @@ class ModelSpec:
             return FULL
         return AttentionPairs.of(tuple(window for part in parts for window in self.layer_windows(part)) or self.windows)
 
+    def layer_kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
+        """Kinds of the layers of `part`, one by one; () where all layers of the model have full attention and no state."""
+        return layer_kinds(self.windows, self.states)[part.first_layer :][: part.num_layers]
+
+    def kind_shares(self, part: LayerRange | None = None) -> KindShares:
+        """Share of the layers of `part` that is of each kind; without a part, of all layers."""
+        kinds = self.layer_kinds(part or LayerRange(0, self.num_layers)) or (ATTENTION,)
+        return tuple((kind, count / len(kinds)) for kind, count in Counter(kinds).items())
+
+    @property
+    def num_attending(self) -> int:
+        """Number of layers with attention."""
+        return sum(window != 0 for window in self.windows) if self.windows else self.num_layers
+
     def layer_windows(self, part: LayerRange) -> Windows:
         """The windows of the layers of `part`, one by one; () where all layers of the model see everything."""
         return self.windows[part.first_layer :][: part.num_layers]
@@ -280,7 +313,7 @@ class ModelSpec:
     @property
     def qkv_parameters(self) -> int:
         """Matrix parameters of one layer with attention that make queries, keys and values, and a gate."""
-        d = self.hidden_size
+        d = self.input_size or self.hidden_size
         queries = self.query_rank * (d + self.query_size) if self.query_rank else d * self.query_size
         queries += d * self.output_size if self.gates_output else 0
         if not self.kv_rank:
@@ -304,7 +337,8 @@ class ModelSpec:
         The mean over layers with and without attention.
         """
         attention = self.qkv_parameters + self.hidden_size * self.output_size
-        mixer = attention + round(self.states.share * (self.states.parameters - attention))
+        without = 1 - self.num_attending / self.num_layers
+        mixer = attention + round(self.states.share * self.states.parameters - without * attention)
         return mixer + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property
@@ -322,7 +356,7 @@ class ModelSpec:
         """The share of `layer_products` that comes before attention, or is the mixer of a layer with a state."""
         states, share = self.states, self.states.share
         state_products = share * (states.parameters + states.scan_products)
-        return ((1 - share) * self.qkv_parameters + state_products) / self.layer_products
+        return (self.num_attending / self.num_layers * self.qkv_parameters + state_products) / self.layer_products
 
     @property
     def layer_weights(self) -> int:
@@ -385,7 +419,11 @@ def _expert_sizes(
     """
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     chosen = next((int(config[name]) for name in _CHOSEN if config.get(name)), 0)
-    if num_experts < 2 or not chosen:
+    names, is_nemotron = type_names(config, num_layers), config.get("model_type") == "nemotron_h"
+    dense_names = ("mlp",) if is_nemotron else ("hybrid",) if config.get("model_type") in _SHARED_TYPES else ()
+    if dense_names:
+        dense_size = round(dense_size * sum(name in dense_names for name in names) / num_layers)
+    if num_experts < 2 or not chosen or (is_nemotron and "moe" not in names):
         return dense_size, 0, 0, ExpertSpec()
     size = int(config.get("moe_intermediate_size") or dense_size)
     is_llama4 = config.get("model_type") == "llama4_text"
@@ -400,11 +438,16 @@ def _expert_sizes(
         has_experts = [layer in layers for layer in range(num_layers)]
     if period := int(config.get("expert_layer_period") or 0):
         has_experts = [layer % period == int(config.get("expert_layer_offset") or 0) for layer in range(num_layers)]
+    if is_nemotron:
+        has_experts = [name == "moe" for name in names]
     share = sum(has_experts) / max(1, num_layers)
-    shared = int(config.get("shared_expert_intermediate_size") or size * int(config.get("n_shared_experts") or is_llama4))
-    passed = chosen * size + shared
-    idle = 3 * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
+    shared_sizes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    shared = next((int(config[name]) for name in shared_sizes if config.get(name)), 0)
+    shared = shared or size * int(config.get("n_shared_experts") or is_llama4)
+    passed, matrices = chosen * size + shared, 2 if is_nemotron else 3
+    idle = matrices * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
     routed = 2 * chosen * hidden_size + (3 * chosen * size if config.get("model_type") == "gpt_oss" else 0)
-    parameters = round(share * 3 * num_experts * hidden_size * size)
+    parameters = round(share * matrices * num_experts * hidden_size * size)
     experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts)
-    return round(share * passed + (1 - share) * dense_size), round(share * idle), round(share * routed), experts
+    dense_share = 1 if is_nemotron else 1 - share
+    return round(share * passed + dense_share * dense_size), round(share * idle), round(share * routed), experts

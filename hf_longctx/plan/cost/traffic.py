@@ -36,11 +36,10 @@ from hf_longctx.plan.core.types import GroupShape
 _LEAST_GRADIENT_BYTES = 4
 # bytes of the number of rows that a rank sends for an expert
 _COUNT_BYTES = 8
-# exchanges of a layer with a scan that shares out heads: for its convolution, inputs in the model's format, results; one more for
-# inputs in fp32
-_STATE_EXCHANGES = 3
-# exchanges of one that passes states on: for its convolution, states
-_PASSING_EXCHANGES = 2
+# exchanges of a scan that shares out heads: inputs in the model's format, results; one more for inputs in fp32
+_SHARING_EXCHANGES = 2
+# exchanges of a scan that passes states on
+_PASSING_EXCHANGES = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def mean_traffic(
     if shape.degree == 1:
         return to_experts
     num_states = sum(model.states.layers)
-    num_attending = model.num_layers - num_states
+    num_attending = model.num_attending
     element, gradient = (num_bytes * num_attending for num_bytes in _value_bytes(model))
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     own = num_tokens / shape.degree
@@ -160,13 +159,15 @@ def expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is
 
 def _state_exchanges(model: ModelSpec, shape: GroupShape) -> int:
     """Exchanges of one layer with a state in one pass."""
-    if not model.states.heads:
-        return 1
-    return _PASSING_EXCHANGES if _passes_states(model, shape) else _STATE_EXCHANGES + (model.states.own_wide > 0)
+    states = model.states
+    if not states.heads:
+        return states.convolutions
+    of_scan = _PASSING_EXCHANGES if _passes_states(model, shape) else _SHARING_EXCHANGES + (states.own_wide > 0)
+    return states.convolutions + states.scans * of_scan
 
 
 def _passes_states(model: ModelSpec, shape: GroupShape) -> bool:
-    return passes_states(shape.num_blocks, shape.ulysses, model.states.heads)
+    return passes_states(shape.num_blocks, shape.ulysses, model.states.heads // model.states.scans)
 
 
 def _state_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float) -> float:
@@ -181,8 +182,9 @@ def _state_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float) ->
         # the first run tells the other ranks its state alone
         numbers = num_messages * (states.head_elements + states.carry_elements) - (shape.degree - 1) * states.carry_elements
         return tails + max(_LEAST_GRADIENT_BYTES, element) * states.heads * numbers / shape.degree
-    heads = HeadCounts.of(states.heads, states.read_heads, shape.ulysses)
-    narrow = sum(heads.kv) * states.read_size + states.heads * states.own_size
+    own = states.heads // states.scans
+    heads = HeadCounts.of(own, states.read_heads or own, shape.ulysses)
+    narrow = states.scans * sum(heads.kv) * states.read_size + states.heads * states.own_size
     wide = max(_LEAST_GRADIENT_BYTES, element) * states.heads * states.own_wide
     token_bytes = element * narrow + wide + states.output_bytes(element)
     return own_tokens * token_bytes * (shape.ulysses - 1) / shape.ulysses + tails

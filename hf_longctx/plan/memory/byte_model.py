@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hf_longctx.plan.core.arrays import IntArray
+from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
-from hf_longctx.plan.core.sharding import passes_states, sequence_ends
+from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
     GroupShape,
@@ -26,7 +27,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments
-from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes, PassingLayerBytes, StateLayerBytes
+from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes, UnmixedLayerBytes
 from hf_longctx.plan.memory.round_bytes import (
     LAYER_NUMBERS,
     OUTSIDE_NUMBERS,
@@ -37,6 +38,7 @@ from hf_longctx.plan.memory.round_bytes import (
     chunk_numbers,
 )
 from hf_longctx.plan.memory.stage import part_state_bytes
+from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
 
@@ -91,8 +93,8 @@ class _Counted:
         # chunks on one part of a stage
         self.parts: dict[Hashable, IntArray] = {}
         # layers, each with its row in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
-        self.layers: dict[tuple[int, int, int, bool], tuple[LayerBytes, int]] = {}
-        self.rows: dict[tuple[int, int, int, tuple[bool, ...]], list[int]] = {}
+        self.layers: dict[tuple[int, int, int, LayerKind], tuple[LayerBytes, int]] = {}
+        self.rows: dict[tuple[int, int, int, tuple[LayerKind, ...]], list[int]] = {}
         self.table: IntArray = np.empty((0, 5), dtype=np.int64)
         self.new_rows: list[tuple[int, ...]] = []
         self.outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
@@ -143,8 +145,8 @@ class ByteModel:
         tile_tokens = policy.tile_tokens if policy else 0
         policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
         # equal layers are mostly one object, so each object is counted once
-        has_state = self._has_state(LayerRange(0, load.num_layers))
-        each = [(id(layer), has) for layer, has in zip(policies, has_state, strict=True)]
+        kinds = self._kinds(LayerRange(0, load.num_layers))
+        each = [(id(layer), kind) for layer, kind in zip(policies, kinds, strict=True)]
         distinct = dict(zip(each, policies, strict=True))
         counted = {key: LAYER_NUMBERS(self._counted_layer(load, layer, tile_tokens, key[1])) for key, layer in distinct.items()}
         outside = OutsideBytes(self.model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
@@ -248,14 +250,14 @@ class ByteModel:
         """Loads of the group's chunks on one rank; they are equal on every layer range of the model."""
         return self._group_loads(group, position, True, True).loads
 
-    def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, has_state: bool = False) -> LayerBytes:
-        """Bytes of one layer of a load. has_state: the layer has a state in place of attention."""
-        return self._layer(load, self._counted.numbers.of(load), policy, tile_tokens, has_state)[0]
+    def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind = ATTENTION) -> LayerBytes:
+        """Bytes of one layer of a load."""
+        return self._layer(load, self._counted.numbers.of(load), policy, tile_tokens, kind)[0]
 
-    def _has_state(self, part: LayerRange) -> tuple[bool, ...]:
-        """For each layer of a part of the model, whether it carries a state."""
-        layers = self.model.states.layers or (False,) * (part.first_layer + part.num_layers)
-        return layers[part.first_layer :][: part.num_layers]
+    def _kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
+        """Kind of each layer of a part of the model. Windows make no difference to bytes of layers."""
+        kinds = self.model.layer_kinds(part) or (ATTENTION,) * part.num_layers
+        return tuple(LayerKind(None if kind.attends else 0, kind.has_state) for kind in kinds)
 
     def _book(self, group: SequenceGroup, position: int) -> BookKinds:
         """Changes that the group's chunks make in the K/V book."""
@@ -276,31 +278,30 @@ class ByteModel:
         return known[key]
 
     def _layer(
-        self, load: Load, load_number: int, policy: LayerPolicy, tile_tokens: int, has_state: bool
+        self, load: Load, load_number: int, policy: LayerPolicy, tile_tokens: int, kind: LayerKind
     ) -> tuple[LayerBytes, int]:
         """Bytes of a layer, and its row in the table."""
         policy = policy if policy.shares else _KEEPS_EVERYTHING
-        known, key = self._counted.layers, (load_number, self._counted.numbers.of(policy), tile_tokens, has_state)
+        known, key = self._counted.layers, (load_number, self._counted.numbers.of(policy), tile_tokens, kind)
         if key not in known:
-            found = self._counted_layer(load, policy, tile_tokens, has_state)
+            found = self._counted_layer(load, policy, tile_tokens, kind)
             known[key] = found, len(known)
             self._counted.new_rows.append(LAYER_NUMBERS(found))
         return known[key]
 
-    def _counted_layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, has_state: bool) -> LayerBytes:
-        if not has_state:
-            return LayerBytes(self.model, load, policy, tile_tokens)
-        heads = self.model.states.heads
-        passes = heads > 0 and passes_states(load.num_blocks, load.block_ranks, heads)
-        return (PassingLayerBytes if passes else StateLayerBytes)(self.model, load, policy, tile_tokens)
+    def _counted_layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind) -> LayerBytes:
+        if not kind.has_state:
+            return (LayerBytes if kind.attends else UnmixedLayerBytes)(self.model, load, policy, tile_tokens)
+        mixer = StateLayerBytes(self.model, load, policy, tile_tokens)
+        return HybridLayerBytes(self.model, load, policy, tile_tokens, mixer) if kind.attends else mixer
 
-    def _layer_rows(self, load: Load, load_number: int, policy: _Policy, has_state: tuple[bool, ...]) -> list[int]:
+    def _layer_rows(self, load: Load, load_number: int, policy: _Policy, kinds: tuple[LayerKind, ...]) -> list[int]:
         """Table rows of all layers of a load, including layers without a policy."""
-        known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens, has_state)
+        known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens, kinds)
         if key not in known:
-            layers = [*policy.layers, *[_KEEPS_EVERYTHING] * len(has_state)]
-            each = zip(layers, has_state, strict=False)
-            known[key] = [self._layer(load, load_number, layer, policy.tile_tokens, has)[1] for layer, has in each]
+            layers = [*policy.layers, *[_KEEPS_EVERYTHING] * len(kinds)]
+            each = zip(layers, kinds, strict=False)
+            known[key] = [self._layer(load, load_number, layer, policy.tile_tokens, kind)[1] for layer, kind in each]
         return known[key]
 
     def _table(self) -> IntArray:
@@ -339,11 +340,11 @@ class ByteModel:
             is_first = (stage.stage, part) == (0, 0)
             # equal stages share one entry of the cache
             chosen = tuple((policy.number, policy.tile_tokens) for policy in own)
-            has_state = self._has_state(owned)
-            key = loads.number, has_state, has_head, at_once, is_first, chosen
+            kinds = self._kinds(owned)
+            key = loads.number, kinds, has_head, at_once, is_first, chosen
             if key not in known:
                 each = list(zip(loads.loads, loads.numbers, own, at_once, strict=True))
-                rows = [self._layer_rows(load, number, policy, has_state) for load, number, policy, _ in each]
+                rows = [self._layer_rows(load, number, policy, kinds) for load, number, policy, _ in each]
                 outside = [
                     self._outside(load, number, has_head, keeps_gradients, policy.tile_tokens if tiles_loss else 0)
                     for load, number, policy, keeps_gradients in each

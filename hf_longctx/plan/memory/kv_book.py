@@ -6,8 +6,9 @@ the sequence holds every slice on its own, from its forward to its backward. Whe
 slice's last w - 1 tokens, which later slices see (none of the last slice); where it is not replayed, or once it has been, all
 tokens. It holds gradients of the last w - 1 tokens before the slice that ran backward most recently.
 
-The book of states (`runtime/attention/state_book.py`) is counted with it. A layer with a state holds the state after a slice, if
-the sequence goes on, from the slice's forward to its backward, and its gradient from the backward of the next slice on.
+The book of states (`runtime/attention/state_book.py`) is counted with it. A layer with a state, alone or beside attention, holds
+the state after a slice, if the sequence goes on, from the slice's forward to its backward, and its gradient from the backward of
+the next slice on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_longctx.plan.core.arrays import BoolArray, IntArray
+from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import head_shares, passes_states, sequence_ends
 from hf_longctx.plan.core.types import SequenceGroup, StagePlan
@@ -46,13 +48,13 @@ class _Changes(NamedTuple):
 
 
 class BookKinds(NamedTuple):
-    """Windows of a model's layers, and for each window the bytes by which every chunk changes a layer's book.
+    """Kinds of a model's layers, and for each kind the bytes by which every chunk changes a layer's books.
 
-    A window has two entries: one for layers that are not replayed, then one for layers that are. A model without windows has
-    only one entry. None: all tokens are seen. 0: the layer has a state in place of attention.
+    A kind has two entries: one for layers that are not replayed, then one for layers that are. A model of layers with full
+    attention has only one entry.
     """
 
-    windows: list[int | None]
+    kinds: list[LayerKind]
     changes: list[_Changes]
 
 
@@ -63,17 +65,19 @@ def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKin
     # bytes of a token's keys and values in one layer, and of their gradients, which are in at least fp32
     token_bytes = heads * model.kv_head_size * model.bytes_per_element
     gradient_bytes = heads * model.kv_head_size * max(4, model.bytes_per_element)
-    windows = list(dict.fromkeys(model.windows or (None,)))
+    kinds = [kind for kind, _ in model.kind_shares()]
     # replays make no difference where all layers see all tokens
-    replays = (False,) if windows == [None] else (False, True)
-    changes = [
-        _layer_changes(group, window, is_replayed, token_bytes, gradient_bytes)
-        if window != 0
-        else _state_changes(group, _boundary_bytes(model, block, position))
-        for window in windows
-        for is_replayed in replays
-    ]
-    return BookKinds(windows, changes)
+    replays = (False,) if kinds == [ATTENTION] else (False, True)
+    states = _state_changes(group, _boundary_bytes(model, block, position))
+    changes = []
+    for kind, is_replayed in ((kind, is_replayed) for kind in kinds for is_replayed in replays):
+        found = _no_changes(group)
+        if kind.attends:
+            found = _layer_changes(group, kind.window, is_replayed, token_bytes, gradient_bytes)
+        if kind.has_state:
+            found = _Changes(*(one + other for one, other in zip(found, states, strict=True)))
+        changes.append(found)
+    return BookKinds(kinds, changes)
 
 
 def _boundary_bytes(model: ModelSpec, block: int, position: int) -> int:
@@ -81,8 +85,9 @@ def _boundary_bytes(model: ModelSpec, block: int, position: int) -> int:
     states = model.states
     heads = states.heads
     # slices run in one block; in a ring, ranks would have all heads too
-    if heads and not passes_states(1, block, heads):
-        heads = head_shares(heads, states.read_heads, block)[position % block].num_q
+    if heads and not passes_states(1, block, heads // states.scans):
+        own = heads // states.scans
+        heads = states.scans * head_shares(own, states.read_heads or own, block)[position % block].num_q
     return states.boundary_bytes(heads, model.bytes_per_element)
 
 
@@ -93,13 +98,13 @@ def book_moments(
 
     place: chunk * parts + part of each pass. is_forward: whether the pass is a forward.
     """
-    num_parts, (windows, changes) = len(stage.parts), kinds
+    num_parts, (own_kinds, changes) = len(stage.parts), kinds
     first, last, most, change = (np.zeros_like(place) for _ in range(4))
     for part, layers in enumerate(stage.parts):
         if len(changes) == 1:
             found = _equal_layers(changes[0], layers.num_layers)
         else:
-            found = _layers_in_turn(changes, _layer_kinds(model, stage, part, windows, num_chunks))
+            found = _layers_in_turn(changes, _layer_kinds(model, stage, part, own_kinds, num_chunks))
         forward, backward, first_run, last_run, fullest = found
         own = slice(None) if num_parts == 1 else place % num_parts == part
         chunk, goes_forward = place[own] // num_parts, is_forward[own]
@@ -139,11 +144,10 @@ def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
     return written.sum(1), net.sum(1), running[:, 0], running[:, -1], np.maximum(replayed, running).max(1)
 
 
-def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[int | None], num_chunks: int) -> IntArray:
-    """Kind of every layer of a part for every chunk, [C, L]: 2 * index of its window, plus 1 where the layer is replayed."""
+def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, known_kinds: list[LayerKind], num_chunks: int) -> IntArray:
+    """Kind of every layer of a part for every chunk, [C, L]: 2 * index of its kind, plus 1 where the layer is replayed."""
     layers = stage.parts[part]
-    own = model.windows[layers.first_layer : layers.first_layer + layers.num_layers]
-    places = np.array([2 * windows.index(window) for window in own], dtype=np.int64)
+    places = np.array([2 * known_kinds.index(kind) for kind in model.layer_kinds(layers)], dtype=np.int64)
     kinds = np.broadcast_to(places, (num_chunks, layers.num_layers)).copy()
     # equal layers are mostly one object
     known: dict[int, bool] = {}
@@ -157,10 +161,14 @@ def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[in
     return kinds
 
 
+def _no_changes(group: SequenceGroup) -> _Changes:
+    """Changes of a layer without a book, to which others are added."""
+    return _Changes(*(np.zeros(len(group.chunks), dtype=np.int64) for _ in _Changes._fields))
+
+
 def _state_changes(group: SequenceGroup, num_bytes: int) -> _Changes:
     """Bytes by which the passes of every chunk change the book of a layer whose state takes `num_bytes`."""
-    ends = sequence_ends(group.chunks)
-    found = _Changes(*(np.zeros(len(group.chunks), dtype=np.int64) for _ in _Changes._fields))
+    ends, found = sequence_ends(group.chunks), _no_changes(group)
     for index, span in ((chunk.index, span) for chunk in group.chunks for span in chunk.spans):
         if span.start:
             found.left[index] += num_bytes
@@ -179,7 +187,7 @@ def _layer_changes(
     last_starts = {
         span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]
     }
-    found = _Changes(*(np.zeros(len(group.chunks), dtype=np.int64) for _ in _Changes._fields))
+    found = _no_changes(group)
     for index, span in ((chunk.index, span) for chunk in group.chunks for span in chunk.spans):
         end, is_last = ends[span.sequence], span.stop == ends[span.sequence]
         if is_last and not span.start:

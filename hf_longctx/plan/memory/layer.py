@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
 from hf_longctx.plan.memory.saved_tensors import (
@@ -75,7 +76,7 @@ class LayerBytes:
     bytes during its replay and backward, beyond those that the layers up to this one hold and those that arrive from the host.
     """
 
-    has_state = False
+    kind = ATTENTION
 
     def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> None:
         self.model, self.load, self.policy = model, load, policy
@@ -136,7 +137,7 @@ class LayerBytes:
         device = host = 0
         for name in TENSOR_CLASSES:
             host_start, host_stop = self._cuts[name]
-            token_bytes = class_bytes(self.model, name, self.has_state)
+            token_bytes = class_bytes(self.model, name, self.kind)
             host += (host_stop - host_start) * token_bytes
             device += (self.tokens - host_stop) * token_bytes
         return device, host
@@ -160,16 +161,19 @@ class LayerBytes:
 
     @cached_property
     def _replayed_attention(self) -> int:
-        """Bytes that a replay saves up to attention's output, beyond the layer input and the kept tensors."""
-        if self.is_plain:
-            return 0
+        """Bytes that a replay saves up to the output of what mixes tokens, beyond the layer input and the kept tensors."""
+        return 0 if self.is_plain else self._first_norm * self.tokens + self._replayed_mixing + self._whole_input
+
+    @property
+    def _replayed_mixing(self) -> int:
+        """Bytes of these that attention or the mixer saves."""
         _, _, k, _ = self._sizes
         model = self.model
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
         inside = qkv + (head_norm_bytes(model) + gate_bytes(model) + model.latent_saved_bytes) * self.tokens
         output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
-        return self._first_norm * self.tokens + inside + output + self._whole_input
+        return inside + output
 
     @property
     def _first_norm(self) -> int:
@@ -332,96 +336,27 @@ class LayerBytes:
         return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
 
 
-class StateLayerBytes(LayerBytes):
-    """Bytes of one layer with a state along the sequence, whose mixer a policy can only keep or recompute as a whole."""
+class UnmixedLayerBytes(LayerBytes):
+    """Bytes of one layer that mixes no tokens: norms and an MLP or experts."""
 
-    has_state = True
-
-    @property
-    def _is_cut(self) -> bool:
-        """Whether the scan runs in blocks, each recomputed in backward."""
-        return self.tokens > self.model.states.block_tokens
-
-    @cached_property
-    def _mixer(self) -> int:
-        """Bytes that the mixer saves."""
-        states, e = self.model.states, self.model.bytes_per_element
-        outside = states.outside_bytes(e) * self.tokens + self._added
-        if not self._is_cut:
-            return outside + states.scan_bytes(e) * sum(self._scanned)
-        num_between = sum(max(0, -(-document // states.block_tokens) - 1) for document in self.load.documents)
-        state_bytes = max(4, e) * states.heads * states.head_elements
-        return outside + states.input_bytes(e) * self.tokens + state_bytes * num_between
-
-    @cached_property
-    def _scanned(self) -> list[int]:
-        """Tokens of every document, filled up to whole tiles."""
-        tile = self.model.states.tile_tokens
-        return [-(-document // tile) * tile for document in self.load.documents]
-
-    @property
-    def _at_once(self) -> int:
-        """Most tokens that the scan runs at once: a document, or a block of one."""
-        longest = max(self._scanned, default=0)
-        return min(longest, self.model.states.block_tokens) if self._is_cut else longest
-
-    @property
-    def _scan(self) -> int:
-        """Bytes alive at once inside the forward of the scan, which runs documents one after the other."""
-        states, at_once = self.model.states, self._at_once
-        outside = self.model.bytes_per_element * states.saved_elements * (self.tokens - at_once)
-        return 4 * states.work_wide * at_once + outside + self._added
-
-    @property
-    def _added(self) -> int:
-        """Bytes that are saved to find what an earlier state adds to slices after the first; all sliced tokens count."""
-        tokens = self.load.sliced_tokens if self.load.front_tokens else 0
-        return max(4, self.model.bytes_per_element) * self.model.states.slice_wide * tokens
+    kind = LayerKind(0)
 
     def _plain_held(self) -> tuple[int, int]:
-        return outer_bytes(self.model) * self.tokens + self._mixer, 0
+        return outer_bytes(self.model) * self.tokens, 0
 
-    @cached_property
-    def _replayed_attention(self) -> int:
-        return 0 if self.is_plain else self._first_norm * self.tokens + self._mixer + self._whole_input
+    @property
+    def _replayed_mixing(self) -> int:
+        return 0
 
     def _plain_forward(self) -> int:
-        return max(self.held + self._sizes[0] * self.tokens, self.held - self._held_mlp + self._exchange)
+        return self.held + self._sizes[0] * self.tokens + self._travelling
 
     def _mixing_forward(self) -> int:
-        states, e = self.model.states, self.model.bytes_per_element
-        # all that is made outside the scan, without the convolution's input, if the scan runs in blocks
-        outside = (states.outside_bytes(e) - states.input_bytes(e)) * self.tokens if self._is_cut else 0
-        return 2 * self._sizes[0] * self.tokens + max(outside, self._scan) + self._exchange
-
-    @property
-    def _exchange(self) -> int:
-        states, e = self.model.states, self.model.bytes_per_element
-        return (states.input_bytes(e) + states.output_bytes(e)) * self.tokens if self.load.is_shared else 0
+        return 2 * self._sizes[0] * self.tokens
 
     def _attention_backward(self) -> int:
-        d = self._sizes[0]
-        outside = self._replayed_attention - self._held_mlp + d * self.tokens + self._exchange
-        if self.is_plain:
-            outside -= self._replayed_norm * self.tokens
-        if not self._is_cut:
-            # the scan's backward frees what it saved as it makes gradients, of which two fifths are alive beside it
-            return outside + 2 * max(0, self._scan) // 5
-        states, e = self.model.states, self.model.bytes_per_element
-        block = states.scan_bytes(e) * self._at_once + 2 * 4 * states.work_wide * self._at_once // 5
-        # gradients of the scan's outputs and inputs
-        return outside + (states.output_bytes(e) + states.input_bytes(e)) * self.tokens + block
-
-
-class PassingLayerBytes(StateLayerBytes):
-    """Bytes of one layer with a state on a rank that passes states on: its scan finds what an earlier state adds, too.
-
-    All tokens count, although those at the start of a document need no more.
-    """
-
-    @property
-    def _added(self) -> int:
-        return max(4, self.model.bytes_per_element) * self.model.states.carry_wide * self.tokens
+        outside = self._replayed_attention - self._held_mlp + self._sizes[0] * self.tokens
+        return outside - (self._replayed_norm * self.tokens if self.is_plain else 0)
 
 
 class OutsideBytes:

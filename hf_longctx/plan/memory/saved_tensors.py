@@ -10,19 +10,21 @@ decoder layer of plain Hugging Face around fused attention saves
 which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes an element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv),
 experts e times the elements that routing keeps. Where heads of values have another size than those of keys, outputs have that
 size too; tensors that low-rank projections keep come on top. Wide norms keep the product in fp32, 8 + e in place of 4 + 2 e and 8
-in place of 4 + e; a gate on the output adds 2 e a. A layer with a state has its mixer's tensors in place of heads (`StateSpec`).
+in place of 4 + e; a gate on the output adds 2 e a. A layer with a state has its mixer's tensors in place of heads or beside them
+(`StateSpec`); one that mixes no tokens has neither.
 """
 
 from __future__ import annotations
 
+from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, TensorClass
+from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, LayerRange, TensorClass
 
 
-def class_bytes(model: ModelSpec, tensor_class: TensorClass, has_state: bool = False, num_tokens: int | None = None) -> int:
+def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:
     """Bytes of one class per token and layer, as the activation engine holds it.
 
-    has_state: the layer has one, and no attention. num_tokens: tokens of the chunk on the rank, if few (`StateSpec.saved_bytes`).
+    kind: that of the layer. num_tokens: tokens of the chunk on the rank, if few (`StateSpec.saved_bytes`).
     Under autocast the outputs of matrices have fewer bytes per element than the hidden states between layers. Copies of weights
     that a kept MLP then holds are not counted.
     """
@@ -36,16 +38,16 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass, has_state: bool = F
     s = model.bytes_sent_per_element or e
     if tensor_class == "qkv":
         # only a layer that keeps everything keeps what its mixer saves
-        return model.states.saved_bytes(e, num_tokens) if has_state else s * (model.query_size + model.kv_size)
+        mixer = model.states.saved_bytes(e, num_tokens) if kind.has_state else 0
+        return mixer + (s * (model.query_size + model.kv_size) if kind.attends else 0)
     if tensor_class == "attention_output":
-        return 0 if has_state else s * model.output_size + max(4, s) * model.num_heads
+        return s * model.output_size + max(4, s) * model.num_heads if kind.attends else 0
     raise KeyError(tensor_class)
 
 
 def layer_class_bytes(model: ModelSpec) -> int:
     """Bytes of all classes per token and layer, as the activation engine holds them; the mean over layers."""
-    heads, states = (sum(class_bytes(model, name, has_state) for name in TENSOR_CLASSES) for has_state in (False, True))
-    return heads + round(model.states.share * (states - heads))
+    return round(sum(share * class_bytes(model, name, kind) for kind, share in model.kind_shares() for name in TENSOR_CLASSES))
 
 
 def norm_bytes(model: ModelSpec) -> int:
@@ -73,16 +75,18 @@ def outer_bytes(model: ModelSpec) -> int:
     return 2 * norm_bytes(model) + mlp + model.adapters.layer_saved_bytes
 
 
-def plain_layer_bytes(model: ModelSpec) -> int:
-    """Bytes per token that one layer with attention saves for backward when nothing is recomputed."""
+def attention_bytes(model: ModelSpec) -> int:
+    """Bytes per token that attention saves for backward when nothing is recomputed."""
     e, h = model.bytes_per_element, model.num_heads
     heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
-    return outer_bytes(model) + head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes
+    return head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes
 
 
-def state_layer_bytes(model: ModelSpec, num_tokens: int | None = None) -> int:
-    """Bytes per token that one layer with a state saves when nothing is recomputed. num_tokens: see `class_bytes`."""
-    return outer_bytes(model) + model.states.saved_bytes(model.bytes_per_element, num_tokens)
+def plain_layer_bytes(model: ModelSpec, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:
+    """Bytes per token that one layer saves for backward when nothing is recomputed. num_tokens: see `class_bytes`."""
+    attention = attention_bytes(model) if kind.attends else 0
+    mixer = model.states.saved_bytes(model.bytes_per_element, num_tokens) if kind.has_state else 0
+    return outer_bytes(model) + attention + mixer
 
 
 def saved_token_bytes(model: ModelSpec) -> int:
@@ -91,7 +95,8 @@ def saved_token_bytes(model: ModelSpec) -> int:
     The loss in one piece keeps logits, their fp32 copy, its log-probabilities and a gradient of these.
     """
     e, num_states = model.bytes_per_element, sum(model.states.layers)
-    layers = (model.num_layers - num_states) * plain_layer_bytes(model) + num_states * state_layer_bytes(model)
+    layers = model.num_layers * outer_bytes(model) + model.num_attending * attention_bytes(model)
+    layers += num_states * model.states.saved_bytes(e)
     return layers + model.head_outputs * (e + 3 * max(4, e))
 
 
@@ -105,14 +110,13 @@ def held_bytes(
     """
     layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
     on_device = on_host = 0
-    states = model.states.layers[first_layer:][:num_layers] or (False,) * num_layers
-    for layer, has_state in zip(layers, states, strict=True):
+    kinds = model.layer_kinds(LayerRange(first_layer, num_layers)) or (ATTENTION,) * num_layers
+    for layer, kind in zip(layers, kinds, strict=True):
         if layer.keeps_everything:
-            kept = state_layer_bytes(model, num_tokens) if has_state else plain_layer_bytes(model)
-            on_device += kept * num_tokens * counts_kept
+            on_device += plain_layer_bytes(model, kind, num_tokens) * num_tokens * counts_kept
             continue
         for name in TENSOR_CLASSES:
-            token_bytes = class_bytes(model, name, has_state, num_tokens)
+            token_bytes = class_bytes(model, name, kind, num_tokens)
             host_start, host_stop = layer.share(name).cuts(num_tokens)
             on_host += (host_stop - host_start) * token_bytes
             on_device += (num_tokens - host_stop) * token_bytes

@@ -13,7 +13,7 @@ import numpy as np
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
-from hf_longctx.plan.core.layer_kinds import Windows
+from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind, Windows
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
@@ -202,9 +202,9 @@ class ChunkSeconds:
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
         self._passes: dict[tuple[bool, int, Windows], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
-        self._saved: dict[tuple[int, int | None], tuple[SavedClass, ...]] = {}
+        self._saved: dict[tuple[int, LayerKind], tuple[SavedClass, ...]] = {}
         # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
-        self._layers: dict[tuple[int, int, int | None], tuple[LayerPolicy, tuple[float, float] | None]] = {}
+        self._layers: dict[tuple[int, int, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
     def passes(self, is_backward: bool, near: int, windows: Windows) -> FloatArray:
         """Seconds of every chunk, shape (chunks, 3): one layer (the mean over `windows`), the head, communication in one layer.
@@ -229,25 +229,25 @@ class ChunkSeconds:
             self._hops[leaves] = [self.costs.hop_s(count, leaves) for count in self.tokens]
         return self._hops[leaves]
 
-    def layer(self, chunk: int, layer: LayerPolicy, window: int | None) -> tuple[float, float] | None:
-        """Seconds recomputed and seconds copied in a layer with this window; None if the layer keeps everything."""
-        key = chunk, id(layer), window
+    def layer(self, chunk: int, layer: LayerPolicy, kind: LayerKind) -> tuple[float, float] | None:
+        """Seconds recomputed and seconds copied in a layer of this kind; None if the layer keeps everything."""
+        key = chunk, id(layer), kind
         if key not in self._layers:
             found = None
             if not layer.keeps_everything:
-                shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk, window)]
+                shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk, kind)]
                 again_s = sum(item.recompute_part_s(share.recompute) for item, share in shares)
                 copied = sum(item.num_bytes * share.host for item, share in shares)
                 found = again_s, copied / self.costs.cluster.hardware.copy_bytes_per_s
             self._layers[key] = layer, found
         return self._layers[key][1]
 
-    def saved(self, chunk: int, window: int | None) -> tuple[SavedClass, ...]:
+    def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
         """Tensors that a layer saves for a chunk."""
-        if (chunk, window) not in self._saved:
-            slot = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, AttentionPairs.of((window,)))
-            self._saved[chunk, window] = slot.saved
-        return self._saved[chunk, window]
+        if (chunk, kind) not in self._saved:
+            pairs, kinds = AttentionPairs.of((kind.window,)), ((kind, 1.0),)
+            self._saved[chunk, kind] = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, pairs, kinds).saved
+        return self._saved[chunk, kind]
 
 
 class StageSeconds:
@@ -266,12 +266,13 @@ class StageSeconds:
             for place, of_stage in enumerate(ranks)
         ]
         self.windows = [[costs.model.layer_windows(part) for part in stage.parts] for stage in group.stages]
+        self.kinds = [[costs.model.layer_kinds(part) for part in stage.parts] for stage in group.stages]
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
         ]
         # id of a policy's layers -> whether they have copies; the group keeps the policies alive
         self._moves: dict[int, bool] = {}
-        self._under_seconds: dict[tuple[int, bool, int, int, Windows, int], tuple[float, tuple[CopyStep, ...]]] = {}
+        self._under_seconds: dict[tuple[int, bool, int, int, tuple[LayerKind, ...], int], tuple[float, tuple[CopyStep, ...]]] = {}
         self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
 
     def table(self) -> FloatArray:
@@ -346,13 +347,13 @@ class StageSeconds:
     def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
         """Seconds of recomputation, and copies, that a policy adds to a pass; computed once for equal stages."""
         num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]
-        windows = self.windows[stage][policy.part]
-        key = (policy.chunk, is_backward, near, num_layers, windows, id(policy.layers))
+        kinds = self.kinds[stage][policy.part]
+        key = (policy.chunk, is_backward, near, num_layers, kinds, id(policy.layers))
         if key not in self._under_seconds:
             if self._has_copies(policy.layers):
-                self._under_seconds[key] = self._under(policy, is_backward, near, windows or (None,) * num_layers)
+                self._under_seconds[key] = self._under(policy, is_backward, near, kinds or (ATTENTION,) * num_layers)
             else:
-                own = zip(policy.layers, windows or (None,) * num_layers, strict=False) if is_backward else ()
+                own = zip(policy.layers, kinds or (ATTENTION,) * num_layers, strict=False) if is_backward else ()
                 again = (self.chunks.layer(policy.chunk, *each) for each in own)
                 self._under_seconds[key] = sum(of_layer[0] for of_layer in again if of_layer is not None), ()
         return self._under_seconds[key]
@@ -363,12 +364,13 @@ class StageSeconds:
         return self._moves[id(layers)]
 
     def _under(
-        self, policy: ActivationPolicy, is_backward: bool, near: int, windows: Windows
+        self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
     ) -> tuple[float, tuple[CopyStep, ...]]:
         # in a model without windows all layers take equal seconds, which are stored under the key ()
-        pass_s = float(self.chunks.passes(is_backward, near, windows if self.costs.model.windows else ())[policy.chunk, 0])
-        of_layers = [self.chunks.layer(policy.chunk, *each) for each in zip(policy.layers, windows, strict=False)]
-        of_layers += [None] * (len(windows) - len(policy.layers))
+        windows = tuple(kind.window for kind in kinds) if self.costs.model.windows else ()
+        pass_s = float(self.chunks.passes(is_backward, near, windows)[policy.chunk, 0])
+        of_layers = [self.chunks.layer(policy.chunk, *each) for each in zip(policy.layers, kinds, strict=False)]
+        of_layers += [None] * (len(kinds) - len(policy.layers))
         again_s = plain_s = 0.0
         # copy steps of the pass: [seconds to compute consecutive layers, seconds to copy their tensors]
         steps: list[list[float]] = []

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.core.layer_kinds import ScanSize
+from hf_longctx.plan.core.mixers.state_spec import ScanSize
 from hf_longctx.plan.core.sharding import head_shares, passes_states
 from hf_longctx.runtime.attention.chunk import Document, documents_of
 from hf_longctx.runtime.attention.context import GroupContext

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_longctx._version import __version__
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.layer_kinds import StateSpec
+from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ExpertSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import GROUP_METHODS
 from hf_longctx.plan.core.serialize import parse_json, plan_from_json, plan_to_json
@@ -179,7 +179,7 @@ def read_plan_file(text: str) -> PlanFile:
     packed = PackedSpec(**_fields(PackedSpec, shapes["packed"], "cost_model.model.packed"))
     experts = ExpertSpec(**_fields(ExpertSpec, shapes["experts"], "cost_model.model.experts"))
     states = StateSpec(**_fields(StateSpec, shapes["states"], "cost_model.model.states"))
-    states = dataclasses.replace(states, layers=tuple(states.layers))
+    states = dataclasses.replace(states, layers=tuple(states.layers), attends=tuple(states.attends))
     parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states, "experts": experts}
     model = ModelSpec(**shapes | parts)
     memory = DeviceMemory(model, **_fields(DeviceMemory, record.pop("memory", None), "cost_model.memory", leave=("model",)))

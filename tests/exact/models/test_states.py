@@ -35,7 +35,7 @@ from torch import Tensor
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.states.patching import mixers_of
-from hf_longctx.plan.core import layer_kinds
+from hf_longctx.plan.core.mixers import state_spec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
@@ -272,7 +272,7 @@ def test_a_document_does_not_move_another_by_a_bit(case: ModelCase) -> None:
 def blocks_of_a_tile() -> Iterator[None]:
     """Cuts every scan into blocks of one tile."""
     run = blocks._InBlocks.apply
-    with patch.object(layer_kinds, "BLOCK_BYTES", 1), replaced(blocks._InBlocks, "apply", run):
+    with patch.object(state_spec, "BLOCK_BYTES", 1), replaced(blocks._InBlocks, "apply", run):
         yield
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.attention_pairs import AttentionPairs, SpanRates
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.layer_kinds import BLOCK_BYTES, ScanSize, StateSpec, config_states, with_states
+from hf_longctx.plan.core.layer_kinds import LayerKind, config_states, config_windows, with_states
+from hf_longctx.plan.core.mixers.state_spec import BLOCK_BYTES, ScanSize, StateSpec
 from hf_longctx.plan.core.model_spec import NO_POSITIONS, ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.sharding import rank_pieces, runs_of, state_readers
@@ -95,6 +96,8 @@ def test_models_without_attention_or_with_a_period_of_it_have_the_models_paramet
 
 # configs as checkpoints have them, without the fields that transformers derives, and the layers with a state
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "hidden_size": 64}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "hidden_size": 64}
+_ZAMBA = {"n_mamba_heads": 8, "mamba_d_state": 16, "hidden_size": 64}
 RAW: list[tuple[dict[str, Any], str]] = [
     ({"linear_attn_config": {"kda_layers": [1, 3], "num_heads": 2, "head_dim": 8}, "hidden_size": 64}, "SASA"),
     ({"linear_num_heads": 2, "linear_head_dim": 8, "hidden_size": 64}, "SSSSASSS"),
@@ -104,15 +107,26 @@ RAW: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "lfm3", "conv_L_cache": 7, "hidden_size": 64}, "SSASASA"),
     ({**_MAMBA, "attn_layer_indices": [1]}, "SASS"),
     ({**_MAMBA, "layer_types": ["mamba", "attention"]}, "SA"),
-    # mixers beside attention are not counted
-    ({**_MAMBA, "mamba_d_ssm": 64}, "AAAA"),
+    # B: both, N: neither
+    ({**_MAMBA, "mamba_d_ssm": 64}, "BBBB"),
+    ({"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*-", **_NEMOTRON}, "SNSAN"),
+    ({"model_type": "zamba", "mamba_d_state": 16, "mamba_expand": 2, "hidden_size": 64}, "SSBSSSSBS"),
+    ({"model_type": "zamba2", **_ZAMBA, "layers_block_type": ["mamba", "hybrid"]}, "SB"),
+    ({"model_type": "minimax", "num_attention_heads": 4, "hidden_size": 64}, "ASAS"),
+    ({"model_type": "recurrent_gemma", "num_attention_heads": 4, "hidden_size": 64, "attention_window_size": 8}, "SSASS"),
+    ({"model_type": "zaya", "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}, "BBB"),
 ]
+_LETTERS = {(True, False): "A", (False, True): "S", (True, True): "B", (False, False): "N"}
 
 
 @pytest.mark.parametrize("config,kinds", RAW)
 def test_layers_with_a_state_are_found_in_the_configs_of_checkpoints(config: dict[str, Any], kinds: str) -> None:
     states = config_states(config, len(kinds))
-    assert (states.layers or (False,) * len(kinds)) == tuple(kind == "S" for kind in kinds)
+    windows = with_states(config_windows(config, len(kinds)), states) or (None,) * len(kinds)
+    has_state = states.layers or (False,) * len(kinds)
+    assert "".join(_LETTERS[window != 0, has] for window, has in zip(windows, has_state, strict=True)) == kinds
+    # attention of RecurrentGemma sees a window
+    assert {window for window in windows if window} == ({8} if "attention_window_size" in config else set())
 
 
 def test_blocks_of_a_scan_are_whole_tiles_that_save_no_more_than_allowed() -> None:
@@ -218,7 +232,7 @@ def test_a_layer_that_only_convolves_leaves_a_tail_and_has_no_heads_to_share() -
 
 
 def test_windows_and_states_must_agree() -> None:
-    with pytest.raises(ValueError, match="with a state"):
+    with pytest.raises(ValueError, match="layers without attention"):
         replace(QWEN, windows=())
     with pytest.raises(ValueError, match="at least one token"):
         replace(QWEN, windows=(0,) * 32, states=StateSpec())
@@ -230,7 +244,7 @@ def test_ranks_that_pass_states_on_keep_those_of_all_heads() -> None:
 
     def boundary(degree: int) -> int:
         book = book_kinds(few, SequenceGroup.of(GroupShape(degree, degree), range(degree), chunks), 0)
-        return int(book.changes[2 * book.windows.index(0)].written[0])
+        return int(book.changes[2 * book.kinds.index(LayerKind(0, True))].written[0])
 
     states = few.states
     assert boundary(8) == boundary(1) == states.boundary_bytes(4, 2) and boundary(4) == states.boundary_bytes(1, 2)

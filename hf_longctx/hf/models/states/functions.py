@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.wrapped.text import text_class
-from hf_longctx.plan.core.layer_kinds import ScanSize, StateSpec, delta_scan, kimi_scan, mamba_scan
+from hf_longctx.plan.core.mixers.sizes import channel_scan, delta_scan, kimi_scan, mamba_scan
+from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.book import LayerScan, scan_name
 from hf_longctx.runtime.states.convolution import convolve_documents
@@ -185,8 +186,7 @@ def mamba1_scan(
     function = scan_name(call.called.count(call.called[-1]))
     read = [each.transpose(1, 2).unsqueeze(2) for each in (B, C)]
     own = [each.transpose(1, 2) for each in (x, dt)]
-    # its bytes are not counted apart from the mixer's, so it runs in one piece
-    mixer_scan = MixerScan(scanned, ScanSize(0, 1), state_map)
+    mixer_scan = MixerScan(scanned, channel_scan(A.shape[-1]), state_map)
     output = scan_documents(read, own, (A, D, delta_bias), mixer_scan, LayerScan(call.mixer, function), call.context)
     return output.squeeze(-1).transpose(1, 2) * F.silu(z)
 

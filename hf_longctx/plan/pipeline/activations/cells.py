@@ -16,6 +16,7 @@ from hf_longctx.plan.activations.fit import with_layers
 from hf_longctx.plan.activations.slots import layer_slot
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.model_spec import KindShares
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
@@ -99,6 +100,7 @@ class GroupCells:
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
         self.pairs = {part: costs.model.attention_pairs((part,)) for stage in group.stages for part in stage.parts}
+        self.kinds = {part: costs.model.kind_shares(part) for part in self.pairs}
         # place in `cells` by stage, chunk and part
         self.places: dict[tuple[int, int, int], int] = {}
         self.cells: list[Cell] = []
@@ -158,9 +160,9 @@ class GroupCells:
         last_place = self.num_stages * self.num_parts - 1
         loads = self.bytes.loads(self.group, 0)
         ways = {
-            (chunk.index, pairs): self._layer_ways(chunk, load, pairs)
+            (chunk.index, kinds): self._layer_ways(chunk, load, pairs, kinds)
             for chunk, load in zip(self.group.chunks, loads, strict=True)
-            for pairs in dict.fromkeys(self.pairs.values())
+            for kinds, pairs in {self.kinds[part]: pairs for part, pairs in self.pairs.items()}.items()
         }
         for stage in self.group.stages:
             windows = self._windows_s(stage)
@@ -168,14 +170,14 @@ class GroupCells:
                 for part, owned in enumerate(stage.parts):
                     diagonal = order[chunk.index] + last_place - (part * self.num_stages + stage.stage)
                     self.places[stage.stage, chunk.index, part] = len(self.cells)
-                    way = ways[chunk.index, self.pairs[owned]]
+                    way = ways[chunk.index, self.kinds[owned]]
                     self.cells.append(self._cell(diagonal, owned.num_layers, way, windows[chunk.index, part]))
 
-    def _layer_ways(self, chunk: Chunk, load: Load, pairs: AttentionPairs) -> _LayerWays:
+    def _layer_ways(self, chunk: Chunk, load: Load, pairs: AttentionPairs, kinds: KindShares) -> _LayerWays:
         model = self.costs.model
         policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
-        kept, recomputed, offloaded = (self._mean_held(load, policy, pairs.share_without) for policy in policies)
-        saved = layer_slot(self.costs, chunk, self.group.shape, pairs).saved
+        kept, recomputed, offloaded = (self._mean_held(load, policy, kinds) for policy in policies)
+        saved = layer_slot(self.costs, chunk, self.group.shape, pairs, kinds).saved
         again_s = {item.tensor_class: item.recompute_s for item in saved}
         return _LayerWays(
             kept[0],
@@ -185,16 +187,14 @@ class GroupCells:
             0.0 if model.can_keep_qkv else again_s["qkv"],
         )
 
-    def _mean_held(self, load: Load, policy: LayerPolicy, share_without: float) -> tuple[int, int]:
-        """Bytes that a layer holds on the device and on the host, as a mean over layers; a share of them has no attention."""
-        found = [
-            self.bytes.layer(load, policy, self.tile_tokens, has_state) for has_state in (False, True)[: 1 + (share_without > 0)]
-        ]
-        one, other = found[0], found[-1]
-        return (
-            one.held + round(share_without * (other.held - one.held)),
-            one.held_host + round(share_without * (other.held_host - one.held_host)),
-        )
+    def _mean_held(self, load: Load, policy: LayerPolicy, kinds: KindShares) -> tuple[int, int]:
+        """Bytes that a layer holds on the device and on the host, as a mean over layers of these kinds."""
+        held = on_host = 0.0
+        for kind, share in kinds:
+            layer = self.bytes.layer(load, policy, self.tile_tokens, kind)
+            held += share * layer.held
+            on_host += share * layer.held_host
+        return round(held), round(on_host)
 
     def _cell(self, diagonal: int, num_layers: int, ways: _LayerWays, windows_s: tuple[float, float]) -> Cell:
         """Makes a cell. windows_s: see `_windows_s`.

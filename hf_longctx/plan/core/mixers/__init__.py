@@ -1,0 +1,1 @@
+"""Sizes of mixers that carry a state along the sequence."""
