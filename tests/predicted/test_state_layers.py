@@ -241,9 +241,9 @@ def test_models_with_layers_of_several_kinds_hold_what_is_counted(name: str, is_
     held, host, forward_peak, backward_peak = measured(shape, dtype, documents, policy)
     found, before = predicted(shape, dtype, documents, policy)
     device = found.device - before
-    # Mamba and RecurrentGemma keep hidden states in fp32; a layer's norm reads two hidden states in Zamba
-    assert 0.8 * held <= device <= 1.08 * held
-    assert 0.8 * forward_peak <= device + found.forward_workspace <= 1.8 * forward_peak
+    # Mamba, RecurrentGemma and Zaya keep hidden states in fp32; a layer of Nemotron-H has one norm, not two
+    assert 0.75 * held <= device <= 1.1 * held
+    assert 0.75 * forward_peak <= device + found.forward_workspace <= 1.8 * forward_peak
     assert 0.8 * backward_peak <= device + found.backward_workspace <= 1.15 * backward_peak
     assert found.host == host
 
