@@ -84,7 +84,7 @@ def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 class LayerKind(NamedTuple):
-    """What a layer mixes tokens with. window: as in `Windows`; 0 without attention. has_state: it carries a state."""
+    """A kind of layer. window: as in `Windows`; 0 without attention. has_state: it carries a state."""
 
     window: int | None = None
     has_state: bool = False
