@@ -40,6 +40,7 @@ runtime.parameters  runtime.tiles  runtime.dropout
 runtime.activations
 runtime.attention
 runtime.states
+runtime.states.scans
 runtime.process_groups
 runtime.execution
 runtime.measure

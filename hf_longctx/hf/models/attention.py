@@ -34,8 +34,10 @@ from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_p
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
-# name for models that write their attention out themselves, and so choose no function
+# name for models that write their attention out themselves or have none, and so choose no function
 OWN_NAME = "longctx_own"
+# attribute of a switched model that has no attention
+_SWITCHED = "_longctx_switched"
 
 # keywords that do not affect attention: with any value (_INERT), or with the value given here (_HARMLESS)
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
@@ -76,6 +78,9 @@ def patch_model(model: PreTrainedModel) -> None:
     settle_quantised(model)
     if current in NAMES.values() or is_served(text):
         return
+    if (mixers := mixers_of(text)) and num_calls(text) == len(mixers):
+        vars(text)[_SWITCHED] = True
+        return
     for fallback, name in NAMES.items():
         AttentionInterface.register(name, partial(longctx_attention, fallback=fallback))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
@@ -90,7 +95,7 @@ def attention_name(model: Any) -> str | None:
     """Name of the attention implementation that `model` uses now; None if it is not a transformers model."""
     part = text_part(model) if isinstance(model, nn.Module) else model
     name: str | None = getattr(getattr(part, "config", None), "_attn_implementation", None)
-    return OWN_NAME if is_served(part) else name
+    return OWN_NAME if is_served(part) or hasattr(part, _SWITCHED) else name
 
 
 def runs_plans(model: Any) -> bool:
@@ -103,7 +108,7 @@ def restore_attention(model: Any, name: str | None) -> None:
     if name is not None and attention_name(model) != name:
         if is_served(text := text_part(model)):
             restore_own_attention(text)
-        else:
+        elif vars(text).pop(_SWITCHED, None) is None:
             text.set_attn_implementation(name)
         restore_text(model)
         restore_head(model)

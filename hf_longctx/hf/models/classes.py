@@ -147,6 +147,7 @@ TESTED_MODELS: tuple[str, ...] = (
     "RoFormerForCausalLM",
     "RobertaForCausalLM",
     "RobertaPreLayerNormForCausalLM",
+    "RwkvForCausalLM",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "SolarOpenForCausalLM",
@@ -160,6 +161,7 @@ TESTED_MODELS: tuple[str, ...] = (
     "Zamba2ForCausalLM",
     "ZambaForCausalLM",
     "ZayaForCausalLM",
+    "xLSTMForCausalLM",
 )
 
 
@@ -199,8 +201,6 @@ REFUSALS = (
             "InklingForCausalLM",
             "Inkling2ForCausalLM",
             "Qwen4ExpForCausalLM",
-            "RwkvForCausalLM",
-            "xLSTMForCausalLM",
         ),
         STATE_WORDS,
     ),

@@ -37,14 +37,14 @@ RANGES = "longctx_ranges"
 
 # words in names of config fields by which layers read more than hidden states from other layers
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
-_NORM_NAMES = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
+_NORM_NAMES = ("norm", "norm_f", "ln_f", "ln_out", "out_norm", "final_layernorm", "final_layer_norm", "embedding_norm")
 _PROBE_TOKENS = 3
 # types of settings
 PLAIN = (bool, int, float, str, type(None))
 # model types to which peft passes no hidden states
 _NO_ADAPTED_STAGES = ("mpt",)
 # decoder layers that return a tuple, hidden states first -> its length
-_TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1} | {
+_TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1, "RwkvBlock": 3, "xLSTMBlock": 2} | {
     name: 2
     for name in (
         *("BloomBlock", "CodeGenBlock", "FalconDecoderLayer", "GPTJBlock", "GPTNeoBlock", "GPTNeoXJapaneseLayer", "MptBlock"),

@@ -56,7 +56,8 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
 
 
 def _mlp(layer: nn.Module) -> nn.Module | None:
-    name = next((name for name in _MLPS if hasattr(layer, name)), None)
+    # an MLP that reads earlier tokens is a mixer
+    name = next((name for name in _MLPS if hasattr(layer, name) and not mixers_of(layer.get_submodule(name))), None)
     if name is None and any(not family_of_mixer(mixer).has_mlp for mixer in mixers_of(layer).values()):
         return None
     if name is None:

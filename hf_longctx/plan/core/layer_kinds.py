@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from hf_longctx.plan.core.mixers.divided import rwkv, xlstm
 from hf_longctx.plan.core.mixers.sizes import (
     gated_delta_net,
     gated_lru,
@@ -174,7 +175,7 @@ def _every_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def _period_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Layer types of Mamba 1 and Jamba; without a period, no layer has attention."""
+    """Layer types of Mamba, Jamba, RWKV and xLSTM; without a period, no layer has attention."""
     period, offset = int(config.get("attn_layer_period") or 0), int(config.get("attn_layer_offset") or 0)
     return ["mamba" if not period or layer % period != offset else "" for layer in range(num_layers)]
 
@@ -233,6 +234,8 @@ _STATES = (
     _StateRow(mamba2, _period_kinds, model_types=("mamba2",)),
     _StateRow(mamba2, _zamba_kinds, beside=("hybrid",), model_types=("zamba2",)),
     _StateRow(mamba2, _pattern_kinds, without=("mlp", "moe"), model_types=("nemotron_h",)),
+    _StateRow(rwkv, _period_kinds, model_types=("rwkv",)),
+    _StateRow(xlstm, _period_kinds, model_types=("xlstm",)),
     _StateRow(lightning, _other_kinds, model_types=("minimax",)),
     _StateRow(gated_lru, _block_kinds, kinds=("linear_attention", "recurrent"), model_types=("recurrent_gemma",)),
     _StateRow(mixed_projections, _hybrid_kinds, beside=("hybrid", "hybrid_sliding"), model_types=("zaya",)),

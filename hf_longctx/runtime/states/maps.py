@@ -47,9 +47,9 @@ class DeltaRule:
         """A K x K matrix for each head."""
         return (*state[:-1], state[-2])
 
-    def carried(self, carry: Tensor, state: Tensor) -> Tensor:
-        """The matrix times the state."""
-        return carry @ state
+    def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
+        """The matrix times the state, and what the tokens added."""
+        return carry @ state + after
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class Decay:
         """One number for each head."""
         return (*state[:2], 1, 1)
 
-    def carried(self, carry: Tensor, state: Tensor) -> Tensor:
-        """The state times its decay."""
-        return carry * state
+    def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
+        """The state times its decay, and what the tokens added."""
+        return carry * state + after
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,6 @@ class ChannelDecay:
         """One number for each element of the state."""
         return tuple(state)
 
-    def carried(self, carry: Tensor, state: Tensor) -> Tensor:
-        """The state times its decay."""
-        return carry * state
+    def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
+        """The state times its decay, and what the tokens added."""
+        return carry * state + after

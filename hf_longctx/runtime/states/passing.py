@@ -1,7 +1,7 @@
 """A recurrence over documents that ranks share: every rank scans its own tokens at once, and then learns the states before them.
 
-A scan is linear in the state before its tokens. A rank that holds tokens from the middle of a document therefore scans them
-without knowing that state S, and finds besides outputs and state for S = 0 what S adds to both: `state after = carry(S) + after`.
+A rank that holds tokens from the middle of a document scans them without knowing the state S before them, and finds besides
+outputs and state for S = 0 what S changes in both. Most scans are linear in S: `state after = carry * S + after`.
 One exchange tells each rank `carry` and `after` of all earlier tokens of its documents. It folds them into its own S, and adds
 what S adds to its outputs. No rank waits in line, and backward is one exchange too, in which a rank gets the sum of what others
 made of its `carry` and `after`. All of this is in at least fp32.
@@ -36,7 +36,7 @@ Scan = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 class Effect:
     """The effect of tokens on a state S before them that is not known yet.
 
-    after: the state after the tokens if S is zero. carry: what S becomes, see `StateMap.carried`. output: their outputs
+    after: the state after the tokens if S is zero. carry: what S becomes, see `StateMap.joined`. output: their outputs
     [1, N, H, E], for S.
     """
 
@@ -57,8 +57,8 @@ class StateMap(Protocol):
     def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
         """Shape of the carry that belongs to states of this shape."""
 
-    def carried(self, carry: Tensor, state: Tensor) -> Tensor:
-        """The part of a state that is left after the tokens of `carry`."""
+    def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
+        """The state after the tokens of `carry` and `after`, if it was `state` before them."""
 
 
 # effect of a run on states: (carry, state after it); no carry at the start of a document
@@ -106,7 +106,7 @@ def scan_runs(
                 if (rank, place) not in known:
                     break
                 carry, after = known[rank, place]
-                state = after if carry is None or state is None else state_map.carried(carry, state) + after
+                state = after if carry is None or state is None else state_map.joined(carry, state, after)
             if document in going_on and state is not None:
                 ends[document] = state
     output = outputs[0] if len(outputs) == 1 else torch.cat([outputs[place] for place in range(len(outputs))], dim=1)

@@ -156,6 +156,8 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
     },
     "XmodForCausalLM": _FROM_PADDING | {"default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
+    # documents have whole blocks, and a rest that the class runs token by token
+    "xLSTMForCausalLM": {"chunk_size": 8, "num_heads": 4},
 }
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_decoder_layers", "encoder_layers")
 _NOISE = ("dropout", "pdrop", "jitter", "layerdrop")

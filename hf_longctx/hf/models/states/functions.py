@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.wrapped.text import text_class
+from hf_longctx.plan.core.mixers.divided import MEANS_SCAN
 from hf_longctx.plan.core.mixers.sizes import channel_scan, delta_scan, kimi_scan, mamba_scan
 from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.runtime.attention.context import GroupContext
@@ -26,6 +27,7 @@ from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, HeadSizes, KernelScan, ScanKernel
 from hf_longctx.runtime.states.maps import ChannelDecay, Decay, DeltaRule
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
+from hf_longctx.runtime.states.scans.weighted_means import MeansMap, weighted_means, wide
 
 # keywords of scans that are passed on
 _OF_RULE = ("use_qk_l2norm_in_kernel",)
@@ -180,7 +182,7 @@ def mamba1_scan(
         if state is None:
             return output, after
         effect = state_map.effect(mine[:4], mine[4:], output, after)
-        return effect.output(state), state_map.carried(effect.carry, state) + after
+        return effect.output(state), state_map.joined(effect.carry, state, after)
 
     # a mixer may scan several times, each time with other channels
     function = scan_name(call.called.count(call.called[-1]))
@@ -189,6 +191,31 @@ def mamba1_scan(
     mixer_scan = MixerScan(scanned, channel_scan(A.shape[-1]), state_map)
     output = scan_documents(read, own, (A, D, delta_bias), mixer_scan, LayerScan(call.mixer, function), call.context)
     return output.squeeze(-1).transpose(1, 2) * F.silu(z)
+
+
+def rwkv_attention(
+    call: MixerCall,
+    attend: Callable[..., Any],
+    *inputs: Tensor,
+    state: Any = None,
+    return_state: bool = False,
+) -> tuple[Tensor, None]:
+    """Outputs [1, T, H] of RWKV's attention over each document; each of the H channels has a state of its own.
+
+    inputs: logarithm of what the logarithm of a weight loses with every token, and bonus of a token for itself, for each channel;
+    keys and values [1, T, H].
+    """
+    time_decay, time_first, key, value = inputs
+    if state is not None or return_state:
+        raise ValueError(f"{type(call.mixer).__name__} runs with a state; plans keep states themselves, so set use_cache=False")
+
+    def scanned(mine: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+        k, v, decay, bonus = mine
+        return weighted_means(k, v, decay, bonus, before)
+
+    weights, mixer_scan = (-torch.exp(wide(time_decay)), time_first), MixerScan(scanned, MEANS_SCAN, MeansMap())
+    output = scan_documents((), (key, value.unsqueeze(-1)), weights, mixer_scan, LayerScan(call.mixer), call.context)
+    return output.squeeze(-1), None
 
 
 def _refuse_keywords(call: MixerCall, scan: Callable[..., Any], keywords: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -273,6 +300,7 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
     "mamba_selective_scan": mamba1_scan,
+    "rwkv_linear_attention": rwkv_attention,
 }
 # name of the function in the mixer's module -> the kernel that runs in its place, and settings with which mixers call it
 KERNELS: dict[str, tuple[ScanKernel, tuple[Any, ...]]] = {
@@ -313,6 +341,37 @@ FAMILIES = (
         layer_type="linear_attention",
         heads="lru_width",
         methods=("conv_1d.forward", "rg_lru._rnn_scan"),
+        fills_cache=False,
+    ),
+    # two mixers in each layer
+    StateFamily(
+        names=("Rwkv",),
+        mixer="SelfAttention",
+        functions=("rwkv_linear_attention",),
+        layer_type="linear_attention",
+        heads="attention_hidden_size",
+        has_mlp=False,
+        methods=("time_shift.forward",),
+        fills_cache=False,
+    ),
+    StateFamily(
+        names=("Rwkv",),
+        mixer="FeedForward",
+        functions=(),
+        layer_type="linear_attention",
+        heads="attention_hidden_size",
+        has_mlp=False,
+        methods=("time_shift.forward",),
+        fills_cache=False,
+    ),
+    StateFamily(
+        names=("xLSTM",),
+        mixer="Layer",
+        functions=(),
+        layer_type="linear_attention",
+        heads="num_heads",
+        has_mlp=False,
+        methods=("mlstm_backend.forward",),
         fills_cache=False,
     ),
     StateFamily(

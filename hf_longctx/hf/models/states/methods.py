@@ -15,12 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.hf.models.states.functions import MixerCall
+from hf_longctx.plan.core.mixers.divided import mlstm_scan
 from hf_longctx.plan.core.mixers.state_spec import ScanSize
 from hf_longctx.runtime.states.book import LayerScan
 from hf_longctx.runtime.states.convolution import convolve_documents
-from hf_longctx.runtime.states.lightning import Decays, lightning_blocks
 from hf_longctx.runtime.states.maps import Decay
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
+from hf_longctx.runtime.states.scans.lightning import Decays, lightning_blocks
+from hf_longctx.runtime.states.scans.matrix_memory import MatrixMemory
+
+# keywords of an mLSTM that have tokens
+_OF_MLSTM = ("query", "key", "value", "igate", "fgate")
 
 
 def own_convolution(call: MixerCall, convolve: Callable[[Tensor], Tensor], x_1CT: Tensor) -> Tensor:
@@ -118,6 +123,27 @@ def delayed_values(call: MixerCall, project: Callable[[Tensor], Tensor], hidden_
     return torch.cat([found_1TC[:, 1:], found_1TC[:, :1]], dim=1)
 
 
+def shifted_tokens(call: MixerCall, shift: Callable[[Tensor], Tensor], x_1TC: Tensor) -> Tensor:
+    """The token before each token of a document [1, T, C], and zeros before the first."""
+    found_1CT = convolve_documents(x_1TC.transpose(1, 2), 2, lambda x: F.pad(x, (1, -1)), call.mixer, call.context)
+    return found_1CT.transpose(1, 2)
+
+
+def matrix_memory(call: MixerCall, run: Callable[..., Any], **given: Tensor | None) -> tuple[Tensor, None]:
+    """Outputs [1, H, T, E] of an mLSTM over each document, whatever the mode in the config.
+
+    given: query, key and value [1, H, T, ...], igate and fgate [1, H, T].
+    """
+    mixer: Any = call.mixer
+    inputs = [x.transpose(1, 2) for name in _OF_MLSTM if (x := given.pop(name)) is not None]
+    if any(state is not None for state in given.values()):
+        raise ValueError(f"{type(mixer).__name__} runs with a state; plans keep states themselves, so set use_cache=False")
+    sizes = inputs[1].shape[-1], inputs[2].shape[-1], mixer.config.chunk_size
+    memory = MatrixMemory(*sizes[1:], mixer.config.eps)
+    mixer_scan = MixerScan(memory.scan, mlstm_scan(*sizes), memory)
+    return scan_documents((), inputs, (), mixer_scan, LayerScan(mixer), call.context).transpose(1, 2), None
+
+
 # path of a method from its mixer -> the function that stands in for it
 METHODS: dict[str, Callable[..., Any]] = {
     "act_fn.forward": lightning_inputs,
@@ -127,4 +153,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "conv_qk_depthwise.forward": stacked_convolutions,
     "conv_qk_grouped.forward": done_before,
     "v_proj_delayed.forward": delayed_values,
+    "time_shift.forward": shifted_tokens,
+    "mlstm_backend.forward": matrix_memory,
 }

@@ -16,23 +16,27 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall, StateFamily
+from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall, StateFamily, family_of
 from hf_longctx.hf.models.states.methods import METHODS
 from hf_longctx.runtime.core.binding import HOOKS, with_globals
 
 # words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
 STATE_WORDS = (
     r"Mamba|DeltaNet|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent(?!Gemma)|RecurrentBlock|"
-    r"RgLru|xLSTM|[ms]LSTM|Rwkv|TimeMix|CCA|Mixer$"
+    r"RgLru|xLSTMLayer|[ms]LSTM|Rwkv(?!Block|Model)|TimeMix|CCA|Mixer$"
 )
 
+# function that chooses between a kernel and transformers' own torch code by itself -> name of the latter
+_TORCH_CODE = {"rwkv_linear_attention": "rwkv_linear_attention_cpu"}
 # mark of a mixer that runs without kernels
 _NO_KERNELS = "_longctx_without_kernels"
+# method of a decoder that divides weights for evaluation, and multiplies them again; attribute that says which it did last
+_DIVIDE, _DIVIDED = "_rescale_layers", "layers_are_rescaled"
 # attribute of a mixer: the plan's context that its parent got
 _LENT = "_longctx_lent_context"
 
@@ -67,14 +71,28 @@ def patch_mixers(model: nn.Module) -> None:
     for parent in _parents(model):
         vars(parent)["forward"] = MethodType(_parent_forward, parent)
 
+    for decoder in _dividing(model):
+        vars(decoder)[_DIVIDE] = MethodType(_keep_weights, decoder)
+
 
 def restore_mixers(model: nn.Module) -> None:
     """Undoes `patch_mixers`. Idempotent."""
+    for decoder in _dividing(model):
+        vars(decoder).pop(_DIVIDE, None)
     for mixer in mixers_of(model).values():
         if is_patched(vars(mixer).get("forward")):
             del vars(mixer)["forward"]
     for parent in _parents(model):
         vars(parent).pop("forward", None)
+
+
+def _dividing(model: nn.Module) -> list[nn.Module]:
+    """Decoders that divide weights, and hidden states as often, when they first run in evaluation mode."""
+    return [module for module in model.modules() if hasattr(type(module), _DIVIDE)]
+
+
+def _keep_weights(decoder: nn.Module) -> None:
+    """Leaves weights as they are in evaluation too, since checkpoints may be written then; only fp16 would overflow."""
 
 
 def _parents(model: nn.Module) -> list[nn.Module]:
@@ -110,7 +128,7 @@ def is_patched(function: Any) -> bool:
 def state_problems(model: nn.Module) -> list[str]:
     """Why states would not pass through the layers of a model with such mixers, by layer and class; empty if they do."""
     mixers = mixers_of(model)
-    if not mixers:
+    if not mixers and family_of(model) is None:
         return []
     known = tuple(f"{name}." for name in mixers)
     others = [
@@ -125,7 +143,13 @@ def state_problems(model: nn.Module) -> list[str]:
         and not type(module).__name__.endswith("Norm")
         and re.search(STATE_WORDS, type(module).__name__)
     ]
-    return others[:1] + [problem for name, mixer in mixers.items() if (problem := _problem(name, mixer))][:1]
+    divided = [
+        f"{name} ({type(module).__name__}) has divided its weights in a forward in evaluation mode, and plans would train these; "
+        f"load the model anew, or run it once in training mode"
+        for name, module in model.named_modules()
+        if getattr(module, _DIVIDED, False)
+    ]
+    return others[:1] + divided + [problem for name, mixer in mixers.items() if (problem := _problem(name, mixer))][:1]
 
 
 def _problem(name: str, mixer: nn.Module) -> str:
@@ -135,7 +159,7 @@ def _problem(name: str, mixer: nn.Module) -> str:
         return f"{where} has a forward that is not its class's, so its states cannot be passed on; remove it from the module"
     family = family_of_mixer(mixer)
     modules = [path.partition(".")[0] for path in family.methods]
-    missing = [each for each in (*family.functions, *modules) if each not in function.__code__.co_names]
+    missing = [each for each in (*family.functions, *modules) if each not in _names_in(type(mixer), function)]
     if missing:
         return (
             f"the forward of {where} does not call {' and '.join(missing)} in this version of transformers, so its states cannot "
@@ -147,6 +171,13 @@ def _problem(name: str, mixer: nn.Module) -> str:
             f"USE_HUB_KERNELS=0 in the environment before transformers is imported"
         )
     return _hook_problem(where, mixer)
+
+
+def _names_in(kind: type[nn.Module], function: Any) -> set[str]:
+    """Names in the code of a mixer's forward, and in that of methods of its class that the forward calls."""
+    own = function.__code__.co_names
+    methods = [vars(kind)[name] for name in own if isinstance(vars(kind).get(name), FunctionType)]
+    return {*own, *(name for method in methods for name in method.__code__.co_names)}
 
 
 def _hook_problem(where: str, mixer: nn.Module) -> str:
@@ -172,14 +203,14 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
         return type(mixer).forward(mixer, *args, **keywords)
     own, name = inspect.unwrap(type(mixer).forward), _class_name(mixer)
     family = family_of_mixer(mixer)
-    functions = {each: inspect.unwrap(own.__globals__[each]) for each in family.functions}
+    functions = {each: inspect.unwrap(own.__globals__[_TORCH_CODE.get(each, each)]) for each in family.functions}
     left_out = {family.fused: _nothing} if family.fused else {}
     if longctx is None:
         return with_globals(own, functions | left_out)(mixer, *args, **keywords)
     if (mask := keywords.get("attention_mask")) is not None and mask.numel() == 1:
         # every forward under a plan gets such a mask, which hides nothing
         keywords["attention_mask"] = None
-    for unwanted in ("attention_mask", "cache_params", "past_key_values"):
+    for unwanted in ("attention_mask", "cache_params", "past_key_values", "state"):
         given = keywords.get(unwanted)
         # the mask of plans is a single number
         if given is not None and not (isinstance(given, Tensor) and given.numel() == 1):
