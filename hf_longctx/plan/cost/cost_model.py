@@ -165,7 +165,20 @@ class CostModel:
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         tokens = float(max(chunk.num_tokens, shape.degree))
         seconds = (costs.pair_s * pairs.of_chunk(chunk) + costs.token_s * tokens) / shape.degree + costs.chunk_s
+        if is_backward:
+            seconds += float(self.rescan_s(tokens / shape.degree))
         return seconds + self.document_s(shape, is_backward) * len(chunk.spans)
+
+    def rescan_s(self, own_tokens: float | FloatArray) -> FloatArray:
+        """Seconds of scans that backward runs forward again in all layers, where a rank has so many tokens of a chunk.
+
+        Scans that would save too much run in blocks (`StateSpec.block_tokens`), which backward recomputes.
+        """
+        states, tokens = self.model.states, np.asarray(own_tokens, dtype=np.float64)
+        if not states.scan_elements:
+            return np.zeros_like(tokens)
+        share = sum(states.layers) * states.scan_products / self.model.token_products
+        return np.where(tokens > states.block_tokens, self.coefficients.forward.token_s * share * tokens, 0.0)
 
     def document_s(self, shape: GroupShape, is_backward: bool) -> float:
         """Seconds that every document adds to one pass over all layers: a ring's tiles, and the states that it passes on."""
@@ -241,6 +254,8 @@ class CostModel:
         total, seen = np.zeros_like(tokens), self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * seen + costs.token_s * tokens) / shape.degree
+        # short sequences that fill a block of a scan only together are not counted here
+        total += self.rescan_s(tokens / shape.degree)
         # bytes sent are linear in the number of tokens; messages, tiles and states do not depend on it
         fixed_s = self._exchange_s(0.0, shape)
         total += (self._exchange_s(1.0, shape) - fixed_s) * tokens + self._sharing_s(0.0, 1.0, shape) - fixed_s
@@ -295,7 +310,8 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
     chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels.
 
-    A scan counts by its products, as one kernel at the rate of matrices would take. Transformers' torch code starts some ten
+    A scan counts by its products, as one kernel at the rate of matrices would take, and once more where backward runs it again
+    (`CostModel.rescan_s`). Transformers' torch code starts some ten
     kernels for every tile of 64 tokens, one tile after the other on every rank of a group. That time is not counted here; it is
     in the coefficients that a run or `hf-longctx calibrate` measures.
     """

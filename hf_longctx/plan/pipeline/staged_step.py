@@ -288,4 +288,6 @@ def _layer_and_head_s(
     head_s = each.token_s * costs.head_share(is_backward) * tokens / shape.degree
     whole_s = (each.pair_s * pairs + each.token_s * tokens) / shape.degree + each.chunk_s
     whole_s = whole_s + costs.document_s(shape, is_backward) * documents + fixed_s + sent_s * tokens
+    if is_backward:
+        whole_s = whole_s + costs.rescan_s(tokens / shape.degree)
     return (whole_s - head_s) / costs.model.num_layers, head_s

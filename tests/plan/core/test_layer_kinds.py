@@ -141,7 +141,31 @@ def test_blocks_of_a_scan_are_whole_tiles_that_save_no_more_than_allowed() -> No
     assert cut == QWEN.states.saved_bytes(2) < whole / 2
 
 
-@given(st.integers(1, 10**6), st.integers(1, 100))
+def test_backward_runs_a_scan_in_blocks_forward_again() -> None:
+    costs, shape = costs_of(QWEN, 1), GroupShape(1)
+    block = QWEN.states.block_tokens
+
+    def added_s(num_tokens: int) -> float:
+        chunk, none = Chunk(0, (Span(0, 0, num_tokens),)), replace(QWEN.states, scan_elements=0)
+        plain = replace(costs, model=replace(QWEN, states=none))
+        forward_s = [each.forward_s(chunk, shape, 32) for each in (costs, plain)]
+        assert forward_s[0] == forward_s[1]
+        alone = costs.sequences_s([num_tokens], shape)[0] - plain.sequences_s([num_tokens], shape)[0]
+        found = costs.backward_s(chunk, shape, 32) - plain.backward_s(chunk, shape, 32)
+        assert alone == pytest.approx(found, rel=1e-6, abs=1e-12)
+        return found
+
+    assert added_s(block) == 0
+    # 24 layers, two operations for each product
+    products = 24 * QWEN.states.scan_products * 2 * block
+    assert added_s(2 * block) == pytest.approx(2 * products / GPU.matmul_flops_per_s, rel=1e-6)
+    # ranks of a group share the tokens
+    chunk = Chunk(0, (Span(0, 0, 2 * block),))
+    none = replace(costs_of(QWEN), model=replace(QWEN, states=replace(QWEN.states, scan_elements=0)))
+    assert costs_of(QWEN).local_s(chunk, GroupShape(2, 2), True) == none.local_s(chunk, GroupShape(2, 2), True)
+
+
+@given(st.integers(10**4, 10**6), st.integers(1, 100))
 def test_a_model_without_attention_takes_linear_time(num_tokens: int, times: int) -> None:
     model = with_kinds((True,) * 4)
     fixed_s = 2 * seconds(model, 10**6) - seconds(model, 2 * 10**6)
