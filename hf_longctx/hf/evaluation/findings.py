@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.hf.trainer.row_scores import RowScores
+from hf_longctx.hf.trainer.tokens.row_scores import RowScores
 
 # number of position buckets; each is twice as wide as the one before, so that these cover any document
 _NUM_BUCKETS = 64

@@ -35,7 +35,7 @@ from hf_longctx.hf.evaluation.pictures import save_png_loss, save_png_needles
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.trainer.row_scores import RowScores, plain_scores
+from hf_longctx.hf.trainer.tokens.row_scores import RowScores, plain_scores
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 
 logger = logging.getLogger(__name__)

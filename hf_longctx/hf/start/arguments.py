@@ -53,7 +53,6 @@ _EVALUATION_ARGUMENTS: dict[str, Any] = {
     "eval_do_concat_batches": True,
     "label_names": None,
     "batch_eval_metrics": False,
-    "include_for_metrics": [],
 }
 
 # arguments without effect, since the executor, not DDP, sums gradients
@@ -64,10 +63,11 @@ _SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rm
 
 _TRAINER_ARGUMENTS = {
     "data_collator": "plans decide what is packed together; leave it out and pass a dataset with input_ids and labels",
-    "compute_metrics": "evaluation returns loss, token accuracy and entropy, and predict() adds the log-probability of every row",
+    "compute_metrics": "its own loop would need whole logits; leave it out, since it logs metrics of its own",
     "compute_loss_func": "pass the loss of a token as token_loss=..., of which a step takes the mean over label tokens",
     "model_init": "pass a model",
-    "preprocess_logits_for_metrics": "leave it out; logits never exist as a whole",
+    "preprocess_logits_for_metrics": "leave it out, since logits never exist as a whole: compute_metrics gets the likeliest "
+    "token, the log-probability of the label and the entropy of every label token",
 }
 
 # arguments about the logits of all rows, which classifiers have
@@ -112,6 +112,8 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
             f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect here; leave it out, plans balance lengths"
         )
     for name, remedy in _TRAINER_ARGUMENTS.items():
+        if name == "compute_metrics" and draws_batches:
+            continue
         if trainer_arguments.get(name) is not None:
             problems.append(f"the trainer argument {name} is not supported; {remedy}")
     return problems
@@ -130,16 +132,26 @@ def run_problems(
             given.pop(name, None)
     problems = argument_problems(args, given, not keeps_loader) + trainer_problems(trainer, args, config)
     problems += placement_problems(model, config, args, trainer_arguments)
-    return problems if keeps_loader else problems + evaluation_problems(args)
+    has_tokens = trainer_arguments.get("compute_metrics") is not None and len(given) == len(trainer_arguments)
+    return problems if keeps_loader else problems + evaluation_problems(args, has_tokens)
 
 
-def evaluation_problems(args: TrainingArguments) -> list[str]:
-    """Problems with trainer settings about predictions, since an evaluation under plans makes none."""
-    return [
-        f"{name}={getattr(args, name)!r} has no effect here, since evaluation returns the loss only; leave it out"
+def evaluation_problems(args: TrainingArguments, has_tokens: bool = False) -> list[str]:
+    """Problems with trainer settings about predictions, of which an evaluation under plans makes fewer.
+
+    has_tokens: whether `compute_metrics` gets arrays of tokens, with which their ids may be included.
+    """
+    problems = [
+        f"{name}={getattr(args, name)!r} has no effect here, since no logits are gathered in an evaluation; leave it out"
         for name, default in _EVALUATION_ARGUMENTS.items()
         if getattr(args, name, default) != default
     ]
+    for name in args.include_for_metrics or []:
+        if name == "inputs" and has_tokens:
+            continue
+        remedy = "predictions['log_prob'] has the loss of every token" if name == "loss" and has_tokens else "leave it out"
+        problems.append(f"include_for_metrics names {name!r}, which an evaluation under plans does not have; {remedy}")
+    return problems
 
 
 def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[str]:

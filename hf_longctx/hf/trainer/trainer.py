@@ -9,7 +9,6 @@ private ones.
 from __future__ import annotations
 
 import logging
-import math
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -68,9 +66,10 @@ from hf_longctx.hf.trainer.loaders import eval_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
-from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, start_run
 from hf_longctx.hf.trainer.sets import TEST_SET
+from hf_longctx.hf.trainer.tokens.evaluation import evaluated
+from hf_longctx.hf.trainer.tokens.row_scores import RowScores, step_scores
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, TokenTally
@@ -267,8 +266,9 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         """Computes, under plans, the mean loss over all label tokens of the set (`eval_loss`), as training does.
 
         Weights of tokens and `token_loss` count as in training. `eval_perplexity`, its exponential, is there only if the loss is
-        the mean cross-entropy. `eval_mean_token_accuracy` and `eval_entropy` are means over tokens that are learnt; with
-        `token_loss` only `predict` computes them, since they take a second forward.
+        the mean cross-entropy. `eval_mean_token_accuracy` and `eval_entropy` are means over tokens that are learnt.
+        `compute_metrics` gets the likeliest token, the log-probability and the entropy of every label token; see
+        `token_predictions`.
 
         A trainer of TRL with a loss of log-probabilities keeps its own loop and metrics; its forwards run under plans. A model
         that classifies has its loss, and the metrics of `compute_metrics`, which gets the logits of all rows.
@@ -279,7 +279,8 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
                 return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.longctx_run.task.kind != "next_token":
             return self._classified(dataloader, metric_key_prefix)
-        metrics, num_samples, _ = self._evaluated(dataloader, metric_key_prefix)
+        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        metrics, num_samples, _ = self._evaluated(dataloader, metric_key_prefix, only_loss)
         no_predictions: Any = None
         return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
 
@@ -290,11 +291,11 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         without weights, whatever loss is trained.
         """
         dataloader = eval_loader(self.longctx_run, name, read_columns(type(self), dataset))
-        rows = dataloader.dataset.index.rows  # type: ignore[attr-defined]
+        index = dataloader.dataset.index  # type: ignore[attr-defined]
         parts = []
         with self._explained(), self._evaluating():
             for executor, forwards, batch in self._planned_forwards(dataloader):
-                parts.append(step_scores(batch["step"], batch["chunks"], executor.score(*forwards), rows))
+                parts.append(step_scores(batch["step"], batch["chunks"], executor.score(*forwards), index))
         return RowScores.joined(parts)
 
     def predict(
@@ -318,7 +319,8 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
             output = self._classified(dataloader, metric_key_prefix)
             self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
             return PredictionOutput(output.predictions, output.label_ids, output.metrics)
-        metrics, _, scores = self._evaluated(dataloader, metric_key_prefix, wants_scores=True)
+        only_loss = self.args.prediction_loss_only
+        metrics, _, scores = self._evaluated(dataloader, metric_key_prefix, only_loss, wants_scores=True)
         predictions = scores.of_rows(len(test_dataset), self.longctx_run.control)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(predictions=predictions, label_ids=None, metrics=metrics)
@@ -537,32 +539,17 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
             return classified(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, *user)
 
     def _evaluated(
-        self, dataloader: DataLoader[Any], prefix: str, wants_scores: bool = False
-    ) -> tuple[dict[str, float], int, RowScores]:
-        """Metrics of a set over all ranks, its number of sequences, and the scores that this rank holds if they are wanted."""
-        rows = dataloader.dataset.index.rows  # type: ignore[attr-defined]
-        token_loss = self.longctx_run.token_loss
-        sums, loss_sum, total_weight, num_samples = np.zeros(6), 0.0, 0.0, 0
-        kept: list[RowScores] = []
+        self, dataloader: DataLoader[Any], prefix: str, only_loss: bool, wants_scores: bool = False
+    ) -> tuple[dict[str, Any], int, RowScores]:
+        """Evaluates a set with a language model."""
+        compute = None if only_loss else self.compute_metrics
+        if compute is not None and self.preprocess_logits_for_metrics is not None:
+            raise ValueError(
+                "preprocess_logits_for_metrics was set on the trainer, but logits never exist as a whole; leave it out: "
+                "compute_metrics gets likeliest tokens, log-probabilities and entropies"
+            )
         with self._explained(), self._evaluating():
-            for executor, forwards, batch in self._told_forwards(dataloader):
-                if token_loss is not None:
-                    loss_sum += float(executor.evaluate(*forwards))
-                if token_loss is None or wants_scores:
-                    scores = step_scores(batch["step"], batch["chunks"], executor.score(*forwards), rows)
-                    sums += scores.sums()
-                    kept += [scores] * wants_scores
-                total_weight += batch["total_weight"]
-                num_samples += len(batch["step"].sequences)
-        weighted, weight, loss, num_tokens, num_right, entropy = sums_over_ranks(sums.tolist(), self.longctx_run.control)
-        mean = (weighted / (weight or 1)) if token_loss is None else loss_sum / (total_weight or 1)
-        metrics = {f"{prefix}_loss": mean}
-        if token_loss is None and weighted == loss:
-            metrics[f"{prefix}_perplexity"] = math.exp(min(mean, 700.0))
-        if num_tokens:
-            metrics[f"{prefix}_mean_token_accuracy"] = num_right / num_tokens
-            metrics[f"{prefix}_entropy"] = entropy / num_tokens
-        return metrics, num_samples, RowScores.joined(kept)
+            return evaluated(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, compute, wants_scores)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

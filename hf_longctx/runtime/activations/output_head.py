@@ -263,14 +263,17 @@ def _loss_of_tile(logits_1tV: Tensor, targets: Targets) -> Tensor:
 @torch.no_grad()
 def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...], scoring: Scoring) -> TokenScores:
     losses_T, entropies_T = torch.zeros(2, labels_1T.shape[1], dtype=torch.float64, device=labels_1T.device)
+    # tiles without labels are left out
+    likeliest_T = torch.full_like(losses_T, IGNORE_INDEX, dtype=torch.int64)
     is_right_T = torch.zeros_like(losses_T, dtype=torch.bool)
     extras_2T = losses_T.new_zeros(2, len(losses_T) if scoring.with_extras else 0)
     for tile in tiles:
         scores = token_scores(run(x_1TC[:, tile], tile), labels_1T[:, tile], scoring)
-        losses_T[tile], is_right_T[tile], entropies_T[tile] = scores.losses_T, scores.is_right_T, scores.entropies_T
+        losses_T[tile], likeliest_T[tile] = scores.losses_T, scores.likeliest_T
+        is_right_T[tile], entropies_T[tile] = scores.is_right_T, scores.entropies_T
         if scoring.with_extras:
             extras_2T[:, tile] = scores.extras_2T
-    return TokenScores(losses_T, is_right_T, entropies_T, extras_2T)
+    return TokenScores(losses_T, likeliest_T, is_right_T, entropies_T, extras_2T)
 
 
 def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, tiled: _Tiled) -> tuple[Tensor, Gradients]:

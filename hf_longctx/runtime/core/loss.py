@@ -191,13 +191,15 @@ class TokenScores:
     """Prediction quality of each token of a shard, without a graph, whatever loss is trained.
 
     losses_T: cross-entropy, computed in at least fp32 and stored as fp64; 0 for tokens without a label.
-    is_right_T: whether the label was the most likely token; False without a label.
+    likeliest_T: the most likely token; IGNORE_INDEX in tiles without labels, which are left out. is_right_T: whether that is the
+    label; False without a label.
     entropies_T: entropy in nats of the distribution over the next token, computed and stored like losses; 0 without a label.
     extras_2T: the mean of the (tempered) logits over the vocabulary, and the logarithm of the sum of squared probabilities;
     empty unless `Scoring` asks for them.
     """
 
     losses_T: Tensor
+    likeliest_T: Tensor
     is_right_T: Tensor
     entropies_T: Tensor
     extras_2T: Tensor
@@ -205,7 +207,7 @@ class TokenScores:
     @classmethod
     def joined(cls, parts: Sequence[TokenScores]) -> TokenScores:
         """The scores of consecutive tokens."""
-        names = ("losses_T", "is_right_T", "entropies_T", "extras_2T")
+        names = ("losses_T", "likeliest_T", "is_right_T", "entropies_T", "extras_2T")
         return cls(*(torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names))
 
 
@@ -221,7 +223,7 @@ def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor, scoring: Scoring) 
 def _scores(logits_tV: Tensor, labels_t: Tensor, scoring: Scoring) -> TokenScores:
     if scoring.temperature != 1:
         logits_tV = logits_tV / scoring.temperature
-    is_right_t, is_label_t = logits_tV.argmax(-1) == labels_t, labels_t != IGNORE_INDEX
+    likeliest_t, is_label_t = logits_tV.argmax(-1), labels_t != IGNORE_INDEX
     log_p_tV = F.log_softmax(logits_tV, dim=-1)
     losses_t = -log_p_tV.gather(1, labels_t.where(is_label_t, 0).unsqueeze(1)).squeeze(1).where(is_label_t, 0)
     extras_2t = losses_t.new_zeros(2, 0 if not scoring.with_extras else len(labels_t))
@@ -230,7 +232,7 @@ def _scores(logits_tV: Tensor, labels_t: Tensor, scoring: Scoring) -> TokenScore
     p_tV = log_p_tV.exp_()
     # 0 for a token of probability 0, whose logarithm is infinite
     entropies_t = torch.special.entr(p_tV, out=p_tV).sum(-1).where(is_label_t, 0)
-    return TokenScores(losses_t.double(), is_right_t, entropies_t.double(), extras_2t.double())
+    return TokenScores(losses_t.double(), likeliest_t, likeliest_t == labels_t, entropies_t.double(), extras_2t.double())
 
 
 def step_loss(loss_sum: Tensor, total_weight: float) -> Tensor:

@@ -96,4 +96,6 @@ def test_a_loss_of_the_users_own_is_the_loss_beside_scores_by_cross_entropy() ->
     found = predict(ROWS, SETTINGS["packs"][0], {}, "focal")
     check(found, ROWS, loss="focal")
     assert found[1]["test_loss"] != pytest.approx(expected(ROWS)[1]["loss"], rel=1e-3)
-    assert "eval_entropy" not in found[2]
+    for name in ("mean_token_accuracy", "entropy"):
+        # counted while the loss is computed, without a second forward
+        assert found[2][f"eval_{name}"] == pytest.approx(expected(ROWS)[1][name], rel=1e-11)

@@ -102,7 +102,8 @@ def test_order_strategies_that_mean_something_are_accepted(tmp_path, strategy: s
     "name", ["data_collator", "compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"]
 )
 def test_a_trainer_argument_without_effect_is_refused_by_name(tmp_path, name: str) -> None:
-    (problem,) = argument_problems(arguments(tmp_path), {name: lambda *_: None})
+    # a trainer that draws its own batches has a loop of its own
+    (problem,) = argument_problems(arguments(tmp_path), {name: lambda *_: None}, draws_batches=name != "compute_metrics")
     assert problem.startswith(f"the trainer argument {name} is not supported; ")
     assert len(problem) > len(f"the trainer argument {name} is not supported; ")
 

@@ -96,8 +96,7 @@ class Predictions:
         if self.labels is None:
             return predictions, {}
         found = {} if compute is None else compute(EvalPrediction(predictions=predictions, label_ids=self.labels))
-        named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in found.items()}
-        return predictions, denumpify_detensorize({**named, f"{prefix}_loss": self.loss(token_loss)})
+        return predictions, {**named_metrics(found, prefix), f"{prefix}_loss": self.loss(token_loss)}
 
 
 def predictions_of(rows: PlannedDataset, parts: Sequence[ReadLogits]) -> Predictions:
@@ -121,11 +120,25 @@ def predictions_of(rows: PlannedDataset, parts: Sequence[ReadLogits]) -> Predict
     lengths = np.zeros(num_rows, np.int64)
     np.maximum.at(lengths, index.rows, index.stops)
     shape = num_rows, longest
-    label_ids = _padded(labels, lengths, np.full(shape, IGNORE_INDEX, np.int64))
-    return Predictions(padded, label_ids, None if weights is None else _padded(weights, lengths, np.zeros(shape)))
+    label_ids = padded_rows(labels, lengths, np.full(shape, IGNORE_INDEX, np.int64))
+    return Predictions(padded, label_ids, None if weights is None else padded_rows(weights, lengths, np.zeros(shape)))
 
 
-def _padded(rows: Sequence[Array], lengths: IntArray, padding: Array) -> Array:
+def named_metrics(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Results of a user's `compute_metrics`, with the names that `Trainer` gives them, as plain numbers."""
+    named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in found.items()}
+    made: dict[str, Any] = denumpify_detensorize(named)
+    return made
+
+
+def row_items(row: Any, column: str) -> Array:
+    """The list in a column of a row, which is a mapping or an Arrow table."""
+    own = row[column]
+    items: Array = own.combine_chunks().flatten().to_numpy(zero_copy_only=False) if hasattr(own, "chunks") else np.asarray(own)
+    return items
+
+
+def padded_rows(rows: Sequence[Array], lengths: IntArray, padding: Array) -> Array:
     """The first `lengths` items of every row, in front of `padding` [N, longest], which is changed."""
     for own, length, padded in zip(rows, lengths, padding, strict=True):
         padded[:length] = own[:length]
@@ -141,9 +154,7 @@ def _labels(rows: PlannedDataset, num_rows: int) -> tuple[list[Array] | None, li
         if "labels" not in columns:
             return None, None
         for name in (name for name in found if name in columns):
-            own = row[name]
-            items = own.combine_chunks().flatten().to_numpy(zero_copy_only=False) if hasattr(own, "chunks") else np.asarray(own)
-            found[name].append(items)
+            found[name].append(row_items(row, name))
     return found["labels"], found[LOSS_WEIGHTS] or None
 
 

@@ -21,7 +21,7 @@ from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.data.scan_cache import cached_scan
 from hf_longctx.hf.data.streaming import Cursor, StreamBatches, StreamRules
 from hf_longctx.hf.data.tokenise import DataError, uniform
-from hf_longctx.hf.trainer.row_scores import plain_scores
+from hf_longctx.hf.trainer.tokens.row_scores import plain_scores
 
 DOCUMENTS = [[13, 1, 5], [34], [8, 21, 2, 3], [5, 44]]
 LENGTHS = [length for row in DOCUMENTS for length in row]

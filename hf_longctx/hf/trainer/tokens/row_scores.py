@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_longctx.hf.data.collator import PlannedStep, shift, token_sequences
-from hf_longctx.hf.data.sampler import IntArray
+from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import PACKED
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.classes import class_problem
@@ -35,13 +35,16 @@ class RowScores:
     """The label tokens that this rank scored, each array of shape [n].
 
     rows: rows of the dataset. positions: index of the predicted token in its document, which is the number of tokens it was
-    predicted from; a row that was split is several documents. losses: cross-entropy in nats. is_right: whether the token was
-    the likeliest one. entropies: of the distribution over the token, in nats. weights: of the token in the loss that is trained.
+    predicted from; a row that was split is several documents. starts: the token of the row at which the document begins. losses:
+    cross-entropy in nats. likeliest: the likeliest token. is_right: whether that is the token. entropies: of the distribution
+    over the token, in nats. weights: of the token in the loss that is trained.
     """
 
     rows: IntArray
     positions: IntArray
+    starts: IntArray
     losses: NDArray[np.float64]
+    likeliest: IntArray
     is_right: NDArray[np.bool_]
     entropies: NDArray[np.float64]
     weights: NDArray[np.float64]
@@ -49,8 +52,9 @@ class RowScores:
     @classmethod
     def joined(cls, parts: Sequence[RowScores]) -> RowScores:
         """The label tokens of all parts, in order."""
-        empty = cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
-        names = ("rows", "positions", "losses", "is_right", "entropies", "weights")
+        whole, real = np.zeros(0, np.int64), np.zeros(0)
+        empty = cls(whole, whole, whole, real, whole, np.zeros(0, np.bool_), real, real)
+        names = ("rows", "positions", "starts", "losses", "likeliest", "is_right", "entropies", "weights")
         return cls(*(np.concatenate([getattr(part, name) for part in (empty, *parts)]) for name in names))
 
     def sums(self) -> NDArray[np.float64]:
@@ -78,18 +82,21 @@ class RowScores:
 
 
 def step_scores(
-    step: PlannedStep, chunks: Sequence[Sequence[ChunkInputs]], scores: Sequence[Mapping[int, TokenScores]], rows: IntArray
+    step: PlannedStep,
+    chunks: Sequence[Sequence[ChunkInputs]],
+    scores: Sequence[Mapping[int, TokenScores]],
+    index: SequenceIndex,
 ) -> RowScores:
-    """Scores of this rank's `chunks`, found by `StepExecutor.score`. rows: the dataset's row of every sequence."""
+    """Scores of this rank's `chunks`, found by `StepExecutor.score`. index: the dataset's sequences."""
     _, position = step.plan.place(step.rank)
     parts = []
     for (group, _), inputs, found in zip(step.plan.for_rank(step.rank).rounds, chunks, scores, strict=True):
-        for index, chunk_scores in found.items():
-            sequences_T = token_sequences(group.chunks[index], group, position)
+        for number, chunk_scores in found.items():
+            sequences_T = token_sequences(group.chunks[number], group, position)
             # dummy tokens have no label, so any row will do
-            rows_T = rows[np.asarray(step.sequences, dtype=np.int64)[sequences_T]]
-            held = inputs[index]
-            parts.append(_labelled(rows_T, held, chunk_scores))
+            numbers_T = np.asarray(step.sequences, dtype=np.int64)[sequences_T]
+            held = inputs[number]
+            parts.append(_labelled(index.rows[numbers_T], index.starts[numbers_T], held, chunk_scores))
     return RowScores.joined(parts)
 
 
@@ -118,7 +125,8 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
             labels_T = shift(torch.as_tensor(row["labels"] if "labels" in row else row["input_ids"], dtype=torch.int64))
             document = ChunkInputs(*(each.unsqueeze(0) for each in (ids_T, torch.arange(len(ids_T)), labels_T)))
             scores = score(document.input_ids.to(device), document.shift_labels)
-            parts.append(_labelled(np.full(len(ids_T), number, dtype=np.int64), document, scores))
+            starts_T = np.zeros(len(ids_T), dtype=np.int64)
+            parts.append(_labelled(starts_T + number, starts_T, document, scores))
     model.train(was_training)
     return RowScores.joined(parts)
 
@@ -148,10 +156,11 @@ def _scorer(model: nn.Module) -> Iterator[Any]:
         head.unbind()
 
 
-def _labelled(rows_T: IntArray, inputs: ChunkInputs, scores: TokenScores) -> RowScores:
+def _labelled(rows_T: IntArray, starts_T: IntArray, inputs: ChunkInputs, scores: TokenScores) -> RowScores:
     is_label_T = (inputs.shift_labels[0] != IGNORE_INDEX).cpu().numpy()
     # the label at position p is the token at p + 1
     positions_T = inputs.position_ids[0].cpu().numpy() + 1
-    found = (scores.losses_T.cpu().numpy(), scores.is_right_T.cpu().numpy(), scores.entropies_T.cpu().numpy())
+    names = ("losses_T", "likeliest_T", "is_right_T", "entropies_T")
+    found = (getattr(scores, name).cpu().numpy() for name in names)
     weights_T = np.ones(len(rows_T)) if inputs.loss_weights is None else inputs.loss_weights[0].cpu().numpy()
-    return RowScores(*(each[is_label_T] for each in (rows_T, positions_T, *found, weights_T)))
+    return RowScores(*(each[is_label_T] for each in (rows_T, positions_T, starts_T, *found, weights_T)))
