@@ -156,14 +156,18 @@ class ScanKernel(ABC):
         return found
 
     def boundaries(self, row: Row, device: torch.device) -> Tensor:
-        """Boundaries of documents on the device; the tensor of the last row is kept, since every layer asks for it."""
+        """Boundaries of documents as `marks` on the device; those of the last row are kept, since every layer asks for them."""
         key = (row.boundaries, device)
         if (known := self._boundaries.get(key)) is None:
-            # it may be saved for backward later
+            # they may be saved for backward later
             with torch.inference_mode(False):
-                known = torch.tensor(row.boundaries, device=device)
+                known = self.marks(row).to(device)
             self._boundaries = {key: known}
         return known
+
+    def marks(self, row: Row) -> Tensor:
+        """Boundaries of documents as the kernel wants them, on the CPU."""
+        return torch.tensor(row.boundaries)
 
     def _checked(self, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, settings: tuple[Any, ...]) -> str:
         if not self.is_installed:
@@ -317,7 +321,71 @@ class DeltaKernel(ScanKernel):
         return {"queries": q, "keys": k, "values": v, "decays": decay, "strengths": strength, "first state": state}
 
 
+@dataclass
+class MambaKernel(ScanKernel):
+    """A Mamba 2 scan; settings: tokens of a tile, whether steps are activated, and their limits."""
+
+    def sizes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> HeadSizes:
+        """Sizes of a state."""
+        into, _, x, *_ = tensors
+        return HeadSizes(into.shape[-1], x.shape[-1], x.shape[2] // into.shape[2], settings[0])
+
+    def in_kernel_format(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all inputs are of one dtype; weights are cast."""
+        into, out, x, step, *_ = tensors
+        return into.dtype == out.dtype == x.dtype == step.dtype
+
+    def marks(self, row: Row) -> Tensor:
+        """Number of the document of each token [1, T]."""
+        lengths = torch.tensor(row.boundaries).diff()
+        return torch.arange(row.num_documents, dtype=torch.int32).repeat_interleave(lengths).unsqueeze(0)
+
+    def call(
+        self, tensors: Sequence[Tensor], state: Tensor | None, row: Row, settings: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs and last state [1, H, E, K] of mamba_ssm's scan, whose first state is that of the first document."""
+        into, out, x, step, decay, bias, past = tensors
+        tile, softplus, limits = settings
+        found = self.function(
+            *(x, step, decay.float(), into, out, tile),
+            D=past.float(),
+            dt_bias=bias.float(),
+            initial_states=state,
+            seq_idx=self.boundaries(row, x.device),
+            dt_softplus=softplus,
+            dt_limit=limits,
+            return_final_states=row.goes_on,
+        )
+        output, after = found if row.goes_on else (found, None)
+        return output, after
+
+    def by_token(self, tensors: Sequence[Tensor], state: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Outputs and last state of one document."""
+        return by_token.mamba2(tensors, state, softplus=settings[1], limits=settings[2])
+
+    def drawn(self, sizes: HeadSizes, num_tokens: int, settings: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Two groups of heads; decays of heads from 0.99 to 0.3 per token for steps of about 0.1."""
+        generator, heads = torch.Generator().manual_seed(0), 2 * sizes.readers
+        into, out = (torch.randn(1, num_tokens, 2, sizes.key, generator=generator) * sizes.key**-0.5 for _ in range(2))
+        x = torch.randn(1, num_tokens, heads, sizes.value, generator=generator)
+        step = torch.randn(1, num_tokens, heads, generator=generator)
+        # steps that are not activated are positive
+        step = step - 2.0 if settings[1] else 0.1 + 0.02 * step
+        decay, bias = -torch.logspace(-1.0, 1.0, heads), torch.rand(heads, generator=generator) * 0.1
+        past = torch.randn(heads, generator=generator)
+        state = torch.randn(1, heads, sizes.value, sizes.key, generator=generator)
+        into, out, x, step = (each.bfloat16() for each in (into, out, x, step))
+        inputs = {"state inputs": into, "state outputs": out, "tokens": x, "steps": step}
+        return inputs | {"decays": decay, "biases": bias, "skips": past, "first state": state}
+
+
 _RULE = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
 _FLA = "flash-linear-attention"
 GATED_DELTA_RULE = DeltaKernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _RULE)
 KIMI_DELTA_ATTENTION = DeltaKernel(_FLA, "fla.ops.kda", "chunk_kda", _RULE, by_channel=True)
+MAMBA2_SCAN = MambaKernel(
+    "mamba-ssm",
+    "mamba_ssm.ops.triton.ssd_combined",
+    "mamba_chunk_scan_combined",
+    ("D", "dt_bias", "initial_states", "seq_idx", "dt_softplus", "dt_limit", "return_final_states"),
+)

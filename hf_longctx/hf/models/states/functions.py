@@ -24,7 +24,14 @@ from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.book import LayerScan, scan_name
 from hf_longctx.runtime.states.convolution import convolve_documents
-from hf_longctx.runtime.states.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, HeadSizes, KernelScan, ScanKernel
+from hf_longctx.runtime.states.kernels import (
+    GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2_SCAN,
+    HeadSizes,
+    KernelScan,
+    ScanKernel,
+)
 from hf_longctx.runtime.states.maps import ChannelDecay, Decay, DeltaRule
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
 from hf_longctx.runtime.states.scans.weighted_means import MeansMap, weighted_means, wide
@@ -33,6 +40,8 @@ from hf_longctx.runtime.states.scans.weighted_means import MeansMap, weighted_me
 _OF_RULE = ("use_qk_l2norm_in_kernel",)
 _OF_SCAN = ("D", "dt_bias", "dt_softplus", "dt_limit")
 _OF_CHANNELS = ("delta_softplus", "use_mambapy", "use_associative_scan")
+# limits of steps that limit nothing
+_NO_LIMITS = (0.0, float("inf"))
 # keywords by which a scan reads and returns states of a cache
 _OF_CACHE = ("initial_state", "output_final_state", "initial_states", "return_final_states", "return_last_state")
 # keywords of packed rows, which would divide documents a second time
@@ -137,12 +146,15 @@ def mamba2_scan(
         # the steps that the scan makes of them
         step = mine[3] + weights[1].to(mine[3].dtype)
         step = F.softplus(step) if keywords.get("dt_softplus") else step
-        least, most = keywords.get("dt_limit", (0.0, float("inf")))
+        least, most = keywords.get("dt_limit") or _NO_LIMITS
         return weights[0].float() * torch.clamp(step, least, most).float()
 
     weights, size = (A, keywords["dt_bias"], keywords["D"]), mamba_scan(x.shape[-1], B.shape[-1], chunk_size)
     state_map = Decay(log_decays, reads=lambda mine: mine[1])
-    return scan_documents((B, C), (x, dt), weights, MixerScan(scanned, size, state_map), LayerScan(call.mixer), call.context)
+    limits: Any = keywords.get("dt_limit") or _NO_LIMITS
+    kernel = KernelScan(MAMBA2_SCAN, (chunk_size, bool(keywords.get("dt_softplus")), tuple(limits)))
+    mixer_scan = MixerScan(scanned, size, state_map, kernel)
+    return scan_documents((B, C), (x, dt), weights, mixer_scan, LayerScan(call.mixer), call.context)
 
 
 def mamba1_scan(
@@ -302,10 +314,11 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": mamba1_scan,
     "rwkv_linear_attention": rwkv_attention,
 }
-# name of the function in the mixer's module -> the kernel that runs in its place, and settings with which mixers call it
-KERNELS: dict[str, tuple[ScanKernel, tuple[Any, ...]]] = {
-    "torch_chunk_gated_delta_rule": (GATED_DELTA_RULE, (True,)),
-    "chunk_kimi_delta_attention": (KIMI_DELTA_ATTENTION, (True,)),
+# name of the function in the mixer's module -> the kernel that runs in its place, and the settings with which a mixer calls it
+KERNELS: dict[str, tuple[ScanKernel, Callable[[Any], tuple[Any, ...]]]] = {
+    "torch_chunk_gated_delta_rule": (GATED_DELTA_RULE, lambda mixer: (True,)),
+    "chunk_kimi_delta_attention": (KIMI_DELTA_ATTENTION, lambda mixer: (True,)),
+    "mamba2_chunk_scan": (MAMBA2_SCAN, lambda mixer: (mixer.chunk_size, True, tuple(mixer.time_step_limit))),
 }
 FAMILIES = (
     StateFamily(
@@ -411,15 +424,16 @@ def scan_line(model: nn.Module, states: StateSpec, device: torch.device, dtype: 
     states: the sizes of its layers. dtype: that of the tensors between layers. Checks the kernel if there is one for the model.
     """
     family = family_of(model)
-    if family is None or family.functions == ("causal_conv1d_fn",):
+    mixer = None if family is None else next((x for x in model.modules() if type(x).__name__ in family.mixers), None)
+    if family is None or mixer is None or family.functions == ("causal_conv1d_fn",):
         return ""
-    kernel, settings = next((KERNELS[name] for name in family.functions if name in KERNELS), (None, ()))
-    if kernel is None or device.type != kernel.device_type or not kernel.is_installed:
+    kernel, settings_of = next((KERNELS[name] for name in family.functions if name in KERNELS), (None, None))
+    if kernel is None or settings_of is None or device.type != kernel.device_type or not kernel.is_installed:
         return "scans: torch code, for each document"
     if states.is_empty:
         return f"scans: {kernel.label}, if its first use finds it right"
     key = states.read_size // 2
-    sizes = HeadSizes(key, states.head_elements // key, states.heads // states.read_heads)
-    if problem := kernel.problem(device, dtype, sizes, settings):
+    sizes = HeadSizes(key, states.head_elements // key, states.heads // states.read_heads, states.tile_tokens)
+    if problem := kernel.problem(device, dtype, sizes, settings_of(mixer)):
         return f"scans: torch code, for each document; not {kernel.label}, because {problem}"
     return f"scans: {kernel.label} for whole rows; torch code where ranks pass states on"
