@@ -21,6 +21,7 @@ from hf_longctx.runtime.states.book import LayerScan
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.maps import Decay
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
+from hf_longctx.runtime.states.scans.diagonal import diagonal_scan
 from hf_longctx.runtime.states.scans.lightning import Decays, lightning_blocks
 from hf_longctx.runtime.states.scans.matrix_memory import MatrixMemory
 
@@ -43,15 +44,17 @@ def gated_linear_scan(
     reset: Tensor,
     recurrent_states: Tensor | None,
 ) -> tuple[Tensor, None]:
-    """Outputs [1, T, W] of `scan` over each document; every one of W channels has a state of its own."""
+    """Outputs [1, T, W] of a gated linear recurrence over each document; every one of W channels has a state of its own.
+
+    It runs in blocks in place of `scan`, which runs token by token and whose backward takes time in the square of the tokens.
+    """
 
     def scanned(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x_1NW, gate_1NW = inputs
-        before = None if state is None else state.flatten(1)
+        # the class computes in fp32
+        x_NW, gate_NW = (x.squeeze(0).to(torch.promote_types(x.dtype, torch.float32)) for x in inputs)
         # a document starts without a state, so nothing is left to reset
-        never = torch.zeros_like(gate_1NW[..., :1], dtype=torch.bool)
-        output, after = scan(hidden_states=x_1NW, recurrent_gate=gate_1NW, reset=never, recurrent_states=before)
-        return output.unsqueeze(-1), after.view(1, -1, 1, 1)
+        states_NW = diagonal_scan(gate_NW, x_NW, None if state is None else state.flatten())
+        return states_NW.to(inputs[0].dtype).view(1, *states_NW.shape, 1), states_NW[-1].view(1, -1, 1, 1)
 
     def log_decays(mine: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
         gate = mine[1].to(torch.promote_types(mine[1].dtype, torch.float32))
