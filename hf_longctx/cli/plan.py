@@ -105,6 +105,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="no fp32 copies of bf16 weights, as with fp32_master_weights: false (default: weights are updated in fp32)",
     )
     how.add_argument(
+        "--optimizer-states",
+        choices=("device", "host"),
+        default="device",
+        help="where the optimizer's states and fp32 copies of weights lie (default: %(default)s)",
+    )
+    how.add_argument(
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
     )
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
@@ -234,6 +240,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         activations=options.activations,
         expert_ranks=options.expert_ranks,
         bf16_updates=options.bf16_updates,
+        optimizer_states=options.optimizer_states,
         host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )
 
@@ -291,6 +298,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
         expert_ranks=file.costs.model.experts.num_ranks if file.costs and file.costs.model.experts.are_spread else 0,
         bf16_updates=file.costs is not None and not file.costs.model.has_master_weights,
+        optimizer_states="host" if file.costs is not None and file.costs.model.updates_on_host else "device",
     )
     scenario = build_scenario(request, must_fit=False)
     return scenario.costs, scenario.memory

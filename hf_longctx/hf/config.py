@@ -242,6 +242,14 @@ class LongContextConfig:
             "weights, such as those of adapters."
         },
     )
+    optimizer_states: Literal["device", "host"] = field(
+        default="device",
+        metadata={
+            "help": "Where the optimizer's states and the fp32 copies of weights lie. 'host': in host memory (16 bytes per "
+            "trained parameter of a rank), where the CPU updates the weights: the device keeps only weights and gradients, and "
+            "steps get slower."
+        },
+    )
     self_test: bool = field(
         default=True,
         metadata={
@@ -361,6 +369,7 @@ KINDS: dict[str, Kind] = {
     "collective_timeout_s": _SECONDS,
     "fp32_gradients": Flag(),
     "fp32_master_weights": Flag(),
+    "optimizer_states": Word(("device", "host")),
     "self_test": Flag(),
     "on_nonfinite": Word(("stop", "skip")),
     "replica_check_steps": Whole(0, "it cannot be negative", is_optional=True, most=2**31),

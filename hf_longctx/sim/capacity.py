@@ -52,14 +52,22 @@ class DeviceMemory:
     def state_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
         """Bytes that weights, gradients and optimizer states take on a rank, including weights gathered next to their shards."""
         if self.lora_rank or not self.is_measured:
-            adapters = AdapterSpec.lora(self.model, self.lora_rank) if self.lora_rank else self.model.adapters
-            return ByteModel(replace(self.model, adapters=adapters)).states(parameters, shard_ranks)
+            return self._byte_model.states(parameters, shard_ranks)
         whole = self.model.num_parameters * self.state_bytes_per_parameter
         if parameters == "replicated":
             return whole
         # weights that "sharded" gathers layer by layer are part of the measured bytes
         gathered = self.model.num_parameters * self.model.bytes_per_element if parameters == "gathered_per_round" else 0
         return -(-whole // shard_ranks) + gathered
+
+    def host_states(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes that optimizer states take in the host memory of a rank."""
+        return self._byte_model.host_states(parameters, shard_ranks)
+
+    @property
+    def _byte_model(self) -> ByteModel:
+        adapters = AdapterSpec.lora(self.model, self.lora_rank) if self.lora_rank else self.model.adapters
+        return ByteModel(replace(self.model, adapters=adapters))
 
     def left_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
         """Bytes that the states leave on a rank."""
@@ -203,6 +211,11 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
         model = replace(memory.model, bytes_per_element=2)
         halved = replace(memory, model=model, saved_bytes_per_token=saved_token_bytes(model))
         changes.append(("weights and activations in bf16: --dtype bfloat16", halved, placement))
+    on_host = replace(memory, model=replace(memory.model, updates_on_host=True))
+    left_on_host = memory.host_bytes - on_host.host_states(placement.parameters, placement.shard_ranks)
+    if not (memory.model.updates_on_host or memory.is_measured) and left_on_host >= 0:
+        on_host = replace(on_host, host_bytes=left_on_host)
+        changes.append(("optimizer states in host memory: --optimizer-states host", on_host, placement))
     if memory.model.has_master_weights and memory.model.bytes_per_element == 2 and not memory.is_measured:
         narrow = replace(memory, model=replace(memory.model, has_master_weights=False))
         changes.append(("weights updated in bf16, which loses small updates: --bf16-updates", narrow, placement))

@@ -41,7 +41,8 @@ class Request:
     longest_tokens: tokens of the longest sequence to be planned. lora_rank: rank of the adapters (0: all weights are trained).
     quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
     the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
-    are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights.
+    are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optimizer_states: "host" keeps its
+    states in host memory.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Request:
     activations: str = "auto"
     expert_ranks: int = 0
     bf16_updates: bool = False
+    optimizer_states: str = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,12 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
     check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
     placement = _placement(request, memory, degrees, notes)
+    if (host_states := memory.host_states(placement.parameters, placement.shard_ranks)) > memory.host_bytes:
+        raise ValueError(
+            f"--optimizer-states host needs {host_states / _GIB:.1f} GiB of host memory on each rank, which has "
+            f"{memory.host_bytes / _GIB:.1f} GiB; give more with --host-gib, use more ranks, or leave it out"
+        )
+    memory = replace(memory, host_bytes=memory.host_bytes - host_states)
     costs = CostModel(
         model,
         cluster,
@@ -206,9 +214,17 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
             f"the costs of {request.model} on {request.hardware} were measured, in the dtype of that run; --dtype has no effect, "
             f"leave it out"
         )
-    # adapters are fp32 themselves
-    has_copies = not (request.bf16_updates or request.lora_rank)
-    model = replace(read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"]), has_master_weights=has_copies)
+    if calibration and request.optimizer_states == "host":
+        raise ValueError(
+            f"the memory of {request.model} on {request.hardware} was measured with the optimizer's states on the device; leave "
+            f"--optimizer-states out"
+        )
+    model = replace(
+        read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"]),
+        # adapters are fp32 themselves
+        has_master_weights=not (request.bf16_updates or request.lora_rank),
+        updates_on_host=request.optimizer_states == "host",
+    )
     sizes = Counter(window for window in model.windows if window)
     notes = [
         f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"

@@ -51,6 +51,14 @@ def activation_budget(
     states = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
     reference = reference_bytes * states // max(1, byte_model.states())
     left_bytes = max(0, usable_bytes - states - reference)
+    host_states = byte_model.most_host_states(ranges, costs.parameters, costs.shard_ranks)
+    if host_states > available_bytes:
+        raise ValueError(
+            f"optimizer_states='host' needs {host_states / 2**30:.1f} GiB of host memory on every rank, and a node has "
+            f"{available_bytes / 2**30:.1f} GiB available for each of its {cluster.ranks_per_node} ranks; use more ranks with "
+            f"parameters='sharded', or leave it out"
+        )
+    available_bytes -= host_states
     if config.host_gib is None:
         # a share of all memory, not of what is free, so that a resumed run gets the same budget
         host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0

@@ -117,7 +117,10 @@ def choose_setup(
     # nodes may have different numbers of ranks; with a common divisor of these, blocks lie inside nodes and every rank makes
     # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
-    spec = replace(model_spec(model, is_autocast=args.bf16), has_master_weights=config.fp32_master_weights)
+    on_host = config.optimizer_states == "host"
+    spec = replace(
+        model_spec(model, is_autocast=args.bf16), has_master_weights=config.fp32_master_weights, updates_on_host=on_host
+    )
     if family_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
         logger.warning(
             "plans count the layers with a state along the sequence of %s as full attention, and neither the states that slices "
@@ -224,10 +227,11 @@ class _SetupBasis:
         if config.tokens_per_rank is None and fitting < 1:
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
             has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty
+            on_host = "" if costs.model.updates_on_host else ", or optimizer_states='host'"
             rounded = ", or fp32_master_weights=False, which loses small updates" if has_copies else ""
             raise ValueError(
                 f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; set "
-                f"parameters='sharded' with more ranks, or use a smaller model or a larger device{rounded}"
+                f"parameters='sharded' with more ranks{on_host}, or use a smaller model or a larger device{rounded}"
             )
         if activations is None or not 0 < fitting < (config.tokens_per_rank or fitting):
             return config.tokens_per_rank or fitting

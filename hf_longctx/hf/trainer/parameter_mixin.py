@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -28,7 +28,6 @@ from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import Placement
 from hf_longctx.hf.trainer.run import Run
-from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.master_weights import (
     drop_master_weights,
     has_half_weights,
@@ -63,20 +62,26 @@ class ParameterMixin(CheckpointMixin):
     longctx_config: LongContextConfig
     longctx_run: Run
     _guard: NonfiniteGuard
-    _executor: StepExecutor | None
     _whole_weights: dict[str, Any] | None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Makes the optimizer after sharding, so that its states are made for shards; it updates bf16 weights in fp32 copies."""
         self._placed_model()
         optimizer = super().create_optimizer(model)
-        if self.longctx_config.fp32_master_weights and has_half_weights(plain := self._plain_optimizer):
-            if reason := why_no_master_weights(plain):
-                raise ValueError(
-                    f"fp32_master_weights cannot keep fp32 copies of the bf16 weights: {reason}. Use another optimizer such as "
-                    f"adamw_torch, load the model in fp32, or set fp32_master_weights=False, which rounds every update to bf16"
-                )
-            keep_master_weights(plain, self._idle_gradient)
+        config, plain = self.longctx_config, self._plain_optimizer
+        on_host = config.optimizer_states == "host"
+        if not on_host and not (config.fp32_master_weights and has_half_weights(plain)):
+            return optimizer
+        if reason := why_no_master_weights(plain):
+            instead = (
+                "leave optimizer_states='host' out"
+                if on_host
+                else "load the model in fp32, or set fp32_master_weights=False, which rounds every update to bf16"
+            )
+            raise ValueError(
+                f"no fp32 copies of weights can be kept: {reason}. Use another optimizer such as adamw_torch, {instead}"
+            )
+        keep_master_weights(plain, on_host)
         return optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -172,11 +177,6 @@ class ParameterMixin(CheckpointMixin):
         best = self.state.best_model_checkpoint
         if best is None or not self._placement.load(self.model, best):
             super()._load_best_model()
-
-    def _idle_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The fp32 tensor of zeros in which the parameter's gradients add up during a step; None if there is none."""
-        executor = self._executor
-        return None if executor is None else executor.parameters.gradients.idle_buffer(parameter)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self._holding_errors():

@@ -140,6 +140,7 @@ class ModelSpec:
     stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
     predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
     input_size: elements that attention's projections read (0: hidden_size).
+    updates_on_host: these copies and the optimizer's states lie in host memory.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -180,6 +181,7 @@ class ModelSpec:
     num_labels: int = 0
     has_master_weights: bool = False
     input_size: int = 0
+    updates_on_host: bool = False
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:

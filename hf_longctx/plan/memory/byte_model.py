@@ -37,7 +37,7 @@ from hf_longctx.plan.memory.round_bytes import (
     chunk_load,
     chunk_numbers,
 )
-from hf_longctx.plan.memory.stage import part_state_bytes
+from hf_longctx.plan.memory.stage import host_state_bytes, part_state_bytes
 from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
@@ -113,6 +113,10 @@ class ByteModel:
         """Bytes on a rank of all weights, gradients and Adam's states, shared by `shard_ranks` ranks if sharded."""
         return part_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
+    def host_states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
+        """Bytes of optimizer states in the host memory of a rank without stages."""
+        return host_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
+
     def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:
         """Bytes of the states on a rank of one stage of the plan."""
         return self._stage_states(stage.num_layers, stage.stage, plan.num_stages, plan.parameters, plan.block_ranks)
@@ -121,6 +125,15 @@ class ByteModel:
         """Bytes of the states on a rank of the stage with the most, given the layers of every stage."""
         counts = [sum(part.num_layers for part in own) for own in ranges]
         return max(self._stage_states(count, stage, len(ranges), parameters, shard_ranks) for stage, count in enumerate(counts))
+
+    def most_host_states(self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes of optimizer states in the host memory of a rank of the stage with the most."""
+        counts = [sum(part.num_layers for part in own) for own in ranges]
+        last = len(ranges) - 1
+        return max(
+            host_state_bytes(self.model, count, stage == 0, stage == last, parameters, shard_ranks)
+            for stage, count in enumerate(counts)
+        )
 
     def _stage_states(self, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int) -> int:
         return part_state_bytes(self.model, num_layers, stage == 0, stage == num_stages - 1, parameters, shard_ranks)

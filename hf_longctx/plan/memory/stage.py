@@ -20,7 +20,7 @@ def part_state_bytes(
     """Bytes on a rank of `num_layers` layers' weights, gradients and Adam's states, shared by `shard_ranks` if sharded.
 
     Adam's states are two fp32 moments for each trained parameter. Master weights add an fp32 copy of each in half precision, and
-    an fp32 sum of its gradients.
+    an fp32 sum of its gradients. Copies and moments may lie on the host; see `host_state_bytes`.
 
     is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
     weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients.
@@ -42,6 +42,21 @@ def part_state_bytes(
     return -(-(weights + gradients + updates) // shard_ranks) + gathered + unit_gradients + beside
 
 
+def host_state_bytes(
+    model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
+) -> int:
+    """Bytes of host memory that a rank's updates need: copies, gradients and two moments, all fp32; 0 if the device has them."""
+    if not model.updates_on_host:
+        return 0
+    if model.keeps_all_stages:
+        num_layers, is_first, is_last = model.num_layers, True, True
+    if model.adapters.is_empty:
+        trained = model.part_parameters(num_layers, is_first, is_last)
+    else:
+        trained, _ = model.adapters.sizes(num_layers, is_first, is_last)
+    return -(-16 * trained // (1 if parameters == "replicated" else shard_ranks))
+
+
 def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
     """Bytes of weights, of gradients, and of all else that updates need."""
     weights = model.part_weight_bytes(num_layers, is_first, is_last)
@@ -50,9 +65,12 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
     else:
         trained, trained_bytes = model.adapters.sizes(num_layers, is_first, is_last)
         held = weights + trained_bytes
+    num_half = max(0, 4 * trained - trained_bytes) // 2
+    if model.updates_on_host:
+        # gradients add up in fp32, and are halved when the sum is known
+        return held, trained_bytes, 2 * num_half
     # without master weights, the moments of a half-precision weight are as narrow, and fp32 sums of gradients take the rest
-    num_half = max(0, 4 * trained - trained_bytes) // 2 if model.has_master_weights else 0
-    return held, trained_bytes, 8 * trained + 8 * num_half
+    return held, trained_bytes, 8 * trained + 8 * num_half * model.has_master_weights
 
 
 def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = lambda action: 1) -> int:

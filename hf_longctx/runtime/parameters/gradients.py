@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -35,27 +35,43 @@ class GradientSum:
     Parameters may be frozen and unfrozen between steps, alike on all ranks (`check_weights`). As in plain training, a
     weight that is frozen, or that no forward of the step used on any rank, ends without a gradient, so no optimizer moves it.
 
-    Each half-precision weight gets an fp32 buffer (4 bytes per parameter, kept between steps), because adding the gradients
-    of many chunks in bf16 loses those of small chunks. `in_fp32=False` saves these buffers and adds in the weights' dtype.
+    Each half-precision weight gets an fp32 buffer (4 bytes per parameter, until the step's sum is known), because adding the
+    gradients of many chunks in bf16 loses those of small chunks. `in_fp32=False` saves these buffers and adds in the weights'
+    dtype.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], in_fp32: bool = True) -> None:
         self.parameters = list(parameters)
         self._in_fp32 = in_fp32
+        # fp32 sums of the gradients of this step
         self._wide: dict[nn.Parameter, Tensor] = {}
-        # parameters whose buffers hold a gradient of this step
-        self._absorbed: set[nn.Parameter] = set()
+
+    @contextmanager
+    def absorbing(self) -> Iterator[None]:
+        """Context in which backward adds each half-precision gradient to its fp32 buffer at once, so that few lie beside them."""
+        with ExitStack() as hooks:
+            for parameter in self.parameters:
+                if self._in_fp32 and parameter.requires_grad and parameter.dtype in HALF_DTYPES:
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(self._absorb).remove)
+            yield
 
     def absorb(self) -> None:
         """Adds half-precision gradients to their fp32 buffers and leaves others in `.grad`. Call it after every backward."""
-        if not self._in_fp32:
+        if self._in_fp32:
+            for parameter in self.parameters:
+                self._absorb(parameter)
+
+    @torch.no_grad()
+    def _absorb(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        gradient = parameter.grad
+        if gradient is None or not parameter.requires_grad or gradient.dtype not in HALF_DTYPES:
             return
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is None or not parameter.requires_grad or gradient.dtype not in HALF_DTYPES:
-                continue
-            self._buffer(parameter).add_(gradient)
-            parameter.grad = None
+        if parameter in self._wide:
+            self._wide[parameter].add_(gradient)
+        else:
+            self._wide[parameter] = gradient.float()
+        parameter.grad = None
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
@@ -66,7 +82,6 @@ class GradientSum:
         waits once for the device if there is a group.
         """
         for parameter in [parameter for parameter in self._wide if not parameter.requires_grad]:
-            self._absorbed.discard(parameter)
             del self._wide[parameter]
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if group is not None:
@@ -78,34 +93,21 @@ class GradientSum:
             (is_used,) = _any_rank([self._has_gradient(tied.parameter)], [tied.parameter], tied.ends)
             if is_used:
                 _sum_bucket([local_shard(self._sum_of(tied.parameter))], tied.ends)
-        for parameter in self._absorbed:
-            wide = self._wide[parameter]
-            parameter.grad = wide.to(parameter.dtype)
-            wide.zero_()
-        self._absorbed.clear()
-
-    def idle_buffer(self, parameter: nn.Parameter) -> Tensor | None:
-        """The parameter's fp32 buffer between steps, when it is all zeros and must be so again; None if there is none."""
-        return None if parameter in self._absorbed else self._wide.get(parameter)
+        for parameter in list(self._wide):
+            parameter.grad = self._wide.pop(parameter).to(parameter.dtype)
 
     def _has_gradient(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._absorbed or parameter.grad is not None
+        return parameter in self._wide or parameter.grad is not None
 
     def _sum_of(self, parameter: nn.Parameter) -> Tensor:
         """The tensor in which this rank's gradient of the step adds up; it is made of zeros if the rank has no gradient yet."""
-        if parameter not in self._absorbed:
+        if parameter not in self._wide:
             if parameter.grad is not None:
                 return parameter.grad
             if not (self._in_fp32 and parameter.dtype in HALF_DTYPES):
                 parameter.grad = torch.zeros_like(parameter)
                 return parameter.grad
-        return self._buffer(parameter)
-
-    def _buffer(self, parameter: nn.Parameter) -> Tensor:
-        """The fp32 buffer of a half-precision parameter, which holds a gradient of this step from now on."""
-        if parameter not in self._wide:
             self._wide[parameter] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-        self._absorbed.add(parameter)
         return self._wide[parameter]
 
 
@@ -130,12 +132,15 @@ class ReplicatedParameters:
         if parameters != "replicated":
             raise ValueError(f"the plan expects {parameters} parameters, but this model is not sharded; apply shard_model to it")
 
-    def in_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
         """Context around all forwards and backwards of a step.
 
         It switches off DDP's own reducer, which expects one forward per backward; plans do not promise that.
         """
-        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+        no_sync = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+        with no_sync, self.gradients.absorbing():
+            yield
 
     def enter_round(self, parameters: Parameters) -> None:
         """Nothing to gather."""

@@ -1,8 +1,11 @@
-"""Updates half-precision weights in fp32, so that small steps are not rounded away.
+"""Updates weights through fp32 copies, so that small steps are not rounded away, and optimizer states may lie on the host.
 
 A bf16 number has 8 significant bits, so an update below 1/512 of a weight rounds to nothing: most updates do at a learning rate
 of 1e-5. The optimizer therefore updates an fp32 copy of every weight, the master weight, and the model gets it rounded. The
 optimizer's moments are then fp32, too. See Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740, section 3.1).
+
+Copies and moments may lie in host memory, where the CPU then runs the optimizer, as in ZeRO-Offload (Ren et al., arXiv
+2101.06840). Each step sends gradients to the host and weights both ways, since something else may have changed these.
 
 `keep_master_weights` serves any optimizer of `torch.optim` and any subclass that keeps its states in `state`. Outside `step` the
 optimizer's groups and states belong to the model's own parameters, with the master weight as one more state. So checkpoints hold
@@ -12,10 +15,12 @@ it under the weight's name, whether weights are whole, in shards, or in pipeline
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, local_shard
@@ -38,20 +43,18 @@ def why_no_master_weights(optimizer: Optimizer) -> str:
     return ""
 
 
-def keep_master_weights(optimizer: Optimizer, lent: Callable[[nn.Parameter], Tensor | None] | None = None) -> None:
+def keep_master_weights(optimizer: Optimizer, on_host: bool = False) -> None:
     """Makes `optimizer` update fp32 copies of its half-precision weights, and round them into the weights; does so once.
 
     The copies are made in the first step: 4 bytes per parameter, and as many again for each moment. A weight that something other
-    than the optimizer changed since the last step goes on from its new value. lent: returns an fp32 tensor of zeros shaped like a
-    parameter, which may hold its gradient during a step, or None. Raises ValueError for an optimizer that
-    `why_no_master_weights` gives a reason against.
+    than the optimizer changed since the last step goes on from its new value. on_host: copies of all weights, those in fp32
+    included, their gradients and all states lie in host memory. Raises ValueError for an optimizer that `why_no_master_weights`
+    gives a reason against.
     """
     if reason := why_no_master_weights(optimizer):
         raise ValueError(f"no fp32 copies of weights can be kept: {reason}")
     if not has_master_weights(optimizer):
-        vars(optimizer)[_KEPT] = _MasterWeights(optimizer)
-    if lent is not None:
-        vars(optimizer)[_KEPT].lent = lent
+        vars(optimizer)[_KEPT] = _MasterWeights(optimizer, on_host)
 
 
 def has_master_weights(optimizer: Any) -> bool:
@@ -72,10 +75,10 @@ def drop_master_weights(optimizer: Optimizer) -> None:
 
 
 class _MasterWeights:
-    """Puts master weights in the place of an optimizer's half-precision parameters during `step` and `load_state_dict`."""
+    """Puts master weights in the place of an optimizer's parameters during `step` and `load_state_dict`."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.lent: Callable[[nn.Parameter], Tensor | None] = lambda parameter: None
+    def __init__(self, optimizer: Optimizer, on_host: bool) -> None:
+        self._on_host = on_host
         # the parameter of every master weight that is in its place now
         self._replaced: dict[Tensor, nn.Parameter] = {}
         optimizer.register_step_pre_hook(self._before_step)
@@ -92,16 +95,13 @@ class _MasterWeights:
         self._put_in(optimizer, lambda parameter: parameter.grad is not None)
         for master, parameter in self._replaced.items():
             assert parameter.grad is not None
-            buffer = self.lent(parameter)
-            master.grad = parameter.grad.float() if buffer is None else buffer.copy_(parameter.grad)
+            master.grad = self._wide(parameter.grad)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for master, parameter in self._replaced.items():
-            parameter.copy_(master)
+            local_shard(parameter.detach()).copy_(local_shard(master))
             master.grad = None
-            if (buffer := self.lent(parameter)) is not None:
-                buffer.zero_()
         self._take_out(optimizer)
 
     def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
@@ -123,14 +123,14 @@ class _MasterWeights:
         masters: dict[nn.Parameter, Tensor] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.dtype in HALF_DTYPES and is_wanted(parameter):
-                    masters[parameter] = _master_of(parameter, optimizer.state.get(parameter, {}).get(MASTER_WEIGHT))
+                if (self._on_host or parameter.dtype in HALF_DTYPES) and is_wanted(parameter):
+                    masters[parameter] = self._master_of(parameter, optimizer.state.get(parameter, {}).get(MASTER_WEIGHT))
             group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
         for parameter, master in masters.items():
             self._replaced[master] = parameter
             if parameter in optimizer.state:
                 state = optimizer.state.pop(parameter)
-                if held := {name: _widened(value) for name, value in state.items() if name != MASTER_WEIGHT}:
+                if held := {name: self._wide_state(value) for name, value in state.items() if name != MASTER_WEIGHT}:
                     optimizer.state[master] = held
 
     def _take_out(self, optimizer: Optimizer, is_loaded: bool = False) -> None:
@@ -142,15 +142,27 @@ class _MasterWeights:
                 optimizer.state[parameter] = {**optimizer.state.pop(master, {}), MASTER_WEIGHT: master}
         self._replaced.clear()
 
+    def _master_of(self, parameter: nn.Parameter, master: Tensor | None) -> Tensor:
+        """The parameter in fp32: with what its master weight knows beyond its own precision, unless something else changed it."""
+        if master is None:
+            return self._wide(parameter.detach())
+        kept = local_shard(master)
+        own = local_shard(parameter.detach()).to(kept.device)
+        kept.copy_(torch.where(kept.to(own.dtype) == own, kept, own.to(kept.dtype)))
+        return master
 
-def _master_of(parameter: nn.Parameter, master: Tensor | None) -> Tensor:
-    """The parameter in fp32: with what its master weight knows beyond its own precision, unless something else changed it."""
-    if master is None:
-        return parameter.detach().float()
-    kept, own = local_shard(master), local_shard(parameter.detach())
-    kept.copy_(torch.where(kept.to(own.dtype) == own, kept, own.float()))
-    return master
+    def _wide(self, value: Tensor) -> Tensor:
+        """A copy in at least fp32, on the host if master weights lie there; a shard stays one."""
+        dtype = torch.float32 if value.dtype in HALF_DTYPES else value.dtype
+        if not self._on_host:
+            return value.to(dtype, copy=True)
+        own = local_shard(value).to("cpu", copy=True).to(dtype)
+        if not isinstance(value, DTensor):
+            return own
+        spec = replace(value._spec, tensor_meta=value._spec.tensor_meta._replace(dtype=dtype))  # type: ignore[union-attr]
+        return DTensor(own, spec, requires_grad=False)
 
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
+    def _wide_state(self, value: Any) -> Any:
+        is_narrow = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
+        is_elsewhere = self._on_host and isinstance(value, Tensor) and value.device.type != "cpu"
+        return self._wide(value) if is_narrow or is_elsewhere else value

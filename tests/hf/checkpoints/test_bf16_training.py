@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "replicated": {"tokens_per_rank": 64},
     "sharded": {"tokens_per_rank": 64, "parameters": "sharded"},
     "staged": {"stages": 2, "tokens_per_rank": 64},
+    "on the host": {"tokens_per_rank": 64, "parameters": "sharded", "optimizer_states": "host"},
 }
 
 Found = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -82,6 +83,9 @@ def test_small_updates_reach_the_master_weights(runs, name: str) -> None:
         ("staged", 2, "staged"),
         ("sharded", 2, "staged"),
         ("staged", 2, "sharded"),
+        ("on the host", 4, "sharded"),
+        ("sharded", 2, "on the host"),
+        ("replicated", 2, "on the host"),
     ],
 )
 def test_master_weights_pass_through_checkpoints(
@@ -103,7 +107,7 @@ def test_master_weights_pass_through_checkpoints(
 
 
 @resuming
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["replicated", "sharded", "staged"])
 def test_a_checkpoint_without_master_weights_can_be_resumed(ranks, rows, tmp_path: Path, name: str) -> None:
     plain = {**CONFIGS[name], "fp32_master_weights": False}
     for masters, _, _ in ranks(2).run(train, rows, str(tmp_path / "first"), plain, {}, ""):
@@ -134,26 +138,46 @@ def test_an_optimizer_that_cannot_keep_them_is_refused_by_name(ranks, rows, tmp_
     assert ranks(1).run(refused, rows, str(tmp_path), {"fp32_master_weights": False}) == [""]
 
 
-def held_bytes(rows: list[dict[str, list[int]]], folder: str, has_copies: bool) -> tuple[int, int]:
-    """Bytes of weights, gradients and everything that updates need after a step, and what plans count for them."""
-    trainer = make_trainer(CASE, rows, folder, {"fp32_master_weights": has_copies}, {"max_steps": 1})
-    held = []
+class HeldBytes(transformers.TrainerCallback):
+    """Counts the bytes of weights and of what updates need, on the device and on the host, when backward has ended."""
 
-    class Count(transformers.TrainerCallback):
-        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            weights = list(trainer.model.parameters())
-            states = [value for state in trainer._plain_optimizer.state.values() for value in state.values() if value.dim()]
-            sums = [trainer._idle_gradient(weight) for weight in weights]
-            tensors = [*weights, *(weight.grad for weight in weights), *states, *sums]
-            held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.device_bytes = self.host_bytes = 0
 
-    trainer.add_callback(Count())
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        weights = list(self.trainer.model.parameters())
+        self.device_bytes += bytes_of([*weights, *(weight.grad for weight in weights)])
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        states = self.trainer._plain_optimizer.state.values()
+        self.host_bytes += bytes_of([value for state in states for value in state.values() if value.dim()])
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def held_bytes(rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Bytes of weights with gradients, and of states, after a step, and what plans count for the device and the host."""
+    trainer = make_trainer(CASE, rows, folder, config, {"max_steps": 1})
+    counted = HeldBytes(trainer)
+    trainer.add_callback(counted)
     trainer.train()
-    spec = replace(model_spec(trainer.model), has_master_weights=has_copies)
-    return held[0], ByteModel(spec).states()
+    updates = {"has_master_weights": config.get("fp32_master_weights", True), "updates_on_host": "optimizer_states" in config}
+    spec = ByteModel(replace(model_spec(trainer.model), **updates))
+    return counted.device_bytes, counted.host_bytes, spec.states(), spec.host_states()
 
 
-@pytest.mark.parametrize("has_copies", [False, True])
-def test_plans_count_them(ranks, rows, tmp_path: Path, has_copies: bool) -> None:
-    ((held, planned),) = ranks(1).run(held_bytes, rows, str(tmp_path), has_copies)
-    assert held == pytest.approx(planned, rel=0.02)
+@pytest.mark.parametrize("config", [{"fp32_master_weights": False}, {}, {"optimizer_states": "host"}], ids=str)
+def test_plans_count_them(ranks, rows, tmp_path: Path, config: dict[str, Any]) -> None:
+    ((weights, states, planned, planned_on_host),) = ranks(1).run(held_bytes, rows, str(tmp_path), config)
+    # weights and their gradients take 4 bytes for each parameter, and the gradients' fp32 sums another 4 while they add up
+    count = weights // 4
+    if config.get("optimizer_states"):
+        assert planned == pytest.approx(6 * count, rel=0.02)
+        # gradients pass through the host in fp32
+        assert planned_on_host == pytest.approx(states + 4 * count, rel=0.02)
+    else:
+        assert planned == pytest.approx(weights + states + 4 * count, rel=0.02)
+        assert planned_on_host == 0

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.runtime.parameters.gradients import GradientSum
 from hf_longctx.runtime.parameters.master_weights import (
     MASTER_WEIGHT,
     drop_master_weights,
@@ -153,22 +152,24 @@ def test_weights_in_fp32_have_none() -> None:
     assert MASTER_WEIGHT in optimizer.state[weights[0]] and MASTER_WEIGHT not in optimizer.state[weights[1]]
 
 
-def test_gradients_lie_in_lent_buffers_which_are_zeros_afterwards() -> None:
-    runs = []
-    for is_lent in (False, True):
-        weights = half_weights()
-        sums = GradientSum(weights)
-        optimizer = OPTIMIZERS["AdamW"](weights)
-        keep_master_weights(optimizer, sums.idle_buffer if is_lent else None)
-        for step in range(4):
-            set_gradients(weights, step)
-            sums.absorb()
-            sums.reduce(None)
-            optimizer.step()
-            buffers = [sums.idle_buffer(weight) for weight in weights]
-            assert all(buffer is not None and not buffer.any() for buffer in buffers)
-        runs.append(masters(weights, optimizer))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_on_the_host_are_the_same(name: str) -> None:
+    found = []
+    for on_host in (False, True):
+        weights = [*half_weights(), nn.Parameter(torch.ones(5))]
+        optimizer = OPTIMIZERS[name](weights)
+        keep_master_weights(optimizer, on_host)
+        train(weights, optimizer, range(5))
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = [nn.Parameter(weight.detach().clone()) for weight in weights]
+        optimizer = OPTIMIZERS[name](weights)
+        keep_master_weights(optimizer, on_host)
+        optimizer.load_state_dict(saved)
+        train(weights, optimizer, range(5, 8))
+        found.append([*masters(weights[:2], optimizer), weights[2].detach()])
+        assert (MASTER_WEIGHT in optimizer.state[weights[2]]) == on_host
+        assert all(master.data_ptr() != weight.data_ptr() for weight, master in zip(weights, found[-1][:2], strict=False))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class FailingOnce(torch.optim.SGD):
