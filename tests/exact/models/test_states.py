@@ -54,6 +54,9 @@ BAMBA, KIMI, LFM = ModelCase("bamba", num_layers=4), ModelCase("kimi_linear"), M
 MAMBA = ModelCase("mamba")
 # the second changes its logits after the head, which no tile may leave out
 MINIMAX, GRIFFIN = ModelCase("minimax", num_layers=4), ModelCase("recurrent_gemma", num_layers=4)
+# states of sums that are divided; the second changes its logits after the head
+RWKV, XLSTM = ModelCase("rwkv"), ModelCase("xlstm")
+DIVIDED = pytest.mark.parametrize("case", [RWKV, XLSTM], ids=lambda case: case.family)
 # attention and a state in every layer
 BOTH = ModelCase("falcon_h1", num_layers=4)
 FAMILIES = pytest.mark.parametrize("case", [QWEN, OLMO, BAMBA, KIMI, LFM, MINIMAX, GRIFFIN], ids=lambda case: case.family)
@@ -100,6 +103,29 @@ def test_slices_of_one_document_match(case: ModelCase, name: str) -> None:
 def test_slices_of_a_scan_that_takes_no_first_state_match() -> None:
     plan = sliced_plan([11], [[span] for span in cut(0, (1, 5, 2, 2, 1))])
     assert lone_error(MAMBA, same_policy(plan, replayed(1.0), replayed(0.0), tile_tokens=8)) <= TOLERANCE
+
+
+@DIVIDED
+def test_slices_whose_states_are_sums_to_divide_match(case: ModelCase) -> None:
+    # cuts inside and between blocks, and slices of one token
+    plan = sliced_plan([40, 5, 1], [[(0, 0, 1)], [(0, 1, 9), (1, 0, 5)], [(0, 9, 10)], [(0, 10, 26), (2, 0, 1)], [(0, 26, 40)]])
+    assert lone_error(case, plan) <= TOLERANCE
+    tile_tokens = 8 if case is RWKV else 0
+    assert lone_error(case, same_policy(plan, replayed(1.0), replayed(0.5), tile_tokens=tile_tokens)) <= TOLERANCE
+
+
+@DIVIDED
+def test_groups_and_rings_whose_states_are_sums_to_divide_match(ranks, case: ModelCase) -> None:
+    # three ranks share heads and channels that they cannot share evenly
+    lengths = [20, 5, 1]
+    sliced = sliced_plan(lengths, [[(0, 0, 6)], [(0, 6, 7)], [(0, 7, 20), (1, 0, 5), (2, 0, 1)]], num_ranks=3)
+    check_groups(ranks, 3, case, [sliced, plan_of([[(3, (0, 1, 2))]], lengths, 3, ulysses=1)])
+
+
+@DIVIDED
+def test_scans_of_sums_to_divide_match_in_blocks(case: ModelCase) -> None:
+    with blocks_of_a_tile():
+        assert lone_error(case, sliced_plan([40, 5], [[(0, 0, 30)], [(0, 30, 40), (1, 0, 5)]])) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", PACKINGS)
@@ -243,10 +269,12 @@ def test_evaluation_passes_states_on_too() -> None:
     "bug",
     ["states leak in the scan", "states leak in the convolution", "states of slices dropped", "gradients of states dropped"],
 )
-@pytest.mark.parametrize("case", [QWEN, KIMI, LFM, MAMBA], ids=lambda case: case.family)
+@pytest.mark.parametrize("case", [QWEN, KIMI, LFM, MAMBA, RWKV, XLSTM], ids=lambda case: case.family)
 def test_planted_bugs_are_noticed(case: ModelCase, bug: str) -> None:
     if case is LFM and "scan" in bug:
         pytest.skip("its layers have no scan")
+    if case is XLSTM and "convolution" in bug:
+        pytest.skip("its layers have no convolution")
     chunks = [[(0, 0, 13), (1, 0, 7)]] if "leak" in bug else [[(0, 0, 6)], [(0, 6, 13), (1, 0, 7)]]
     assert lone_error(case, sliced_plan([13, 7], chunks), bug=bug) > 1e-4
 

@@ -207,6 +207,10 @@ STATE_FAMILIES: dict[str, Any] = {
             **{"num_experts_per_tok": 2, "experts_implementation": "eager"},
         },
     ),
+    # no attention; means of values for each channel, and MLPs that read earlier tokens
+    "rwkv": (transformers.RwkvConfig, transformers.RwkvForCausalLM, {"attention_hidden_size": 24}),
+    # no attention; blocks of eight tokens, and documents that end between them
+    "xlstm": (transformers.xLSTMConfig, transformers.xLSTMForCausalLM, {"num_heads": 4, "chunk_size": 8}),
     "recurrent_gemma": (
         transformers.RecurrentGemmaConfig,
         transformers.RecurrentGemmaForCausalLM,
@@ -311,7 +315,7 @@ def in_four_bits(model: Any, kind: str) -> Any:
 
 def _defaults(case: ModelCase) -> dict[str, Any]:
     """Settings of attention in a config, which a family may override; none in a family without attention."""
-    if case.family == "mamba":
+    if case.family in ("mamba", "rwkv", "xlstm"):
         return {}
     # Phi 3 has this field in the config itself too
     trained = ROPE[case.rope_type].get("original_max_position_embeddings")

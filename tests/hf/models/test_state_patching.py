@@ -255,3 +255,31 @@ def test_calls_that_a_plan_does_not_make_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             mixer(hidden, **keywords)
+
+
+def test_weights_that_a_class_divides_for_evaluation_stay_whole_under_plans() -> None:
+    model = build_any("RwkvForCausalLM", rescale_every=1)
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    plain = model(IDS, use_cache=False).logits
+    name = attention_name(model)
+    patch_model(model)
+    planned = model.eval()(IDS, use_cache=False, longctx=lone_context()).logits
+    # transformers computes decays in fp32
+    assert torch.allclose(planned, plain, rtol=0, atol=1e-5) and torch.equal(model(IDS, use_cache=False).logits, plain)
+    assert all(torch.equal(weight, weights[key]) for key, weight in model.named_parameters())
+    restore_attention(model, name)
+    assert attention_name(model) == name and state_problems(model) == []
+    model(IDS, use_cache=False)
+    (problem,) = state_problems(model)
+    assert problem.startswith("rwkv (RwkvModel) has divided its weights in a forward in evaluation mode")
+    model.train()(IDS, use_cache=False)
+    assert state_problems(model) == []
+
+
+def test_long_rows_that_a_class_cuts_in_evaluation_run_whole_under_plans() -> None:
+    model = build_any("xLSTMForCausalLM", max_inference_chunksize=4)
+    plain = model(IDS, use_cache=False).logits
+    patch_model(model)
+    planned = model.eval()(IDS, use_cache=False, longctx=lone_context()).logits
+    assert torch.allclose(planned, plain, rtol=0, atol=1e-5)
+    assert not any(module.training for module in model.modules())
