@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
-from hf_longctx.hf.models.states import functions
+from hf_longctx.hf.models.states import functions, methods
 from hf_longctx.runtime.activations import engine
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
@@ -81,7 +81,8 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "gradients of keys and values dropped": _dropped_gradients,
         "stale book entry": _stale_entries,
         "states leak in the scan": _one_document_in_scans,
-        "states leak in the convolution": _one_document_in_convolutions,
+        "states leak in the convolution": lambda: _one_document_in_convolutions(functions),
+        "states leak in the shift": lambda: _one_document_in_convolutions(methods),
         "states of other ranks dropped": lambda: _dropped_messages(passing),
         "tokens of other ranks dropped": lambda: _dropped_messages(convolution),
         "states of slices dropped": _dropped_states,
@@ -171,11 +172,11 @@ def _one_document_in_scans() -> Any:
     return replaced(recurrence, "documents_of", documents)
 
 
-def _one_document_in_convolutions() -> Any:
+def _one_document_in_convolutions(module: Any) -> Any:
     def convolve(x: Any, width: int, convolve: Any, layer: Any, context: Any) -> Any:
         return convolve(x)
 
-    return replaced(functions, "convolve_documents", convolve)
+    return replaced(module, "convolve_documents", convolve)
 
 
 def _dropped_messages(module: Any) -> Any:
