@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.evaluation.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
     from hf_longctx.hf.models.rope import extend_positions
+    from hf_longctx.hf.start.sharded_loading import load_sharded
     from hf_longctx.hf.start.stages import load_pipeline_stage
     from hf_longctx.hf.stock.callback import LongContextCallback
     from hf_longctx.hf.trainer.trainer import LongContextMixin, LongContextTrainer
@@ -35,6 +36,7 @@ _HOMES = {
     "TokenLoss": "hf_longctx.runtime.core.loss",
     "extend_positions": "hf_longctx.hf.models.rope",
     "load_pipeline_stage": "hf_longctx.hf.start.stages",
+    "load_sharded": "hf_longctx.hf.start.sharded_loading",
     "mix_datasets": "hf_longctx.hf.data.mixture",
     "pack_sequences": "hf_longctx.plan.chunks.packing",
     "passkeys": "hf_longctx.hf.evaluation.needles",
@@ -55,6 +57,7 @@ __all__ = [
     "__version__",
     "extend_positions",
     "load_pipeline_stage",
+    "load_sharded",
     "mix_datasets",
     "pack_sequences",
     "passkeys",

@@ -39,6 +39,7 @@ from hf_longctx import (
     NeedleTask,
     extend_positions,
     load_pipeline_stage,
+    load_sharded,
     passkeys,
 )
 from hf_longctx.recipes.key_values import key_value_needle
@@ -359,7 +360,10 @@ def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
 
 
 def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> PreTrainedModel:
-    """Loads the checkpoint (only this rank's stage of it, if possible), or makes random weights from the given config."""
+    """Loads the checkpoint, or makes random weights from the given config.
+
+    A rank holds only its stage of a checkpoint, if possible, and of sharded parameters only its shards.
+    """
     path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, "attn_implementation": "sdpa", **four_bits(recipe)}
     if path is None:
         assert recipe.model_config is not None
@@ -369,6 +373,8 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
         config = extend_positions(config, longctx_config.max_length, recipe.rope_scaling)
     if longctx_config.stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
         return load_pipeline_stage(path, longctx_config, config=config, **settings)
+    if longctx_config.stages == 1 and not recipe.load_in_4bit:
+        return load_sharded(path, longctx_config, config=config, **settings)
     return AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
 
 

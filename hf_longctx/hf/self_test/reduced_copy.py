@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_longctx.hf.checkpoints.deferred import forget_source, is_unread, source_of
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import PLAIN, Identity
@@ -95,6 +96,8 @@ def reduced_copy(
         # four-bit layers multiply in a fixed precision, so replace them by their unpacked weights
         memo |= {id(packed): in_full(packed) for place in kept for packed in four_bit_layers(layers[place]).values()}
     copied = independent_copy(model, memo)
+    if source_of(copied) is not None:
+        _make_weights(copied, seed)
     was_shortened = _shorten_windows(copied, longest_window)
     generator = torch.Generator().manual_seed(seed)
     for parameter in copied.parameters():
@@ -242,6 +245,19 @@ def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
         if isinstance(parameter, nn.Parameter):
             memo[id(parameter)] = nn.Parameter(parameter.detach()[:kept].clone(), parameter.requires_grad)
     return kept
+
+
+def _make_weights(copied: Any, seed: int) -> None:
+    """Gives random weights, equal on all ranks, to the copy of a model whose own weights are still to be read."""
+    forget_source(copied)
+    base = base_of(copied)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in base.modules():
+            if any(is_unread(weight) for weight in module.parameters(recurse=False)):
+                base._init_weights(module)
+        for weight in filter(is_unread, base.parameters()):
+            weight.data.normal_(0.0, _NOISE)
 
 
 def _make_plain(base: Any) -> None:

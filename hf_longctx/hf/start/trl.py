@@ -17,6 +17,7 @@ from typing import Any
 import datasets
 from torch import nn
 
+from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.scan import LOSS_WEIGHTS, WEIGHTS
 from hf_longctx.hf.models.adapters import base_of, is_adapted
@@ -203,6 +204,8 @@ def prepared_model_problems(model: Any) -> list[str]:
     problems = []
     if loaded_ranges(model) is not None:
         problems.append("a model of load_pipeline_stage is not tested with trainers of TRL; pass the whole model")
+    if source_of(model) is not None:
+        problems.append("a model of load_sharded is not tested with trainers of TRL; pass the whole model")
     if four_bit_layers(model):
         problems.append("four-bit weights are not tested with trainers of TRL; use LongContextTrainer")
     return problems

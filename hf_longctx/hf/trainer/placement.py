@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from hf_longctx.hf.checkpoints.adapters import load_adapters
+from hf_longctx.hf.checkpoints.deferred import read_deferred, source_of, without_placeholders
 from hf_longctx.hf.checkpoints.sharded import (
     gather_weights,
     has_optimizer_shards,
@@ -134,13 +135,18 @@ class Shards:
     spreads_experts: bool = False
 
     def divide(self, model: Any) -> None:
-        """Shards a whole `model` layer by layer; then, or if it is sharded already, frees gathered weights."""
+        """Shards a whole `model` layer by layer, and reads weights that are still to be read.
+
+        Then, or if it is sharded already, frees gathered weights. The first call is collective.
+        """
         if not is_sharded(model):
             move_scales(model, self.device)
             if self.spreads_experts:
                 spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
+            without_placeholders(model)
             shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients)
         free_gathered(model)
+        read_deferred(model, self.device)
 
 
 class ShardedPlacement:
@@ -159,7 +165,7 @@ class ShardedPlacement:
         return None
 
     def save(self, model: Any, folder: str, is_writer: bool, is_joined: bool = True) -> dict[str, Any] | None:
-        if not is_sharded(model):
+        if not is_sharded(model) and source_of(model) is None:
             return None
         self.prepare(model)
         return gather_weights(model, is_writer, saved_parameters(model) if is_adapted(model) else None)
@@ -168,7 +174,7 @@ class ShardedPlacement:
 
     def load(self, model: Any, folder: str) -> bool:
         # `Trainer` loads a model that is still whole, if it reads its weights right
-        if not is_sharded(model) and not needs_own_reader(model):
+        if not is_sharded(model) and not needs_own_reader(model) and source_of(model) is None:
             return False
         self.prepare(model)
         read_weights(model, folder)

@@ -35,6 +35,7 @@ from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
+from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (
     Placement,
@@ -185,6 +186,7 @@ def start_run(request: RunRequest) -> Run:
     reference_bytes = sum(weight.nbytes for weight in beside)
     train_dataset = (request.datasets or {}).get("train_dataset")
     setup = choose_setup(config, model, args, degrees, control, train_dataset, reference_bytes)
+    raise_together(unread_problems(model, setup), control)
     sets = SequenceSets(config, args, setup, control, task)
     if request.datasets is None:
         setup = replace(setup, planner=replace(setup.planner, one_micro_batch=True))

@@ -1,0 +1,245 @@
+"""Models whose weights are read only when they have been sharded, so that no rank ever holds more than its own shards.
+
+`load_sharded` makes such a model, and `Shards.divide` reads its weights. In between, each weight is a single NaN seen as a tensor
+of the weight's shape: it takes no memory, everything that looks at shapes, types and devices works (PEFT's adapters are made as
+over real weights), nothing can be written into it, and whoever computes with it gets NaN. Buffers are real, since no file holds
+most of them: the constructor of a second model makes them, whose parameters have no values.
+
+Weights that have the same name and shape in the checkpoint as in the model are read slice by slice, by every rank its own. All
+other weights, such as experts that transformers fuses, are read by transformers on rank 0, which sends them one at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState, init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file
+
+from hf_longctx.hf.checkpoints.sharded import checkpoint_files, sharded_like
+from hf_longctx.hf.models.adapters import base_of
+
+# attribute of a model whose weights are still to be read
+SOURCE = "longctx_source"
+# parts of names that PEFT adds to those of a model's own weights
+_ADDED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+# arguments that say where a checkpoint on the hub is
+_PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+_WHOLE = "load the whole model with AutoModelForCausalLM.from_pretrained instead"
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where the weights of a model are to be read.
+
+    folder: local folder with the safetensors files. shapes: shape of every weight and persistent buffer by its name in the model.
+    plain: names of those that files hold under the same name and in the same shape. load: reads the whole model.
+    """
+
+    folder: str
+    shapes: dict[str, torch.Size]
+    plain: frozenset[str]
+    load: Callable[[], PreTrainedModel]
+
+
+def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
+    """Makes the model that `AutoModelForCausalLM.from_pretrained` would load, in evaluation mode, without its weights.
+
+    `settings` go to `from_pretrained`. Not collective. Raises ValueError, naming the first, if the checkpoint lacks weights, if
+    weights are quantised, and for buffers that the model's constructor does not make again.
+    """
+    place = {name: settings[name] for name in _PLACE if name in settings}
+    config = settings.get("config") or AutoConfig.from_pretrained(name_or_path, **place)
+    if settings.get("quantization_config") or getattr(config, "quantization_config", None):
+        raise ValueError(f"the weights of {name_or_path} are quantised, which are not read shard by shard; {_WHOLE}")
+    settings = {**settings, "use_safetensors": True}
+    loader: Any = AutoModelForCausalLM.from_pretrained
+    model, report = loader(name_or_path, device_map="meta", output_loading_info=True, **settings)
+    state = model.state_dict()
+    if missing := sorted(set(report["missing_keys"]) & state.keys()):
+        raise ValueError(
+            f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} (the first is {missing[0]}), which would be "
+            f"random; give a complete checkpoint, or {_WHOLE}"
+        )
+    config_file: Any = cached_file(name_or_path, CONFIG_NAME, **place)
+    folder = str(Path(config_file).parent)
+    in_files = _shapes_in_files(folder)
+    # a tensor that comes back as it went in is neither renamed nor changed
+    saved = revert_weight_conversion(model, dict(state))
+    plain = {name for name, value in state.items() if saved.get(name) is value and in_files.get(name) == value.shape}
+    shapes = {name: value.shape for name, value in state.items()}
+    _make_buffers(model)
+    _replace(model, {weight: torch.full((), math.nan, dtype=weight.dtype).expand(weight.shape) for weight in model.parameters()})
+    setattr(model, SOURCE, WeightSource(folder, shapes, frozenset(plain), partial(loader, name_or_path, **settings)))
+    deferred: PreTrainedModel = model
+    return deferred
+
+
+def source_of(model: Any) -> WeightSource | None:
+    """Where the weights of `model` are still to be read; None for a model that has its weights."""
+    source: WeightSource | None = vars(base_of(model)).get(SOURCE)
+    return source
+
+
+def forget_source(model: Any) -> None:
+    """Makes `model` one that has its weights."""
+    delattr(base_of(model), SOURCE)
+
+
+def is_unread(weight: Tensor) -> bool:
+    """Whether a tensor, which is no shard, stands for a weight that is still to be read."""
+    return weight.is_floating_point() and weight.numel() > 0 and bool(weight.detach().flatten()[0].isnan())
+
+
+def deferred_problems(model: Any) -> list[str]:
+    """Changes to a model whose weights are still to be read that reading would undo or could not follow; else empty."""
+    source = source_of(model)
+    if source is None:
+        return []
+    base = base_of(model)
+    problems, found = [], set()
+    for name, weight in base.named_parameters(remove_duplicate=False):
+        own = _own_name(name)
+        found.add(own)
+        if own in source.shapes and (weight.shape != source.shapes[own] or not is_unread(weight)):
+            problems.append(f"{own} was changed after load_sharded, which has not read it yet; {_WHOLE}, and change that")
+        if own not in source.shapes and bool(weight.detach().isnan().any()):
+            problems.append(
+                f"{name} was computed from weights that load_sharded has not read yet, as DoRA and trained rows of "
+                f"the embedding are; {_WHOLE}"
+            )
+    found |= {_own_name(name) for name, _ in base.named_buffers()}
+    if lost := sorted(source.shapes.keys() - found):
+        problems.append(f"{lost[0]} was removed after load_sharded; {_WHOLE}, and remove it there")
+    return problems[:1]
+
+
+def without_placeholders(model: Any) -> None:
+    """Puts weights that are still to be read on the meta device, as FSDP2 wants them; does nothing for other models."""
+    if source_of(model) is not None:
+        unread = [weight for weight in model.parameters() if not isinstance(weight, DTensor) and is_unread(weight)]
+        _replace(model, {weight: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for weight in unread})
+
+
+@torch.no_grad()
+def read_deferred(model: Any, device: torch.device) -> None:
+    """Reads the weights of a sharded model that has none yet, each rank its own shards, to `device`; ignores other models.
+
+    No rank holds more on its host than its shards and one weight, except rank 0 where transformers must convert weights: it holds
+    the whole model. Collective over all ranks. Raises ValueError if the checkpoint cannot be read.
+    """
+    source = source_of(model)
+    if source is None:
+        return
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    base = base_of(model)
+    tensors = {**dict(base.named_parameters(remove_duplicate=False)), **dict(base.named_buffers())}
+    targets: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        if (own := _own_name(name)) in source.shapes:
+            targets.setdefault(own, []).append(tensor)
+    done: set[int] = set()
+    for path in checkpoint_files(source.folder):
+        with safe_open(path, framework="pt", device="cpu") as reader:
+            for name in sorted(source.plain.intersection(reader.keys())):
+                for target in targets[name]:
+                    _read_own(target, reader.get_slice(name))
+                    done.add(id(target))
+    # a tied weight is one tensor under two names
+    rest = {name: found for name, found in sorted(targets.items()) if any(id(target) not in done for target in found)}
+    if rest:
+        _send_from_first(source, rest)
+    forget_source(model)
+
+
+def _own_name(name: str) -> str:
+    """The name of a weight in the model without adapters."""
+    return _ADDED.sub("", name)
+
+
+def _shapes_in_files(folder: str) -> dict[str, torch.Size]:
+    shapes = {}
+    for path in checkpoint_files(folder):
+        with safe_open(path, framework="pt", device="cpu") as reader:
+            shapes.update({name: torch.Size(reader.get_slice(name).get_shape()) for name in reader.keys()})  # noqa: SIM118
+    return shapes
+
+
+def _make_buffers(model: Any) -> None:
+    """Gives `model` the buffers that its constructor makes; raises ValueError, naming it, for a buffer that it does not make."""
+    with init_empty_weights(include_buffers=False), torch.random.fork_rng(devices=[]):
+        twin: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=model.config.dtype)
+    made: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            own = twin.get_submodule(path)._buffers.get(name)
+            if own is None or own.is_meta or own.shape != buffer.shape:
+                raise ValueError(f"the constructor of {type(model).__name__} does not make its buffer {path}.{name}; {_WHOLE}")
+            module._buffers[name] = made.setdefault(id(buffer), own.to(buffer.dtype))
+
+
+def _replace(model: nn.Module, values: dict[nn.Parameter, Tensor]) -> None:
+    """Puts parameters with new values in the places of these parameters, which may have several places."""
+    new = {weight: nn.Parameter(value, requires_grad=weight.requires_grad) for weight, value in values.items()}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight in new:
+                module._parameters[name] = new[weight]
+
+
+def _read_own(target: Tensor, found: Any) -> None:
+    """Copies this rank's part of a tensor in a file into `target`, reading nothing else."""
+    if not isinstance(target, DTensor):
+        target.copy_(found[...])
+    elif target.placements == (Shard(0),):
+        local, mesh = target.to_local(), target.device_mesh
+        # rows are dealt out as by torch.chunk
+        rows = -(-target.shape[0] // mesh.size())
+        first = min(mesh.get_local_rank() * rows, target.shape[0])
+        if len(local):
+            local.copy_(found[first : first + len(local)])
+    else:
+        target.copy_(sharded_like(target, found[...]))
+
+
+def _send_from_first(source: WeightSource, targets: dict[str, list[Tensor]]) -> None:
+    """Loads the whole model on rank 0 and copies these weights into their targets on all ranks, one at a time."""
+    is_reader = PartialState().process_index == 0
+    whole: dict[str, Tensor] = {}
+    errors: list[str | None] = [None]
+    if is_reader:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                whole = source.load().state_dict()
+        except Exception as error:
+            errors = [f"{type(error).__name__}: {error}"]
+    # over the group of all ranks, whose time-out is the long one: loading takes minutes
+    dist.broadcast_object_list(errors)
+    if errors[0] is not None:
+        raise ValueError(f"rank 0 could not read the checkpoint in {source.folder}: {errors[0]}")
+    for name, found in targets.items():
+        target = found[0]
+        device, dtype = target.device, target.dtype
+        value = torch.empty(target.shape, dtype=dtype, device=device)
+        if is_reader:
+            value.copy_(whole.pop(name))
+        dist.broadcast(value, src=0)
+        for each in found:
+            each.copy_(sharded_like(each, value))

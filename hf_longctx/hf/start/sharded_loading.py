@@ -1,0 +1,59 @@
+"""Loads a model that the trainer will shard, without holding it whole on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_longctx.hf.checkpoints.deferred import defer_weights, deferred_problems, source_of
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.start.setup import RunSetup, shared_parameters
+
+
+def load_sharded(
+    name_or_path: str, config: LongContextConfig, dtype: torch.dtype | str = "auto", **settings: Any
+) -> PreTrainedModel:
+    """Loads a causal language model for a trainer with `config`; sharded parameters are read once the trainer has sharded them.
+
+    Each rank then reads only its own shards from the safetensors files, and holds no more than these and one weight. Weights that
+    transformers renames or fuses when it reads them, such as those of experts, are read on rank 0 alone, which holds the whole
+    model on its host and sends one weight at a time. Until then every weight is NaN; adapters may be put over them. With
+    replicated parameters or on one rank, this is `from_pretrained`. `settings` go to `from_pretrained`. Not collective, but every
+    rank must call this. Raises ValueError if the checkpoint lacks weights or is quantised, and if the ranks have not joined yet.
+
+    Example:
+
+        config = LongContextConfig(parameters="sharded")
+        model = load_sharded("meta-llama/Llama-3.1-70B", config, dtype=torch.bfloat16)
+        trainer = LongContextTrainer(model=model, args=args, train_dataset=dataset, longctx_config=config)
+    """
+    num_ranks, launched = PartialState().num_processes, LaunchEnvironment.read().num_ranks
+    if num_ranks != launched:
+        raise ValueError(
+            f"the launcher started {launched} processes, but only {num_ranks} of them joined; make the TrainingArguments before "
+            f"the model is loaded (without a GPU, set use_cpu=True in them)"
+        )
+    if shared_parameters(config, num_ranks)[0] == "replicated":
+        return AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **settings)
+    return defer_weights(name_or_path, dtype=dtype, **settings)
+
+
+def unread_problems(model: Any, setup: RunSetup) -> list[str]:
+    """Why the weights of a model of `load_sharded` could not be read in a run of this setup; empty if they can."""
+    if source_of(model) is None:
+        return []
+    if setup.costs.parameters == "replicated":
+        return [
+            "the model is one of load_sharded, whose weights are read in shards, but this run keeps parameters whole on every "
+            "rank; give load_sharded and the trainer the same config, with parameters='sharded'"
+        ]
+    if setup.num_stages > 1:
+        return [
+            f"the model is one of load_sharded, but this run has {setup.num_stages} pipeline stages; load it with "
+            f"load_pipeline_stage, or set stages=1"
+        ]
+    return deferred_problems(model)

@@ -1,0 +1,120 @@
+"""Models that are loaded shard by shard: bit for bit those that are loaded whole, in every rank's memory only its shards."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.trainer_runs import SKEWED, LossRecorder, training_arguments
+from peft import LoraConfig, get_peft_model
+
+from hf_longctx import LongContextConfig, LongContextTrainer, load_sharded
+from hf_longctx.hf.checkpoints.deferred import defer_weights
+
+SHARDED = {"parameters": "sharded", "tokens_per_rank": 64}
+
+
+def with_adapters(model: Any, **settings: Any) -> Any:
+    torch.manual_seed(7)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings))
+
+
+def trained(folder: str, rows: Any, is_whole: bool, config: dict[str, Any], lora: dict[str, Any] | None, **arguments: Any) -> Any:
+    """Losses of a training, its weights at the start and at the end, and all buffers."""
+    args = training_arguments(
+        f"{folder}/out", max_steps=3, per_device_train_batch_size=8 // torch.distributed.get_world_size(), **arguments
+    )
+    settings = LongContextConfig(**{**SHARDED, **config}, report_steps=False, timeline_steps=0)
+    # grouped products of experts do not support fp64
+    loading = {"experts_implementation": "eager"}
+    load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(load_sharded, config=settings)
+    model: Any = load(folder, **loading)
+    if lora is not None:
+        model = with_adapters(model, **lora)
+    trainer = LongContextTrainer(model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), longctx_config=settings)
+    recorder = LossRecorder()
+    recorder.attach(trainer)
+    trainer._placed_model()
+    first = {name: whole(weight.detach()).clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    last = {name: whole(weight.detach()).clone() for name, weight in trainer.model.named_parameters()}
+    return recorder.losses, first, last, dict(trainer.model.named_buffers())
+
+
+def refusals(folder: str, config: dict[str, Any], changes: list[str]) -> list[str]:
+    """Why a trainer does not start with a model of `load_sharded`, for every change that is made to the model."""
+    args = training_arguments(f"{folder}/out", per_device_train_batch_size=4)
+    rows = datasets.Dataset.from_list(random_rows([9] * 16))
+    errors = []
+    for change in changes:
+        settings = LongContextConfig(**{**SHARDED, **config})
+        model: Any = load_sharded(folder, LongContextConfig(**SHARDED))
+        if change == "dora":
+            model = with_adapters(model, use_dora=True)
+        if change == "new head":
+            model.lm_head = torch.nn.Linear(32, model.config.vocab_size, bias=False)
+        if change == "more rows":
+            model.lm_head.weight = torch.nn.Parameter(torch.full((3, 32), torch.nan))
+        try:
+            LongContextTrainer(model=model, args=args, train_dataset=rows, longctx_config=settings)
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_what_reading_later_would_undo_is_refused_by_name(ranks, tmp_path: Path) -> None:
+    build_model(ModelCase(dtype=torch.float32)).save_pretrained(tmp_path)
+    for dora, head, more in ranks(2).run(refusals, str(tmp_path), {}, ["dora", "new head", "more rows"]):
+        assert "lora_magnitude_vector.default.weight was computed from weights that load_sharded has not read yet" in dora
+        assert all("lm_head.weight was changed after load_sharded, which has not read it yet" in each for each in (head, more))
+    for (whole_run,) in ranks(2).run(refusals, str(tmp_path), {"parameters": "replicated"}, [""]):
+        assert "give load_sharded and the trainer the same config" in whole_run
+    for (staged,) in ranks(2).run(refusals, str(tmp_path), {"parameters": "replicated", "stages": 2}, [""]):
+        assert "load_sharded" in staged
+
+
+def test_incomplete_and_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+    model = build_model(ModelCase(dtype=torch.float32))
+    state = {name: value for name, value in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=r"lacks 1 weights .*model.layers.1.mlp.up_proj.weight"):
+        defer_weights(str(tmp_path))
+    model.config.quantization_config = {"quant_method": "fp8"}
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="quantised"):
+        defer_weights(str(tmp_path))
+
+
+CASES: dict[str, tuple[ModelCase, int, dict[str, Any], dict[str, Any] | None]] = {
+    "tied": (ModelCase(tied=True), 2, {}, None),
+    "bf16, copies of shards": (ModelCase(dtype=torch.bfloat16), 4, {"shard_ranks": 2}, None),
+    "fused experts": (ModelCase(family="mixtral"), 2, {"parameters": "gathered_per_round"}, None),
+    "spread experts": (ModelCase(family="mixtral"), 2, {"expert_ranks": 2}, None),
+    "adapters": (ModelCase(dtype=torch.float32), 2, {}, {}),
+    "adapters and a trained head": (ModelCase(dtype=torch.float32), 2, {}, {"modules_to_save": ["lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: Path, name: str) -> None:
+    case, num_ranks, config, lora = CASES[name]
+    model = build_model(case)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    rows = random_rows(SKEWED)
+    found = ranks(num_ranks).run(trained, str(tmp_path), rows, False, config, lora)
+    expected = ranks(num_ranks).run(trained, str(tmp_path), rows, True, config, lora)
+    for (losses, *states), (true_losses, *true_states) in zip(found, expected, strict=True):
+        assert losses == true_losses
+        assert len(losses) == 3
+        for own, true in zip(states, true_states, strict=True):
+            assert own.keys() == true.keys()
+            assert [name for name in true if not torch.equal(own[name], true[name])] == []
