@@ -183,6 +183,8 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "async_save": True,
         "collective_timeout_s": 7.5,
         "fp32_gradients": False,
+        "fp32_master_weights": False,
+        "optimizer_states": "host",
         "self_test": False,
         "on_nonfinite": "skip",
         "replica_check_steps": 5,

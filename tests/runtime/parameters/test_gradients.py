@@ -103,3 +103,32 @@ def test_ranks_that_ran_different_layers_end_with_the_same_gradients(ranks, dtyp
             assert all(torch.equal(one, other) for one, other in zip(found[:3], expected, strict=True))
             # no rank used it
             assert found[3] is None
+
+
+def test_backward_itself_moves_half_precision_gradients_to_their_sums() -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8).bfloat16() for _ in range(4)), nn.Linear(8, 8))
+    sums = GradientSum(list(layers.parameters()))
+    held: list[int] = []
+
+    def count(gradient: Tensor) -> None:
+        held.append(sum(weight.grad is not None for weight in layers[:4].parameters()))
+
+    expected = [torch.zeros(weight.shape) for weight in layers.parameters()]
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, noise = torch.randn(5, 8).bfloat16(), torch.randn(5, 8)
+        for gradient, weight in zip(expected, layers.parameters(), strict=True):
+            hidden = layers[:4](x)
+            (found,) = torch.autograd.grad((layers[4](hidden.float()) * noise).sum(), [weight])
+            gradient += found.float()
+        with sums.absorbing():
+            x.requires_grad_()
+            x.register_hook(count)
+            (layers[4](layers[:4](x).float()) * noise).sum().backward()
+    # the last gradients of a backward may still be on their way
+    assert max(held) <= 2
+    assert not any(weight._post_accumulate_grad_hooks for weight in layers.parameters())
+    assert sums.parameters[0].grad is None and layers[4].weight.grad is not None
+    sums.reduce(None)
+    for gradient, weight in zip(expected, layers.parameters(), strict=True):
+        assert torch.equal(weight.grad, gradient.to(weight.dtype)) or torch.allclose(weight.grad.float(), gradient, rtol=1e-2)
