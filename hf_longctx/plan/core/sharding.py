@@ -268,6 +268,17 @@ def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
     return (0, *accumulate(piece.num_tokens for piece in pieces))
 
 
+# documents of at most so many tokens may share a call of attention, which has at most so many rows
+PACKED_TOKENS, PACKED_ROWS = 8192, 16384
+# rows that the operator's backward allocates for every document beside those of its tokens
+_ROWS_PER_DOCUMENT = 128
+
+
+def packed_rows(num_tokens: int, num_documents: int = 1) -> int:
+    """Rows of documents that share a call of attention, as they count for `PACKED_ROWS`."""
+    return num_tokens + _ROWS_PER_DOCUMENT * num_documents
+
+
 def lent_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
     """Pieces that `[stage][position]` holds of a slice that several stages run: the shard of its position, cut in zigzag.
 

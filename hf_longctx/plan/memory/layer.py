@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.sharding import PACKED_ROWS, packed_rows
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
@@ -317,6 +318,7 @@ class LayerBytes:
             # more fp32 tensor as large as the queries
             inside = expanded + (6 + self._wide) * a * document
             most = max(most, found + inside)
+        most = max(most, self._packed_backward)
         if load.sliced_tokens:
             # gradient sums of the slice's own keys and values; the front, which runs after the slice itself, has gradients too
             own = 2 * k * self._wide * load.sliced_tokens
@@ -326,6 +328,18 @@ class LayerBytes:
         # values, outputs and their gradients are copied where values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
         return outside + most + self._score_blocks(longest, longest + load.front_tokens)
+
+    @property
+    def _packed_backward(self) -> int:
+        """Bytes in the backward of short documents that share a call on a GPU, for as many rows as a call may have."""
+        model, load = self.model, self.load
+        if model.bytes_per_element != 2 or model.caps_scores or load.num_blocks > 1 or len(load.documents) == 1:
+            return 0
+        _, a, k, _ = self._sizes
+        # a rank has all tokens of its block, and its share of the heads
+        rows = min(packed_rows(sum(load.documents) * load.block_ranks, len(load.documents)), PACKED_ROWS) // load.block_ranks
+        # a copy of the output, a sum in fp32 and gradients; those of keys and values also for expanded heads
+        return ((2 + self._wide) * a + 2 * k + (2 * a if a != k else 0)) * rows
 
     def _fused_attention_backward(self) -> int:
         """Bytes in the backward of torch's own attention, where nothing is recomputed; it saved expanded keys and values."""

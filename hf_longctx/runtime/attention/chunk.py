@@ -25,9 +25,9 @@ Source of slices: Seq1F1B (arXiv 2406.03488), which keeps the prefix as a list o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,29 +37,9 @@ from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.heads import split_kv
 from hf_longctx.runtime.attention.kv_book import KeyRun, KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule, KeyPiece, front_pieces, rows_backward, rows_forward, sinks_backward
+from hf_longctx.runtime.attention.runs import Document, Run, lone_runs, packed_runs, run_backward, run_forward
 from hf_longctx.runtime.tiles.plain import TileInputs
 from hf_longctx.runtime.tiles.tile import tile_backward
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """Tokens [start, stop) of a chunk. If they are a slice of a sequence, `as_slice` describes it; None for a whole sequence."""
-
-    start: int
-    stop: int
-    as_slice: Slice | None = None
-
-    @property
-    def tokens(self) -> slice:
-        """Range of the document among the tokens of the chunk."""
-        return slice(self.start, self.stop)
-
-
-def documents_of(cu_seqlens: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Document, ...]:
-    """Documents of a packed chunk with these boundaries: the ones named in `slices` are slices, the others whole sequences."""
-    by_document = {slice_.document: slice_ for slice_ in slices}
-    bounds = enumerate(itertools.pairwise(cu_seqlens))
-    return tuple(Document(start, stop, by_document.get(index)) for index, (start, stop) in bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +55,11 @@ class ChunkAttention:
     record: AttentionRecord | None
     kv_book: KVBook
     layer: Hashable
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Documents that are computed together: short ones where an operator takes several, else each on its own."""
+        return (lone_runs if self.rule.bounds is None else packed_runs)(self.documents)
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
         """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`."""
@@ -99,14 +84,19 @@ class _ChunkAttention(torch.autograd.Function):
         kept = None if call.record is None else call.record.take()
         num_rows = q_hSD.shape[1] if kept is None else kept.start
         outs, lses = [], []
-        for document in call.documents:
-            k, v = k_gSD[:, document.tokens], v_gSE[:, document.tokens]
+        for run in call.runs:
+            slice_, tokens = run.as_slice, run.tokens
+            k, v = k_gSD[:, tokens], v_gSE[:, tokens]
             # a replay writes the same keys and values that the K/V book already holds, since no later slice has changed them
-            front = () if document.as_slice is None else _front(document.as_slice, k, v, call, any(ctx.needs_input_grad))
-            rows = slice(document.start, min(document.stop, num_rows))
+            front = () if slice_ is None else _front(slice_, k, v, call, any(ctx.needs_input_grad))
+            rows = slice(tokens.start, min(tokens.stop, num_rows))
             if rows.start < rows.stop:
-                start = 0 if document.as_slice is None else document.as_slice.start
-                out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, rule.of_rows(rows), start, sinks_h)
+                if run.is_packed:
+                    q, k, v = (x[:, rows] for x in (q_hSD, k_gSD, v_gSE))
+                    out_hTE, lse_hT = run_forward(q, k, v, run.lengths(rows.stop), rule, sinks_h)
+                else:
+                    start = 0 if slice_ is None else slice_.start
+                    out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, rule.of_rows(rows), start, sinks_h)
                 outs.append(out_hTE.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
@@ -125,24 +115,26 @@ class _ChunkAttention(torch.autograd.Function):
         dsinks_h = None
         if sinks_h is not None:
             dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
-        # buffers that the loop fills document by document; a lone document needs none, since its gradients are the chunk's
-        num_tokens = q_hSD.shape[1] if len(call.documents) > 1 else 0
+        runs = call.runs
+        # buffers that the loop fills run by run; a lone run needs none, since its gradients are the chunk's
+        num_tokens = q_hSD.shape[1] if len(runs) > 1 else 0
         num_kv, head_dim, value_dim = call.rule.readers.num_kv, q_hSD.shape[2], out_ShE.shape[2]
         shapes = ((q_hSD.shape[0], head_dim), (num_kv, head_dim), (num_kv, value_dim))
         dq_hSD, dk_gSD, dv_gSE = (q_hSD.new_empty(heads, num_tokens, size) for heads, size in shapes)
         num_whole = 0
-        for document in call.documents:
-            tokens = document.tokens
+        for run in runs:
+            tokens = run.tokens
             gradient_hTE, out_hTE = gradient_ShE[tokens].transpose(0, 1), out_ShE[tokens].transpose(0, 1)
             q_hTD, lse_hT, rule = q_hSD[:, tokens], lse_hS[:, tokens], whole_rule.of_rows(tokens)
-            if document.as_slice is not None:
-                found = _slice_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, document.as_slice, rule, call)
+            if run.as_slice is not None:
+                found = _slice_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, run.as_slice, rule, call)
             else:
-                saved = slice(num_whole, num_whole + document.stop - document.start)
+                saved = slice(num_whole, num_whole + tokens.stop - tokens.start)
                 k, v = (x[:, saved] for x in whole_kv)
-                found = _document_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, rule)
+                find = partial(run_backward, lengths=run.lengths(tokens.stop)) if run.is_packed else _document_backward
+                found = find(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, rule=rule)
                 num_whole = saved.stop
-            if len(call.documents) == 1:
+            if len(runs) == 1:
                 dq, dk, dv = (x.to(q_hSD.dtype) for x in found)
                 return dq, dk, dv, dsinks_h, None, None
             for gradients, gradient in zip((dq_hSD, dk_gSD, dv_gSE), found, strict=True):

@@ -20,6 +20,7 @@ from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.layout import GroupLayout
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.dropout.keys import DropoutKeys, DropoutTokens
+from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class GroupContext:
     cu_seqlens: document boundaries, starting at 0, if the group has one block, which then holds whole documents; empty for
         several blocks, whose layout is `ring.pieces`.
     known_readers: cache of `readers`; it belongs to the pool, so it lasts for the run.
+    bounds: boundaries on the device of runs of documents, shared by all layers of the chunk.
     slices: the documents of the chunk whose sequence has tokens in other chunks too; their keys and values are in `kv_book`.
     documents: (tokens of the piece, tokens of its whole document) for every piece of this rank's tokens, in order; each dummy
         token is a document of its own.
@@ -164,6 +166,7 @@ class GroupContext:
     ring: Ring
     cu_seqlens: tuple[int, ...]
     known_readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = field(default_factory=dict)
+    bounds: PackBounds = field(default_factory=PackBounds)
     slices: tuple[Slice, ...] = ()
     documents: tuple[tuple[int, int], ...] = ()
     layout: GroupLayout = field(default_factory=lambda: GroupLayout.of(None, True, (0,), 0, ((),)))

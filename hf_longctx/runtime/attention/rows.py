@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.attention.heads import KVReaders, split_kv
 from hf_longctx.runtime.attention.kv_book import KeyRun
+from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import tile_backward, tile_forward
@@ -44,6 +45,7 @@ class AttentionRule:
     chosen_TK: for each row the positions in its document of the keys that it sees, as an index has chosen them; -1 chooses none.
     None: it sees every key that the pattern shows. Only with a causal pattern. Before attention runs, the rows are this rank's
     own tokens; `gather` turns their chosen keys into those of all tokens of the block. It is collective over the block.
+    bounds: boundaries of the chunk's documents, if the device has an operator for several documents that obeys the rule; else None.
     """
 
     readers: KVReaders
@@ -51,6 +53,7 @@ class AttentionRule:
     pattern: AttentionPattern = CAUSAL
     chosen_TK: Tensor | None = None
     gather: Callable[[Tensor], Tensor] | None = None
+    bounds: PackBounds | None = None
 
     def choosing(self, chosen_TK: Tensor | None) -> AttentionRule:
         """The rule for all tokens of the block, given what this rank's own tokens have chosen."""

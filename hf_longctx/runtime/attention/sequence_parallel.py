@@ -28,12 +28,14 @@ from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.core.sharding import HeadShare, head_shares
-from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of
+from hf_longctx.runtime.attention.chunk import ChunkAttention
 from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.lent_slice import LentAttention
 from hf_longctx.runtime.attention.ring import ring_attention
 from hf_longctx.runtime.attention.rows import AttentionRule
+from hf_longctx.runtime.attention.runs import Document, documents_of
+from hf_longctx.runtime.tiles.packs import takes_packs
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
 
@@ -75,8 +77,10 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
     if call.sinks_H is not None:
         mine = shares[context.block.index]
         sinks_h = call.sinks_H[mine.q_start : mine.q_stop].to(torch.promote_types(v_1GTE.dtype, torch.float32))
-    gather = partial(gather_tokens, block=context.block)
-    rule = AttentionRule(readers, Scores(call.scale, call.softcap), call.pattern, call.chosen_TK, gather)
+    head_dim = max(q_1HTD.shape[3], v_1GTE.shape[3])
+    shares_calls = call.chosen_TK is None and takes_packs(v_1GTE.device, v_1GTE.dtype, head_dim, call.softcap > 0)
+    bounds, gather = context.bounds if shares_calls else None, partial(gather_tokens, block=context.block)
+    rule = AttentionRule(readers, Scores(call.scale, call.softcap), call.pattern, call.chosen_TK, gather, bounds)
     if context.block.num_ranks == 1:
         return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call.layer)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)
@@ -101,10 +105,11 @@ def _attention(
         return attend_lent(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
     if context.ring.num_blocks > 1:
         return ring_attention(q_1hSD, k_1gSD, v_1gSE, rule, context.ring, record, sinks_h)
-    # if values had another head size, torch's own attention would fall back to plain matrices
+    # if values had another head size, torch's own attention would fall back to plain matrices; and it would save keys and values
+    # once for each query head, where operators for several documents save them once
     has_one_size = q_1hSD.shape[3] == v_1gSE.shape[3]
     sees_all = rule.pattern == CAUSAL and rule.chosen_TK is None
-    is_plain = sees_all and sinks_h is None and not rule.scores.softcap and has_one_size
+    is_plain = rule.bounds is None and sees_all and sinks_h is None and not rule.scores.softcap and has_one_size
     if not context.slices and record is None and is_plain:
         return packed_attention(q_1hSD, k_1gSD, v_1gSE, rule.readers, rule.scores.scale, context.cu_seqlens)
     documents = documents_of(context.cu_seqlens, context.slices)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from hf_longctx.plan.core.mixers.state_spec import ScanSize
 from hf_longctx.plan.core.sharding import head_shares, passes_states
-from hf_longctx.runtime.attention.chunk import Document, documents_of
 from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.attention.runs import Document, documents_of
 from hf_longctx.runtime.attention.sequence_parallel import gather_heads, spread_heads
 from hf_longctx.runtime.states.blocks import in_blocks
 from hf_longctx.runtime.states.book import LayerScan, check_not_lent, leave_state, state_before

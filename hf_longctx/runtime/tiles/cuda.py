@@ -26,6 +26,13 @@ _LAST_BAD_CUDNN, _CUDNN_MAJORS = 91500, (9, 10)
 _RAGGED = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a device; (0, 0) without CUDA."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
 def cudnn_version() -> int:
     """The version of cuDNN as one number, such as 91600 for 9.16.0; 0 without it."""
     return torch.backends.cudnn.version() or 0

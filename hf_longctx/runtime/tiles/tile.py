@@ -34,6 +34,7 @@ from hf_longctx.runtime.core.strides import dense_channels
 from hf_longctx.runtime.tiles.cuda import (
     cudnn_backward,
     cudnn_forward,
+    device_capability,
     flash_backward,
     flash_forward,
     takes_cudnn,
@@ -88,7 +89,7 @@ def choose_backend(
 
 def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False) -> str:
     """Name of the backend for tiles of queries of this dtype and head size; tiles with a single key may need another one."""
-    return choose_backend(device.type, _capability(device), dtype, head_dim, is_capped=is_capped).name
+    return choose_backend(device.type, device_capability(device), dtype, head_dim, is_capped=is_capped).name
 
 
 def tile_forward(tile: TileInputs, backend: str = "") -> tuple[Tensor, Tensor]:
@@ -183,7 +184,8 @@ def _backend_for(tile: TileInputs, name: str) -> TileBackend:
     is_capped, is_chosen = tile.scores.softcap > 0, tile.chosen is not None
     if not name:
         device, head_dim = tile.q.device, max(tile.q.shape[-1], tile.v.shape[-1])
-        return choose_backend(device.type, _capability(device), tile.q.dtype, head_dim, tile.k.shape[1], is_capped, is_chosen)
+        capability = device_capability(device)
+        return choose_backend(device.type, capability, tile.q.dtype, head_dim, tile.k.shape[1], is_capped, is_chosen)
     for backend in BACKENDS:
         if backend.name == name:
             if is_capped and not backend.caps:
@@ -192,12 +194,6 @@ def _backend_for(tile: TileInputs, name: str) -> TileBackend:
                 raise ValueError(f"attention backend {name!r} does not support chosen keys; leave `backend` empty")
             return backend
     raise ValueError(f"there is no attention backend {name!r}; choose one of {', '.join(each.name for each in BACKENDS)}")
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return (0, 0)
-    return torch.cuda.get_device_capability(device)
 
 
 def _with_repeated_kv(tile: TileInputs, per_kv: int) -> TileInputs:

@@ -2,7 +2,7 @@
 
     python recipes/bench/gpu/smoke.py [--tokens 2048]
 
-The rows are attention (packed documents under each of torch's backends, every tile backend, tiles of a ring, slices), kernels,
+The rows are attention (packed documents, one by one and in one call, every tile backend, tiles of a ring, slices), kernels,
 copies on side streams, the pinned host memory, a planned step against the plain model, activation policies on whole documents
 and on slices, the loss in tiles, and two tiny training runs. Exits with status 1 if a row fails; without CUDA everything is
 skipped, with the reason.
@@ -22,7 +22,6 @@ from itertools import pairwise
 import datasets
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
@@ -40,23 +39,27 @@ from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
 from hf_longctx.recipes.bench.gpu.smoke_memory import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Check, document_model, memory_checks
 from hf_longctx.recipes.bench.one_document import largest_error
-from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
+from hf_longctx.runtime.attention.chunk import ChunkAttention
 from hf_longctx.runtime.attention.context import visible_tiles
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
+from hf_longctx.runtime.attention.runs import Document, documents_of
 from hf_longctx.runtime.attention.sequence_parallel import packed_attention
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.tiles.packs import PackBounds, takes_packs
+from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import attention_backend, tile_backward, tile_forward
 
 # error allowed: bf16 keeps 8 bits, so every rounding adds up to 2^-9, and gradients pass through several roundings
 TOLERANCE = 2e-2
 SCALE = HEAD_DIM**-0.5
+WINDOW = AttentionPattern(window=100)
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,10 @@ def main() -> int:
 
 def checks(tokens: int, device: torch.device) -> dict[str, Check]:
     """All rows: name -> (function that returns the error and a note, largest error allowed)."""
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cuDNN": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
     return {
-        **{f"packed attention, {n}": (partial(check_packed, tokens, device, b), TOLERANCE) for n, b in backends.items()},
+        "packed attention of torch, fp32": (partial(check_packed, tokens, device), TOLERANCE),
+        "short documents in one call": (partial(check_runs, tokens, device, CAUSAL), TOLERANCE),
+        "short documents in one call, with a window": (partial(check_runs, tokens, device, WINDOW), TOLERANCE),
         "ring of 2, its tiles in one process": (partial(check_tiles, tokens, device, 2), TOLERANCE),
         "ring of 4, its tiles in one process": (partial(check_tiles, tokens, device, 4), TOLERANCE),
         "slices, keys and values in the K/V book": (partial(check_slices, tokens, device), TOLERANCE),
@@ -153,16 +153,33 @@ def reference_attention(tokens: int, device: torch.device) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def check_packed(tokens: int, device: torch.device, backend: SDPBackend) -> tuple[float, str]:
-    """Checks packed documents on one rank with one backend of scaled_dot_product_attention."""
-    gradient, *inputs = random_heads(tokens, device)
+def check_packed(tokens: int, device: torch.device) -> tuple[float, str]:
+    """Checks packed documents in fp32, which torch's scaled_dot_product_attention computes one by one."""
+    gradient, *inputs = random_heads(tokens, device, torch.float32)
     leaves = [x.requires_grad_() for x in inputs]
     readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
-    with sdpa_kernel([backend]):
-        out = packed_attention(*(x.unsqueeze(0) for x in leaves), readers, SCALE, documents(tokens))
-        out.backward(gradient.transpose(0, 1).unsqueeze(0))
+    out = packed_attention(*(x.unsqueeze(0) for x in leaves), readers, SCALE, documents(tokens))
+    out.backward(gradient.transpose(0, 1).unsqueeze(0))
     found = [out.detach()[0].transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     return largest_error(found, reference_attention(tokens, device)), ""
+
+
+def check_runs(tokens: int, device: torch.device, pattern: AttentionPattern) -> tuple[float, str]:
+    """Checks documents that share a call, one of them of a single token, against tiles of each document in fp32."""
+    readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
+    bounds = (0, 1, *documents(tokens)[1:])
+    results = []
+    for dtype, known in ((torch.float32, None), (torch.bfloat16, PackBounds())):
+        gradient, *inputs = random_heads(tokens, device, dtype)
+        leaves = [x.requires_grad_() for x in inputs]
+        rule = AttentionRule(readers, Scores(SCALE), pattern, known)
+        attend = ChunkAttention(rule, documents_of(bounds, ()), None, KVBook(), "layer")
+        out = attend(*leaves)
+        out.backward(gradient.transpose(0, 1))
+        results.append([out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    expected, found = results
+    note = "" if takes_packs(device, torch.bfloat16, HEAD_DIM, is_capped=False) else "plans do not use it on this device"
+    return largest_error(found, expected), note
 
 
 def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[float, str]:

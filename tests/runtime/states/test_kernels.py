@@ -32,8 +32,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.models.states.functions import scan_line
 from hf_longctx.hf.models.states.patching import mixers_of
-from hf_longctx.runtime.attention.chunk import Document
 from hf_longctx.runtime.attention.kv_book import Slice
+from hf_longctx.runtime.attention.runs import Document
 from hf_longctx.runtime.states import by_token
 from hf_longctx.runtime.states.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, HeadSizes, ScanKernel
 from hf_longctx.runtime.states.recurrence import rows_of

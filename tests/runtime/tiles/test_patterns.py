@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 import torch
+from helpers.measures.flash_packs import flash_on_the_cpu
 from helpers.measures.masked_attention import HEAD_DIM, SCALE, error_of, masked_softmax, readers_of, visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
-from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
+from hf_longctx.runtime.attention.chunk import ChunkAttention
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
+from hf_longctx.runtime.attention.runs import Document
+from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.plain import Scores
 
@@ -23,6 +27,12 @@ from hf_longctx.runtime.tiles.plain import Scores
 TOLERANCE = 1e-12
 # softcap as large as typical scores, so that it bends many of them
 SOFTCAP = 0.8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flash() -> Iterator[None]:
+    with flash_on_the_cpu():
+        yield
 
 
 def times_seen(tiles: tuple[PatternTile, ...], num_queries: int, num_keys: int) -> Tensor:
@@ -100,7 +110,7 @@ def tokens_held(pattern: AttentionPattern, cuts: list[int], num_forward: int, is
     return held + (seen(range(waiting), waiting) if waiting and slices else 0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=250)
 @given(
     patterns,
     st.lists(st.integers(1, 17), min_size=1, max_size=4),
@@ -111,6 +121,8 @@ def tokens_held(pattern: AttentionPattern, cuts: list[int], num_forward: int, is
     st.booleans(),
     st.sampled_from([0.0, SOFTCAP]),
     st.sampled_from([HEAD_DIM, HEAD_DIM - 1, HEAD_DIM + 2]),
+    # short documents share calls of an operator, which takes no capped scores
+    st.booleans(),
 )
 def test_slices_and_documents_are_one_masked_softmax(
     pattern: AttentionPattern,
@@ -121,6 +133,7 @@ def test_slices_and_documents_are_one_masked_softmax(
     has_sinks: bool,
     softcap: float,
     value_dim: int,
+    shares_calls: bool,
 ) -> None:
     num_heads, _, dropped = heads
     readers = readers_of(*heads)
@@ -143,6 +156,7 @@ def test_slices_and_documents_are_one_masked_softmax(
     expected = torch.cat([masked_softmax(*one, pattern, sinks, softcap) for one in expanded])
     expected_gradients = torch.autograd.grad(expected, leaves, gradient)
 
+    bounds = PackBounds() if shares_calls and not softcap else None
     kv_book, runs, outputs = KVBook(), [], []
     token_bytes = 8 * readers.num_kv * (HEAD_DIM + value_dim)
     cuts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
@@ -154,7 +168,7 @@ def test_slices_and_documents_are_one_masked_softmax(
                 row = [torch.cat(pair, dim=1) for pair in zip(row, document, strict=True)]
                 row_documents.append(Document(row_documents[-1].stop, row[0].shape[1]))
         record = None if recompute is None else AttentionRecord(TensorShare("attention_output", recompute, device=1 - recompute))
-        rule = AttentionRule(readers, Scores(SCALE, softcap), pattern)
+        rule = AttentionRule(readers, Scores(SCALE, softcap), pattern, bounds)
         attend = ChunkAttention(rule, tuple(row_documents), record, kv_book, "layer")
         runs.append((attend, row, attend(*row, sinks)))
         assert kv_book.num_bytes == token_bytes * tokens_held(pattern, cuts, len(runs), record is None, None)

@@ -1,0 +1,121 @@
+"""Computes attention of several documents side by side in one call: torch's FlashAttention 2 for CUDA with document boundaries.
+
+One call for all short documents of a pack costs one launch, and no plan for each new length, as cuDNN makes one. The kernel takes
+fewer KV heads than query heads and windows, and returns the LSE without gaps, [H, S], on NVIDIA devices.
+
+Shapes: H query heads, G KV heads (H is a multiple of G), S tokens of all documents, D head size of queries and keys, E of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_longctx.runtime.core.strides import dense_channels
+from hf_longctx.runtime.tiles.cuda import device_capability, takes_flash
+
+# capabilities with little shared memory, on which torch's own attention takes no larger heads for training
+_SMALL, _LARGEST_ON_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1)), 192
+# the longest document is rounded up to whole blocks of the kernel. The result does not depend on it, and documents of one token
+# each, which torch would hand to a kernel for decoding, stay like any others
+_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PackBounds:
+    """Boundaries of documents on the device, int32 [documents + 1], each made once. known: they, by the boundaries' values."""
+
+    known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def on_device(self, lengths: Sequence[int], device: torch.device) -> Tensor:
+        """Boundaries of documents with these lengths, from 0 to their sum."""
+        key = tuple(accumulate(lengths, initial=0))
+        if key not in self.known:
+            # the host does not wait for a copy of so few values
+            self.known[key] = torch.tensor(key, dtype=torch.int32).to(device, non_blocking=True)
+        return self.known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class PackInputs:
+    """Documents side by side: q [H, S, D], k [G, S, D], v [G, S, E].
+
+    In each document query i sees keys 0 to i, or the last `window` of them if that is not 0. bounds: see `PackBounds`. longest:
+    tokens of the longest document.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bounds: Tensor
+    longest: int
+    scale: float
+    window: int = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest document, rounded up."""
+        return -(-self.longest // _BLOCK) * _BLOCK
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """The window as arguments of the operators: how many tokens before and after its own a query sees; -1 for all."""
+        return {"window_size_left": self.window - 1, "window_size_right": 0} if 0 < self.window < self.longest else {}
+
+
+def takes_packs(device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool) -> bool:
+    """Whether documents on this device can share a call. head_dim: the larger of the head sizes of queries and values."""
+    # AMD devices return another layout of the LSE
+    if device.type != "cuda" or is_capped or torch.version.hip is not None or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    capability = device_capability(device)
+    is_too_large = capability in _SMALL and head_dim > _LARGEST_ON_SMALL
+    return takes_flash(device.type, capability, dtype, head_dim) and not is_too_large
+
+
+def pack_forward(pack: PackInputs) -> tuple[Tensor, Tensor]:
+    """Output [H, S, E] and LSE [H, S] in at least fp32."""
+    wide = _of_one_width(pack)
+    q_SHD, k_SGD, v_SGD = (_tokens_first(x) for x in (wide.q, wide.k, wide.v))
+    # no dropout, causal, no mask returned for debugging
+    settings = (pack.bounds, pack.bounds, pack.most_tokens, pack.most_tokens, 0.0, True, False)
+    attention = torch.ops.aten._flash_attention_forward
+    out_SHD, lse_HS, *_ = attention(q_SHD, k_SGD, v_SGD, *settings, scale=pack.scale, **pack.windows)
+    # a view would keep columns of padding for backward
+    out_SHE = out_SHD if out_SHD.shape[2] == pack.v.shape[2] else out_SHD[..., : pack.v.shape[2]].contiguous()
+    return out_SHE.transpose(0, 1), lse_HS
+
+
+def pack_backward(gradient_HSE: Tensor, pack: PackInputs, out_HSE: Tensor, lse_HS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given the output and LSE, into which more keys may have been merged."""
+    wide = _of_one_width(pack)
+    gradient, out = (_widened(x, wide.v.shape[2]) for x in (gradient_HSE, out_HSE))
+    inputs = [_tokens_first(x) for x in (gradient, wide.q, wide.k, wide.v, out)]
+    # read only with dropout
+    device = pack.q.device
+    seed, unused = torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device)
+    settings = (pack.bounds, pack.bounds, pack.most_tokens, pack.most_tokens, 0.0, True, seed, unused)
+    backward = torch.ops.aten._flash_attention_backward
+    found = backward(*inputs, lse_HS.contiguous(), *settings, scale=pack.scale, **pack.windows)
+    sizes = (pack.q.shape[2], pack.k.shape[2], pack.v.shape[2])
+    dq, dk, dv = (x[..., :size].transpose(0, 1) for x, size in zip(found, sizes, strict=True))
+    return dq, dk, dv
+
+
+def _of_one_width(pack: PackInputs) -> PackInputs:
+    """The documents with columns of zeros where queries and values differ in head size."""
+    width = max(pack.q.shape[2], pack.v.shape[2])
+    return replace(pack, q=_widened(pack.q, width), k=_widened(pack.k, width), v=_widened(pack.v, width))
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _tokens_first(x_HSD: Tensor) -> Tensor:
+    return dense_channels(x_HSD).transpose(0, 1)
