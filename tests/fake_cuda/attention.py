@@ -12,20 +12,26 @@ from typing import Any
 
 import torch
 from helpers.measures.cudnn_plans import CudnnPlans
+from helpers.measures.flash_packs import FlashPacks
 from torch import Tensor
 
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
 
-_PREFIX = "aten::_scaled_dot_product_"
+_PREFIX, _PACKED = "aten::_scaled_dot_product_", "aten::_flash_attention_"
+# arguments of the packed operators that have no name here: of dropout, of decoding and of debugging
+_UNUSED = ("seqused_k", "alibi_slopes", "block_table", "num_splits")
+_KEYWORDS = ("scale", "window_size_left", "window_size_right")
 
 
 def is_attention(name: str) -> bool:
     """Whether the operator of this schema name is computed here."""
-    return name.startswith(_PREFIX) and not name.endswith(("_for_cpu", "_for_cpu_backward", "_math"))
+    return name.startswith((_PREFIX, _PACKED)) and not name.endswith(("_for_cpu", "_for_cpu_backward", "_math"))
 
 
 def attend(plans: CudnnPlans, name: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Results of an attention operator, given its arguments by name, with tensors on the CPU."""
+    if name.startswith(_PACKED):
+        return _packed(arguments, name.endswith("_backward"))
     kind, is_backward = name.removeprefix(_PREFIX).split("_attention")[0], name.endswith("_backward")
     assert arguments.get("attn_bias") is None and not arguments.get("dropout_p"), f"{name}: only what plans and self-tests call"
     scale = arguments.get("scale")
@@ -41,6 +47,14 @@ def _cudnn(plans: CudnnPlans, arguments: dict[str, Any], scale: float, is_backwa
     if not is_backward:
         return plans.forward(q, k, v, None, True, 0.0, is_causal, scale=scale)
     return plans.backward(arguments["grad_out"], q, k, v, arguments["out"], arguments["logsumexp"], is_causal, scale=scale)
+
+
+def _packed(arguments: dict[str, Any], is_backward: bool) -> tuple[Any, ...]:
+    assert not any(arguments.pop(name, None) for name in _UNUSED)
+    positional = [value for name, value in arguments.items() if name not in _KEYWORDS]
+    keywords = {name: arguments[name] for name in _KEYWORDS if arguments[name] is not None}
+    packs = FlashPacks()
+    return (packs.backward if is_backward else packs.forward)(*positional, **keywords)
 
 
 def _forward(kind: str, arguments: dict[str, Any], scores: Scores) -> tuple[Any, ...]:

@@ -87,7 +87,7 @@ def pack_forward(pack: PackInputs) -> tuple[Tensor, Tensor]:
     attention = torch.ops.aten._flash_attention_forward
     out_SHD, lse_HS, *_ = attention(q_SHD, k_SGD, v_SGD, *settings, scale=pack.scale, **pack.windows)
     # a view would keep columns of padding for backward
-    out_SHE = out_SHD if out_SHD.shape[2] == pack.v.shape[2] else out_SHD[..., : pack.v.shape[2]].contiguous()
+    out_SHE = out_SHD if out_SHD.shape[2] == pack.v.shape[2] else _narrowed(out_SHD, pack.v.shape[2]).contiguous()
     return out_SHE.transpose(0, 1), lse_HS
 
 
@@ -103,7 +103,7 @@ def pack_backward(gradient_HSE: Tensor, pack: PackInputs, out_HSE: Tensor, lse_H
     backward = torch.ops.aten._flash_attention_backward
     found = backward(*inputs, lse_HS.contiguous(), *settings, scale=pack.scale, **pack.windows)
     sizes = (pack.q.shape[2], pack.k.shape[2], pack.v.shape[2])
-    dq, dk, dv = (x[..., :size].transpose(0, 1) for x, size in zip(found, sizes, strict=True))
+    dq, dk, dv = (_narrowed(x, size).transpose(0, 1) for x, size in zip(found, sizes, strict=True))
     return dq, dk, dv
 
 
@@ -115,6 +115,10 @@ def _of_one_width(pack: PackInputs) -> PackInputs:
 
 def _widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _narrowed(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else x[..., :width]
 
 
 def _tokens_first(x_HSD: Tensor) -> Tensor:
