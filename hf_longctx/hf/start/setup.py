@@ -30,6 +30,7 @@ from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, s
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.core.sharding import PACKED_TOKENS
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
@@ -39,6 +40,7 @@ from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.tiles.packs import takes_packs
 from hf_longctx.runtime.tiles.tile import attention_backend
 
 logger = logging.getLogger(__name__)
@@ -354,10 +356,14 @@ def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
 
 def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
     spec = setup.costs.model
-    name = attention_backend(args.device, dtype, max(spec.head_dim, spec.value_head_dim), spec.caps_scores)
+    head_dim = max(spec.head_dim, spec.value_head_dim)
+    name = attention_backend(args.device, dtype, head_dim, spec.caps_scores)
     line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
     if spec.caps_scores or spec.value_head_dim:
         line = f"attention: {name} for all tiles"
+    if takes_packs(args.device, dtype, head_dim, spec.caps_scores):
+        line = f"attention: FlashAttention 2 of torch for documents of up to {PACKED_TOKENS:,} tokens, several in one call; "
+        line += f"{name} for longer ones and for tiles of rings and slices"
     if (num_parts := len(setup.ranges[0])) > 1:
         line = f"{line} | {setup.num_stages} stages interleaved, {num_parts} layer ranges each"
     if setup.planner.lend_stages:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.heads import split_kv
 from hf_longctx.runtime.attention.kv_book import KeyRun, KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule, KeyPiece, front_pieces, rows_backward, rows_forward, sinks_backward
-from hf_longctx.runtime.attention.runs import Document, Run, lone_runs, packed_runs, run_backward, run_forward
+from hf_longctx.runtime.attention.runs import Document, Run, lone_runs, packed_runs, run_backward, run_forward, run_inputs
 from hf_longctx.runtime.tiles.plain import TileInputs
 from hf_longctx.runtime.tiles.tile import tile_backward
 
@@ -93,7 +92,7 @@ class _ChunkAttention(torch.autograd.Function):
             if rows.start < rows.stop:
                 if run.is_packed:
                     q, k, v = (x[:, rows] for x in (q_hSD, k_gSD, v_gSE))
-                    out_hTE, lse_hT = run_forward(q, k, v, run.lengths(rows.stop), rule, sinks_h)
+                    out_hTE, lse_hT = run_forward(run_inputs(q, k, v, run.lengths(rows.stop), rule), sinks_h)
                 else:
                     start = 0 if slice_ is None else slice_.start
                     out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, rule.of_rows(rows), start, sinks_h)
@@ -131,8 +130,11 @@ class _ChunkAttention(torch.autograd.Function):
             else:
                 saved = slice(num_whole, num_whole + tokens.stop - tokens.start)
                 k, v = (x[:, saved] for x in whole_kv)
-                find = partial(run_backward, lengths=run.lengths(tokens.stop)) if run.is_packed else _document_backward
-                found = find(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, rule=rule)
+                if run.is_packed:
+                    inputs = run_inputs(q_hTD, k, v, run.lengths(tokens.stop), rule)
+                    found = run_backward(gradient_hTE, inputs, out_hTE, lse_hT, rule.readers)
+                else:
+                    found = _document_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, rule)
                 num_whole = saved.stop
             if len(runs) == 1:
                 dq, dk, dv = (x.to(q_hSD.dtype) for x in found)

@@ -45,7 +45,7 @@ class AttentionRule:
     chosen_TK: for each row the positions in its document of the keys that it sees, as an index has chosen them; -1 chooses none.
     None: it sees every key that the pattern shows. Only with a causal pattern. Before attention runs, the rows are this rank's
     own tokens; `gather` turns their chosen keys into those of all tokens of the block. It is collective over the block.
-    bounds: boundaries of the chunk's documents, if the device has an operator for several documents that obeys the rule; else None.
+    bounds: boundaries of the chunk's documents, if an operator of the device takes several documents and obeys the rule.
     """
 
     readers: KVReaders

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_longctx.plan.core.sharding import PACKED_ROWS, PACKED_TOKENS, packed_rows
+from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import Slice
 from hf_longctx.runtime.attention.rows import AttentionRule, with_sinks
 from hf_longctx.runtime.tiles.packs import PackInputs, pack_backward, pack_forward
@@ -89,11 +90,19 @@ def packed_runs(documents: Sequence[Document]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def run_forward(
-    q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, lengths: Sequence[int], rule: AttentionRule, sinks_h: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output [h, S, E] and LSE [h, S] of whole documents with these lengths. sinks_h: see `rows.with_sinks`."""
-    out_hSE, lse_hS = pack_forward(_pack(q_hSD, k_gSD, v_gSE, lengths, rule))
+def run_inputs(q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, lengths: Sequence[int], rule: AttentionRule) -> PackInputs:
+    """Whole documents with these lengths, for one call under a rule with `bounds`."""
+    assert rule.bounds is not None
+    # attention chunks are documents to the operator
+    parts = [part for length in lengths for part in _parts(length, rule.pattern.chunk)]
+    k, v = map(rule.readers.gather, (k_gSD, v_gSE))
+    bounds = rule.bounds.on_device(parts, q_hSD.device)
+    return PackInputs(q_hSD, k, v, bounds, max(parts), rule.scores.scale, rule.pattern.window)
+
+
+def run_forward(inputs: PackInputs, sinks_h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output [h, S, E] and LSE [h, S] of a run. sinks_h: see `rows.with_sinks`."""
+    out_hSE, lse_hS = pack_forward(inputs)
     if sinks_h is None:
         return out_hSE, lse_hS
     wide, lse_hS = with_sinks(out_hSE, lse_hS, sinks_h)
@@ -101,27 +110,11 @@ def run_forward(
 
 
 def run_backward(
-    gradient_hSE: Tensor,
-    q_hSD: Tensor,
-    out_hSE: Tensor,
-    lse_hS: Tensor,
-    k_gSD: Tensor,
-    v_gSE: Tensor,
-    lengths: Sequence[int],
-    rule: AttentionRule,
+    gradient_hSE: Tensor, inputs: PackInputs, out_hSE: Tensor, lse_hS: Tensor, readers: KVReaders
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, keys and values of a run."""
-    dq, dk, dv = pack_backward(gradient_hSE, _pack(q_hSD, k_gSD, v_gSE, lengths, rule), out_hSE, lse_hS)
-    return dq, rule.readers.fold(dk), rule.readers.fold(dv)
-
-
-def _pack(q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, lengths: Sequence[int], rule: AttentionRule) -> PackInputs:
-    assert rule.bounds is not None
-    # attention chunks are documents to the operator
-    parts = [part for length in lengths for part in _parts(length, rule.pattern.chunk)]
-    k, v = map(rule.readers.gather, (k_gSD, v_gSE))
-    bounds = rule.bounds.on_device(parts, q_hSD.device)
-    return PackInputs(q_hSD, k, v, bounds, max(parts), rule.scores.scale, rule.pattern.window)
+    dq, dk, dv = pack_backward(gradient_hSE, inputs, out_hSE, lse_hS)
+    return dq, readers.fold(dk), readers.fold(dv)
 
 
 def _parts(length: int, size: int) -> list[int]:

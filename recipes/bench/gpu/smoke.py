@@ -172,7 +172,7 @@ def check_runs(tokens: int, device: torch.device, pattern: AttentionPattern) -> 
     for dtype, known in ((torch.float32, None), (torch.bfloat16, PackBounds())):
         gradient, *inputs = random_heads(tokens, device, dtype)
         leaves = [x.requires_grad_() for x in inputs]
-        rule = AttentionRule(readers, Scores(SCALE), pattern, known)
+        rule = AttentionRule(readers, Scores(SCALE), pattern, bounds=known)
         attend = ChunkAttention(rule, documents_of(bounds, ()), None, KVBook(), "layer")
         out = attend(*leaves)
         out.backward(gradient.transpose(0, 1))

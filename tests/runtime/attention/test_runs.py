@@ -64,7 +64,7 @@ def results(
     )
     sinks = draw(num_heads).requires_grad_() if has_sinks else None
     record = None if recompute is None else AttentionRecord(TensorShare("attention_output", recompute, device=1 - recompute))
-    rule = AttentionRule(readers, Scores(SCALE), pattern, bounds)
+    rule = AttentionRule(readers, Scores(SCALE), pattern, bounds=bounds)
     attend = ChunkAttention(rule, documents_of(BOUNDS, ()), record, KVBook(), "layer")
     output = attend(q, k, v, sinks)
     if record is not None:

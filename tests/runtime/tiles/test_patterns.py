@@ -168,7 +168,7 @@ def test_slices_and_documents_are_one_masked_softmax(
                 row = [torch.cat(pair, dim=1) for pair in zip(row, document, strict=True)]
                 row_documents.append(Document(row_documents[-1].stop, row[0].shape[1]))
         record = None if recompute is None else AttentionRecord(TensorShare("attention_output", recompute, device=1 - recompute))
-        rule = AttentionRule(readers, Scores(SCALE, softcap), pattern, bounds)
+        rule = AttentionRule(readers, Scores(SCALE, softcap), pattern, bounds=bounds)
         attend = ChunkAttention(rule, tuple(row_documents), record, kv_book, "layer")
         runs.append((attend, row, attend(*row, sinks)))
         assert kv_book.num_bytes == token_bytes * tokens_held(pattern, cuts, len(runs), record is None, None)
