@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from helpers.measures.allocations import measure
 from helpers.models.dropout_truth import philox_words
 from helpers.models.reference import TOLERANCE, random_rows, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 
@@ -57,6 +59,20 @@ def plain_weights(num_steps: int) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def resume(config: dict[str, Any], num_ranks: int, folder: str, start: str) -> dict[str, torch.Tensor]:
+    """Weights of this rank after step 4, of a training that saves at step 2, or goes on from `start`."""
+    arguments = {**PLAIN_DESCENT, "max_steps": 4, "per_device_train_batch_size": 4 // num_ranks, "learning_rate": 0.01}
+    arguments |= {
+        "neftune_noise_alpha": ALPHA,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    trainer = make_trainer(CASE, ROWS, folder, config, arguments)
+    trainer.train(resume_from_checkpoint=start or None)
+    return {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+
+
 def train(config: dict[str, Any], num_ranks: int) -> tuple[dict[str, torch.Tensor], float, float]:
     """Trained weights of this rank, and the loss of an evaluation before training and without noise at all."""
     arguments = {**PLAIN_DESCENT, "max_steps": 2, "per_device_train_batch_size": 4 // num_ranks, "learning_rate": 0.01}
@@ -83,6 +99,17 @@ def test_any_plan_draws_the_same_noise(ranks, plan: str) -> None:
         assert max(errors.values()) <= TOLERANCE, errors
         assert loss == found[0][1]
     assert set().union(*(weights for weights, _ in found)) == set(expected)
+
+
+@resuming
+@pytest.mark.parametrize("first,then", [("groups", "slices"), ("stages", "groups")])
+def test_a_resumed_training_draws_the_noise_of_the_steps_that_are_left(ranks, tmp_path: Path, first: str, then: str) -> None:
+    expected = plain_weights(4)
+    for plan, folder, start in ((first, "first", ""), (then, "second", str(tmp_path / "first" / "checkpoint-2"))):
+        config, num_ranks = PLANS[plan]
+        for weights in ranks(num_ranks).run(resume, config, num_ranks, str(tmp_path / folder), start):
+            errors = {name: relative_error(weight, expected[name]) for name, weight in weights.items()}
+            assert max(errors.values()) <= TOLERANCE, (plan, errors)
 
 
 def test_noise_that_is_set_on_a_started_trainer_is_refused(tmp_path) -> None:
