@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -30,4 +31,6 @@ def computing(device: FakeDevice) -> Iterator[Computing]:
     """Computes for the device during a test."""
     with Computing(device) as mode:
         yield mode
+        # what a test leaves behind is not unpinned, which waits for the device, in the next one
+        gc.collect()
         torch.cuda.synchronize()

@@ -43,11 +43,14 @@ class FakeDevice:
         self._library.fake_cuda_count.restype = self._library.fake_cuda_receive.restype = ctypes.c_long
         self._library.fake_cuda_deliver.argtypes = [ctypes.c_long]
         self._library.fake_cuda_set_patience.argtypes = [ctypes.c_double]
-        self._library.fake_cuda_set_pins.argtypes = self._library.fake_cuda_set_unpin_waits.argtypes = [ctypes.c_bool]
+        self._library.fake_cuda_set_pins.argtypes = [ctypes.c_bool]
         self._listener = _Listener(0)
 
     def count(self, name: str) -> int:
-        """How often the runtime's function was called; also "host waits", "copies" and "receives"."""
+        """How often the runtime's function was called; also "host waits", "copies", "receives".
+
+        "cudaHostUnregister under copies" counts memory that was unpinned while any copy was under way.
+        """
         return int(self._library.fake_cuda_count(name.encode()))
 
     def advance(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -82,13 +85,6 @@ class FakeDevice:
         self._library.fake_cuda_set_pins(False)
         yield
         self._library.fake_cuda_set_pins(True)
-
-    @contextmanager
-    def unpinning_at_once(self) -> Iterator[None]:
-        """Context in which memory is unpinned without waiting for copies that use it."""
-        self._library.fake_cuda_set_unpin_waits(False)
-        yield
-        self._library.fake_cuda_set_unpin_waits(True)
 
     def set_patience(self, seconds: float) -> None:
         """How long a stream waits for a message until the device counts as stuck."""

@@ -38,7 +38,10 @@ Ticket = Any
 
 
 class CopyEngine(Protocol):
-    """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`."""
+    """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`.
+
+    Copies to the host are made in the order of the calls, so a block that nobody fetched can be written again.
+    """
 
     def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
 
@@ -234,7 +237,7 @@ class HostTensor:
             if self._returning is not None:
                 # nobody has waited for the copy back into memory that is free from now on
                 self._tier.copies.wait(self._returning[1])
-            self._tier.slab.give(self._run, (self._arrival, *self._tickets))
+            self._tier.slab.give(self._run, self._tickets)
             self._tier.stored_bytes -= self.num_bytes
 
 

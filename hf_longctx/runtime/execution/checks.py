@@ -66,7 +66,8 @@ def check_weights(stage: StageModel, pool: GroupPool, summed: Collection[nn.Para
 
     All ranks of a stage must train the same weights, or gradients of different weights would be summed; both stages of a tied
     weight must agree; no weight may have a hook, nor be new, that is, not in `summed`, whose gradients are summed over ranks.
-    has_all_stages: whether every rank holds all stages. Collective over the pool; waits for the device.
+    has_all_stages: whether every rank holds all stages. Collective over the pool. If the pool has a control group, nothing waits
+    for the device.
     """
     weights = list(stage.model.named_parameters())
     known = {id(parameter) for parameter in summed}
@@ -78,7 +79,7 @@ def check_weights(stage: StageModel, pool: GroupPool, summed: Collection[nn.Para
     values = {own: zlib.crc32(bytes(trains)), num_stages + 1: int(bool(hooked)), num_stages + 2: int(bool(added))}
     if stage.tied and not has_all_stages:
         values[num_stages] = int(stage.model.get_parameter(stage.tied).requires_grad)
-    is_alike = _alike_over_ranks(values, num_stages + 3, pool, device)
+    is_alike = _alike_over_ranks(values, num_stages + 3, pool, device if pool.control is None else torch.device("cpu"))
     if added or not is_alike[-1]:
         raise ValueError(
             f"{f'the weight {added[0]}' if added else 'a weight of another rank'} is new: it was added to the model, or put in "
@@ -110,7 +111,10 @@ def check_weights(stage: StageModel, pool: GroupPool, summed: Collection[nn.Para
 
 
 def _alike_over_ranks(values: Mapping[int, int], num_columns: int, pool: GroupPool, device: torch.device) -> list[bool]:
-    """For each column, whether all ranks that have a value for it have the same. Collective over the pool."""
+    """For each column, whether all ranks that have a value for it have the same. Collective over the pool.
+
+    device: where the numbers are when they are compared, which must suit the pool's control group, or without one the pool.
+    """
     if pool.everyone is None:
         return [True] * num_columns
     none = -(2**40)
@@ -119,6 +123,6 @@ def _alike_over_ranks(values: Mapping[int, int], num_columns: int, pool: GroupPo
     for column, value in values.items():
         marks[0, column], marks[1, column] = value, -value
     marks = marks.to(device)
-    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=pool.everyone)
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=pool.everyone if pool.control is None else pool.control)
     largest, negated = marks.tolist()
     return [high == -low or high == none for high, low in zip(largest, negated, strict=True)]

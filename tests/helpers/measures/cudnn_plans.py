@@ -22,11 +22,17 @@ class CudnnPlans:
     """Plans by layouts of queries, keys and values; a backward plan reads output and gradient as they lay at its first call.
 
     calls: forward and backward calls. misread: backward calls whose output or gradient lay otherwise than at the first.
+    num_layouts: layouts seen, each of which costs the real cuDNN a plan, forward and backward.
     """
 
     def __init__(self) -> None:
         self.calls = self.misread = 0
         self._backward: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._forward: set[Any] = set()
+
+    @property
+    def num_layouts(self) -> int:
+        return len(self._forward)
 
     def forward(
         self,
@@ -44,6 +50,7 @@ class CudnnPlans:
         """torch's `_scaled_dot_product_cudnn_attention`."""
         _refuse(q, k)
         self.calls += 1
+        self._forward.add(_layout(q, k, v, is_causal))
         out, lse = plain_forward(TileInputs(q[0], k[0], v[0], Scores(scale), is_causal))
         # the output lies in memory as the queries do
         out_1HTD = torch.empty_strided(q.shape, dense_strides(q), dtype=q.dtype).copy_(out.unsqueeze(0))
@@ -58,8 +65,7 @@ class CudnnPlans:
         is_causal = rest[-1]
         _refuse(q, k)
         self.calls += 1
-        key = (*((x.shape, x.stride()) for x in (q, k, v)), is_causal, q.dtype)
-        built = self._backward.setdefault(key, (out.stride(), gradient.stride()))
+        built = self._backward.setdefault(_layout(q, k, v, is_causal), (out.stride(), gradient.stride()))
         self.misread += not (has_strides(out, built[0]) and has_strides(gradient, built[1]))
         out, gradient = _read_as(out, built[0]), _read_as(gradient, built[1])
         inputs = TileInputs(q[0], k[0], v[0], Scores(scale), is_causal)
@@ -79,6 +85,10 @@ def cudnn_on_the_cpu() -> Iterator[CudnnPlans]:
             yield plans
     finally:
         library._destroy()
+
+
+def _layout(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Any:
+    return (*((x.shape, x.stride()) for x in (q, k, v)), is_causal, q.dtype)
 
 
 def _refuse(q: Tensor, k: Tensor) -> None:

@@ -1,0 +1,53 @@
+"""The host tier and activation policies under torch's CUDA sanitizer, which `test_races.py` runs in a process of its own.
+
+Once switched on, the sanitizer's hooks stay in the process, and fail in any checkpoint that stops early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch.cuda._sanitizer as sanitizer
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from fake_cuda.test_offload import CUDA, SIZE, dropped_unread, many_leave, without
+from hf_longctx.recipes.bench.gpu import smoke_memory
+from hf_longctx.runtime.activations import host_tier
+
+
+@pytest.fixture(scope="module")
+def traced() -> sanitizer.CUDASanitizerDispatchMode:
+    """torch's sanitizer, which records allocations and events from the first use on."""
+    return sanitizer.CUDASanitizerDispatchMode()
+
+
+@contextlib.contextmanager
+def sanitised(traced: sanitizer.CUDASanitizerDispatchMode) -> Iterator[None]:
+    """Context that raises if two streams use a tensor without an order, on top of `Computing`."""
+    # its hooks fail while the exception that ends a checkpoint early is in flight
+    with traced, set_checkpoint_early_stop(False), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def test_no_copy_races_with_computation(traced: sanitizer.CUDASanitizerDispatchMode) -> None:
+    with sanitised(traced):
+        for scenario in (many_leave, dropped_unread):
+            assert scenario(host_tier.HostTier.on(CUDA, 4 * SIZE * 4)) == 0
+
+
+def test_planted_copies_that_do_not_follow_computation_race(traced: sanitizer.CUDASanitizerDispatchMode) -> None:
+    changed = without("stream.wait_stream(torch.cuda.current_stream(self._device))", "pass")
+    with sanitised(traced), pytest.raises(sanitizer.CUDASanitizerErrors):
+        many_leave(changed.HostTier.on(CUDA, 4 * SIZE * 4))
+
+
+@pytest.mark.parametrize(
+    "name", ["attention and inputs on the host", "part of the MLP kept", "four slices, attention kept on the host"]
+)
+def test_policies_run_without_races(name: str, traced: sanitizer.CUDASanitizerDispatchMode) -> None:
+    with sanitised(traced):
+        error, _ = smoke_memory.check_policy(64, CUDA, *smoke_memory.POLICIES[name])
+    assert error <= 0.1

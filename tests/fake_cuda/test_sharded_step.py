@@ -1,0 +1,82 @@
+"""A step of rank 0 of 2 with sharded parameters, a sequence group by Ulysses and offloading: the host waits for nothing.
+
+Collectives move nothing, so only the order of work, streams and waits are tested here; values are tested on gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fake_cuda.computing import Computing
+from fake_cuda.device import FakeDevice
+from fake_cuda.test_training import small_model
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.plan.core.sharding import rank_pieces
+from hf_longctx.plan.core.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    LayerRange,
+    RankPlan,
+    SequenceGroup,
+    Span,
+    StagePlan,
+)
+from hf_longctx.recipes.bench.one_document import replayed
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+CUDA = torch.device("cuda", 0)
+TOKENS = 64
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+def test_the_host_waits_for_nothing(parameters: str, two_ranks: None, device: FakeDevice, computing: Computing) -> None:
+    model = small_model()
+    patch_model(model)
+    shard_model(model, ("LlamaDecoderLayer",), shard_mesh("cuda", 2, 60.0))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    pool, tier = GroupPool((1, 2), 60.0, control=dist.new_group()), HostTier.on(CUDA, 1 << 22)
+    engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model)))
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, CUDA, True)
+    chunk = Chunk(0, (Span(0, 0, TOKENS),))
+    layers = replayed(attention_host=1.0, input_host=1.0), replayed(), replayed(attention_host=1.0)
+    actions = Action("F", 0, 0), Action("B", 0, 0)
+    stage = StagePlan(0, (LayerRange(0, 3),), actions, (ActivationPolicy(0, 0, layers, 16),))
+    group = SequenceGroup((0, 1), "ulysses", (chunk,), (stage,))
+    plan = RankPlan(0, 0, parameters, ((group, stage),))
+    own = sum(piece.num_tokens for piece in rank_pieces(chunk, group.shape)[0])
+    ids, positions = torch.arange(own)[None], torch.arange(own)[None]
+    inputs = ChunkInputs(ids, positions, ids).pin_memory()
+    for step in range(3):
+        temporaries = computing.num_temporaries
+        with device.waits() as waits:
+            result = executor.run(plan, [[inputs]], TOKENS, engine=engine)
+        # the first step makes tables of heads
+        assert step == 0 or waits == []
+        # what leaves for the host takes no room on the device
+        assert computing.num_temporaries == temporaries
+        for parameter in model.parameters():
+            parameter.grad = None
+    assert torch.isfinite(result.loss)
+    engine.unbind()
+    pool.close()

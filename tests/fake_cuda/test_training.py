@@ -1,0 +1,82 @@
+"""Training with offloading on the fake device: where the host waits, what is pinned when, and new layouts of attention."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
+
+from fake_cuda.computing import Computing
+from fake_cuda.device import FakeDevice, HostWait
+from hf_longctx import LongContextConfig, LongContextTrainer
+from hf_longctx.runtime.activations.host_tier import HostTier
+
+STEPS, FIRST_WATCHED = 5, 2
+
+
+class Watch(TrainerCallback):
+    """Notes what happened on the device before each step."""
+
+    def __init__(self, device: FakeDevice, waits: list[HostWait], computing: Computing) -> None:
+        self.device, self.waits, self.computing = device, waits, computing
+        # before each step: memory pinned, waits of the host, layouts of cuDNN's attention
+        self.pinned: list[int] = []
+        self.num_waits: list[int] = []
+        self.layouts: list[int] = []
+
+    def note(self) -> None:
+        self.pinned.append(self.device.count("cudaHostRegister"))
+        self.num_waits.append(len(self.waits))
+        self.layouts.append(self.computing.plans.num_layouts)
+
+    def on_step_begin(self, *arguments: Any, **keywords: Any) -> None:
+        self.note()
+
+    def on_train_end(self, *arguments: Any, **keywords: Any) -> None:
+        self.note()
+
+
+def small_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 4096}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def train(folder: Path, device: FakeDevice, computing: Computing, lengths: list[int], **settings: Any) -> Watch:
+    """Trains on documents of these lengths, one batch of them per step."""
+    row = torch.randint(0, 128, (max(lengths),), generator=torch.Generator().manual_seed(1)).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": [row[:length] for length in lengths] * STEPS})
+    with device.waits() as waits:
+        watch = Watch(device, waits, computing)
+        arguments = TrainingArguments(
+            str(folder), max_steps=STEPS, per_device_train_batch_size=len(lengths), learning_rate=1e-3, logging_steps=100,
+            report_to="none", save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        config = LongContextConfig(report_steps=False, timeline_steps=0, self_test=False, calibration_steps=0, **settings)
+        trainer = LongContextTrainer(
+            model=small_model(), args=arguments, train_dataset=data, longctx_config=config, callbacks=[watch]
+        )
+        trainer.train()
+    return watch
+
+
+def test_a_training_that_offloads(
+    tmp_path: Path, device: FakeDevice, computing: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, store = [0], HostTier.store
+    monkeypatch.setattr(HostTier, "store", lambda tier, tensor: (stored.append(tensor.numel()), store(tier, tensor))[1])
+    watch = train(
+        tmp_path, device, computing, [40 * (i + 1) for i in range(6)], tokens_per_rank=256, host_gib=0.01, device_gib=0.004
+    )
+    assert len(stored) > STEPS
+    # memory is pinned before the first step
+    assert len(set(watch.pinned)) == 1
+    places = collections.Counter(wait.place for wait in watch.waits[watch.num_waits[FIRST_WATCHED] :])
+    print(places)
