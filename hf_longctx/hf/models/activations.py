@@ -27,10 +27,10 @@ _PROBE_BYTES = 2**26
 class ActivationRuntime:
     """Executes activation policies on the layers and the output head of one model at a time.
 
-    A model whose plans keep everything is never touched. host_bytes: size of the slab of host memory for saved tensors; the slab
-    is allocated when the first plan offloads, and is pinned on CUDA. on_pageable: called with the measured bytes per second if
-    the system refuses to pin the slab, so that later plans expect slower copies. has_head: false for a pipeline stage before the
-    last. layers: the layers of this rank's own stage, for a model that has the layers of all stages; None: all layers.
+    A model whose plans keep everything is never touched. host_bytes: size of the slab of host memory for saved tensors, which is
+    pinned on CUDA; `reserve` allocates it, or else the first plan that offloads. on_pageable: called with the measured bytes per
+    second if the system refuses to pin the slab, so that later plans expect slower copies. has_head: false for a pipeline stage
+    before the last. layers: the layers of this rank's own stage, for a model that has the layers of all stages; None: all layers.
     may_replay: whether plans of any rank may have policies.
     """
 
@@ -48,6 +48,16 @@ class ActivationRuntime:
         self._own = slice(None) if layers is None else slice(layers.first_layer, layers.first_layer + layers.num_layers)
         self._engine: ActivationEngine | None = None
         self._model: nn.Module | None = None
+        self._tier: HostTier | None = None
+
+    def reserve(self) -> float:
+        """Allocates and pins the slab now, so that no step waits for that; returns the seconds it took. CUDA only."""
+        start_s = time.perf_counter()
+        self._tier = HostTier.on(self.device, self.host_bytes)
+        seconds = time.perf_counter() - start_s
+        if not self._tier.slab.is_pinned:
+            self._on_pageable(slab_rate(self._tier, self.device))
+        return seconds
 
     def engine(self, model: nn.Module, plan: RankPlan) -> ActivationEngine | None:
         """The engine for `plan` on `model`; None as long as no plan has needed an engine."""
@@ -60,14 +70,16 @@ class ActivationRuntime:
             policy.layers or policy.tile_tokens for _, stage in plan.rounds for policy in stage.activations
         )
         if is_needed and self._model is not model:
-            self.close()
+            self._unbind()
             head = OutputHead(output_head(model)) if self._has_head else None
             layers = layer_modules(model)[self._own]
             self._engine, self._model = ActivationEngine(layers, head=head, partners=partners), model
         if self._engine is not None and self._engine.tier is None and any(share.host for share in shares):
-            self._engine.tier = HostTier.on(self.device, self.host_bytes)
-            if self.device.type == "cuda" and not self._engine.tier.slab.is_pinned:
-                self._on_pageable(slab_rate(self._engine.tier, self.device))
+            if self._tier is None and self.device.type == "cuda":
+                self.reserve()
+            elif self._tier is None:
+                self._tier = HostTier.on(self.device, self.host_bytes)
+            self._engine.tier = self._tier
         return self._engine
 
     @property
@@ -76,7 +88,11 @@ class ActivationRuntime:
         return None if self._engine is None else self._engine.tier
 
     def close(self) -> None:
-        """Restores the model's own layers. Idempotent."""
+        """Restores the model's own layers and frees the slab. Idempotent."""
+        self._unbind()
+        self._tier = None
+
+    def _unbind(self) -> None:
         if self._engine is not None:
             self._engine.unbind()
         self._engine = self._model = None

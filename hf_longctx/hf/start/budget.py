@@ -15,8 +15,9 @@ from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 
-# share of a machine's host memory that its ranks may fill with saved tensors, unless `host_gib` is set
-_HOST_SHARE = 0.5
+# share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: the
+# memory is pinned when the run starts, at some tenths of a second per GiB
+_HOST_SHARE, _MOST_HOST_BYTES = 0.5, 64 * 2**30
 
 
 def describe_states(spec: ModelSpec) -> str:
@@ -61,7 +62,8 @@ def activation_budget(
     available_bytes -= host_states
     if config.host_gib is None:
         # a share of all memory, not of what is free, so that a resumed run gets the same budget
-        host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0
+        most_bytes = min(int(total_bytes * _HOST_SHARE), _MOST_HOST_BYTES)
+        host_bytes = min(most_bytes, available_bytes) if device.type == "cuda" else 0
     else:
         host_bytes = int(config.host_gib * 2**30)
     if host_bytes > available_bytes:

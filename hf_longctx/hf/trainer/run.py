@@ -230,6 +230,10 @@ def start_run(request: RunRequest) -> Run:
                 RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, *probed(token_loss, task)), forward
             )
             opening = f"{opening}\n{passed}"
+        may_offload = budget is not None and host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank
+        if args.device.type == "cuda" and may_offload:
+            # now, because in a step other ranks would wait for it
+            opening = f"{opening}\n{host_bytes / 2**30:.1f} GiB of host memory pinned in {activations.reserve():.1f} s"
         return Run(
             config=config,
             args=args,

@@ -14,11 +14,14 @@ that block; a reader waits for the copy back. A block is free once nobody refers
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 ALIGNMENT_BYTES = 64
 # tensors on their way to the host that are kept on the device; while two leave, the next layer computes
 _MOST_LEAVING = 2
+# threads that touch the pages of a slab, each so many bytes at a time
+_TOUCHING_THREADS, _TOUCHED_BYTES = 8, 2**28
 # handle of one copy, returned by the copy engine; it is passed to later copies that must follow that one, and to `wait`
 Ticket = Any
 
@@ -122,7 +127,7 @@ class HostSlab:
 
     def __init__(self, capacity_bytes: int, is_pinned: bool) -> None:
         self.capacity_bytes = block_bytes(capacity_bytes)
-        self.memory = torch.empty(self.capacity_bytes, dtype=torch.uint8)
+        self.memory = _touched(self.capacity_bytes) if is_pinned else torch.empty(self.capacity_bytes, dtype=torch.uint8)
         self.is_pinned = is_pinned and _pin(self.memory)
         if self.is_pinned:
             # unpin before the memory is freed: pages given back to the system must not stay locked
@@ -277,6 +282,20 @@ class SplitTensor:
         if self._device is not None:
             pieces.append(self._device)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _touched(num_bytes: int) -> Tensor:
+    """Memory whose pages are all there, in huge pages where the system has them: pinning makes missing pages one by one."""
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # a kernel without huge pages refuses
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+    parts = memory.split(_TOUCHED_BYTES)
+    with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
+        for _ in threads.map(Tensor.zero_, parts):
+            pass
+    return memory
 
 
 def _pin(memory: Tensor) -> bool:
