@@ -12,16 +12,17 @@ other packages come from the environment that runs the script. In place of NVIDI
   waits for it, or when something computes on its stream, or when another queue that advances waits for it. So every copy comes as
   late as the order that the program has declared allows, and a missing wait or a buffer that is used again too early shows as
   wrong values.
-- All arithmetic is done by `Computing` (`computing.py`), a dispatch mode: each aten operation on CUDA tensors lets its stream
-  advance and then runs its CPU kernel on the same memory. Attention operators that exist on CUDA only are matrices
-  (`attention.py`), and cuDNN's keeps backward plans by the layout of its inputs, as the real one does.
-- Waits of the host for the device are counted, each with the Python frame that caused it (`device.py`).
+- All arithmetic is done by `Computing` (`machine/computing.py`), a dispatch mode: each aten operation on CUDA tensors lets its
+  stream advance and then runs its CPU kernel on the same memory. Attention operators that exist on CUDA only are matrices
+  (`machine/attention.py`), and cuDNN's keeps backward plans by the layout of its inputs, as the real one does.
+- Waits of the host for the device are counted, each with the Python frame that caused it (`machine/device.py`).
 - A communicator whose receives occupy the device until their message comes, and kernels whose first launch waits for an idle
-  device, show messages that could wait for themselves (`communicator.py`).
+  device, show messages that could wait for themselves (`machine/communicator.py`).
 - torch's own CUDA sanitizer runs on top. It compares the order in which streams were told to work, so it sees what late copies
   cannot: a copy that does not wait for the computation before it.
 
 **Limits.** Computation never lags behind the host, which is why the sanitizer is needed. There is one device, no NCCL, no CUDA
 graph and no Triton; a kernel that torch launches past the dispatch mode is an error. Seconds mean nothing. Results are those of
-CPU kernels: neither the accuracy of CUDA kernels nor their limits on sizes are tested, except those that `attention.py` names.
+CPU kernels: neither the accuracy of CUDA kernels nor their limits on sizes are tested, except those that
+`machine/attention.py` names.
 """

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fake_cuda.computing import Computing
-from fake_cuda.device import FakeDevice, is_present
+from fake_cuda.machine.computing import Computing
+from fake_cuda.machine.device import FakeDevice, is_present
 
 _REASON = (
     "needs torch for CUDA on the fake device: python tests/fake_cuda/make_venv.py outputs/fake_cuda "
@@ -31,6 +31,6 @@ def computing(device: FakeDevice) -> Iterator[Computing]:
     """Computes for the device during a test."""
     with Computing(device) as mode:
         yield mode
-        # what a test leaves behind is not unpinned, which waits for the device, in the next one
+        # unpin here what the test leaves behind, because that waits for the device
         gc.collect()
         torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 //
 // Device memory is host memory. A stream is a queue of copies, waits and messages. A queue advances only when something waits for
 // it (the host, or another stream on the host's behalf), so every copy runs as late as the declared order allows. Kernels cannot
-// run: a launch is an error, because computing.py computes on the CPU before torch would launch anything.
+// run: a launch is an error, because machine/computing.py computes on the CPU before torch would launch anything.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
@@ -156,15 +156,19 @@ long fake_cuda_count(const char* name) {
 }
 void fake_cuda_note_wait(const char* name) { host_waits(name); }
 void fake_cuda_listen(void (*listener)(const char*)) { on_wait = listener; }
-// advances one stream, or all of them; no wait of the host
+// advances one stream, or all of them; no wait of the host. The caller raises the error, so CUDA forgets it
 int fake_cuda_advance(void* stream) {
   LOCK;
   auto* found = stream_of((cudaStream_t)stream);
-  return advance(found, found->pushed);
+  int error = advance(found, found->pushed);
+  last_error = cudaSuccess;
+  return error;
 }
 int fake_cuda_advance_all() {
   LOCK;
-  return advance_all();
+  int error = advance_all();
+  last_error = cudaSuccess;
+  return error;
 }
 void fake_cuda_set_pins(bool value) { pins = value; }
 void fake_cuda_set_patience(double seconds) { patience_s = seconds; }

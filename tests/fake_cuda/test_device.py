@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fake_cuda.computing import Computing
-from fake_cuda.device import FakeDevice
+from fake_cuda.machine.computing import Computing
+from fake_cuda.machine.device import FakeDevice
 
 CUDA = torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda.device import FakeDevice
+from fake_cuda.machine.device import FakeDevice
 from hf_longctx.recipes.bench.gpu import smoke_memory
 from hf_longctx.recipes.bench.one_document import PlannedDocument, document_plan
 from hf_longctx.runtime.activations import host_tier

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fake_cuda.computing import Computing
-from fake_cuda.device import FakeDevice
+from fake_cuda.machine.computing import Computing
+from fake_cuda.machine.device import FakeDevice
 from fake_cuda.test_training import small_model
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
@@ -73,7 +73,7 @@ def test_the_host_waits_for_nothing(parameters: str, two_ranks: None, device: Fa
             result = executor.run(plan, [[inputs]], TOKENS, engine=engine)
         # the first step makes tables of heads
         assert step == 0 or waits == []
-        # what leaves for the host takes no room on the device
+        # copies to the host take no room on the device
         assert computing.num_temporaries == temporaries
         for parameter in model.parameters():
             parameter.grad = None

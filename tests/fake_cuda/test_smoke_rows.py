@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from fake_cuda.computing import Computing
+from fake_cuda.machine.computing import Computing
 from hf_longctx.recipes.bench.gpu import smoke, smoke_memory
 
 ROWS = smoke.checks(128, torch.device("cuda", 0))

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fake_cuda.attention import attend, is_attention
-from fake_cuda.device import FakeDevice
+from fake_cuda.machine.attention import attend, is_attention
+from fake_cuda.machine.device import FakeDevice
 
 aten = torch.ops.aten
 

@@ -113,5 +113,4 @@ def _place() -> str:
 
 
 def _is_outside(file: Path) -> bool:
-    is_bench = file.parent == _HERE and not file.name.startswith("test_")
-    return not is_bench and _TORCH not in file.parents
+    return file.parent != _HERE and _TORCH not in file.parents

@@ -1,0 +1,1 @@
+"""The fake machine: its device, arithmetic, attention and communicator."""
