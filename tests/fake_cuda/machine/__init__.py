@@ -1,1 +1,0 @@
-"""The fake machine: its device, arithmetic, attention and communicator."""
