@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fake_cuda.machine.device import FakeDevice
 from torch import Tensor
 from torch._C._distributed_c10d import Work
-
-from fake_cuda.machine.device import FakeDevice
 
 BACKEND = "spinning"
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fake_cuda.machine.attention import attend, is_attention
+from fake_cuda.machine.device import FakeDevice
 from helpers.measures.cudnn_plans import CudnnPlans
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-
-from fake_cuda.machine.attention import attend, is_attention
-from fake_cuda.machine.device import FakeDevice
 
 aten = torch.ops.aten
 
