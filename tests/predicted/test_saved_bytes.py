@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
+from helpers.measures.flash_packs import flash_on_the_cpu
 from helpers.models.tiny_models import in_four_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,6 +24,7 @@ from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
+from hf_longctx.plan.memory.layer import LayerBytes, Load
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
     held_bytes,
@@ -124,6 +127,35 @@ def test_plain_layers_save_what_is_predicted(family: str, dtype: torch.dtype) ->
     # the number of tokens that are kept is derived from these bytes of a layer
     longer = replace(one, num_layers=one.num_layers + 3)
     assert (saved_token_bytes(longer) - saved_token_bytes(one)) / 3 == pytest.approx(measured, rel=0.01)
+
+
+def pack_bytes(dtype: torch.dtype, bounds: tuple[int, ...]) -> float:
+    """Bytes per token that one more layer saves of a pack of short documents."""
+    totals = []
+    for num_layers in (2, 5):
+        model = build("llama", dtype, num_layers)
+        patch_model(model)
+        chunk = Chunk(0, tuple(Span(index, 0, stop - start) for index, (start, stop) in enumerate(pairwise(bounds))))
+        context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (chunk,), ()), chunk, KVBook())
+        ids, mask = torch.zeros(1, bounds[-1], dtype=torch.int64), no_mask(torch.device("cpu"))
+        keywords = {"use_cache": False, "longctx": context}
+        totals.append(saved_bytes(model, lambda m=model, i=ids, a=mask, k=keywords: m.model(i, a, **k))[0])
+    return (totals[1] - totals[0]) / 3 / bounds[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packs_save_keys_and_values_once_where_documents_share_calls(dtype: torch.dtype) -> None:
+    bounds = (0, 1, 300, 1000)
+    load = Load(1000, (1, 299, 700), 1)
+    once, repeated = (LayerBytes(replace(spec(dtype), saves_kv_once=each), load, LayerPolicy(), 0).held for each in (True, False))
+    # keys and values of two of eight heads, each read by four
+    assert repeated - once == 1000 * 2 * (HEADS - KV_HEADS) * HEAD_DIM * dtype.itemsize
+    with flash_on_the_cpu():
+        found = pack_bytes(dtype, bounds)
+    # one output is counted in advance for layouts in which it is copied
+    output = HEADS * HEAD_DIM * dtype.itemsize
+    assert found == pytest.approx(once / 1000 - output, rel=0.02)
+    assert pack_bytes(dtype, bounds) == pytest.approx(repeated / 1000, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -120,8 +120,12 @@ def choose_setup(
     # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     on_host = config.optimizer_states == "host"
+    spec = model_spec(model, is_autocast=args.bf16)
     spec = replace(
-        model_spec(model, is_autocast=args.bf16), has_master_weights=config.fp32_master_weights, updates_on_host=on_host
+        spec,
+        has_master_weights=config.fp32_master_weights,
+        updates_on_host=on_host,
+        saves_kv_once=_shares_calls(spec, args, model),
     )
     if family_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
         logger.warning(
@@ -336,11 +340,20 @@ def open_plan_source(
 
 def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
     """The text that a run prints once: its operators for attention and scans, and from how many tokens on it recomputes."""
-    dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
+    dtype = _attention_dtype(args, model)
     scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
     return "\n".join(
         filter(None, (_opening_line(setup, args, dtype), scans, allocator_advice(args.device.type, dict(os.environ))))
     )
+
+
+def _attention_dtype(args: TrainingArguments, model: PreTrainedModel) -> torch.dtype:
+    return torch.bfloat16 if args.bf16 else hidden_dtype(model)
+
+
+def _shares_calls(spec: ModelSpec, args: TrainingArguments, model: PreTrainedModel) -> bool:
+    """Whether short documents share calls of attention on this rank's device."""
+    return takes_packs(args.device, _attention_dtype(args, model), max(spec.head_dim, spec.value_head_dim), spec.caps_scores)
 
 
 def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
@@ -361,7 +374,7 @@ def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) 
     line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
     if spec.caps_scores or spec.value_head_dim:
         line = f"attention: {name} for all tiles"
-    if takes_packs(args.device, dtype, head_dim, spec.caps_scores):
+    if spec.saves_kv_once:
         line = f"attention: FlashAttention 2 of torch for documents of up to {PACKED_TOKENS:,} tokens, several in one call; "
         line += f"{name} for longer ones and for tiles of rings and slices"
     if (num_parts := len(setup.ranges[0])) > 1:

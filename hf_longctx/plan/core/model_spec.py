@@ -140,7 +140,9 @@ class ModelSpec:
     stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
     predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
     input_size: elements that attention's projections read (0: hidden_size).
-    updates_on_host: these copies and the optimizer's states lie in host memory.
+    updates_on_host: these copies and the optimizer's states lie in host memory. saves_kv_once: where everything is kept, keys
+    and values are not saved once for every query head that reads them, as GPUs' operators in half precision allow, and short
+    documents share calls of attention.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -182,6 +184,7 @@ class ModelSpec:
     has_master_weights: bool = False
     input_size: int = 0
     updates_on_host: bool = False
+    saves_kv_once: bool = False
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:

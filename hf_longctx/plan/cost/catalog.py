@@ -93,7 +93,7 @@ def spec_name(spec: ModelSpec) -> str:
     Models with equal names cost the same.
     """
     # how weights are updated costs no seconds of a chunk
-    spec = replace(spec, has_master_weights=False, updates_on_host=False)
+    spec = replace(spec, has_master_weights=False, updates_on_host=False, saves_kv_once=False)
     for known, shapes in _MODELS.items():
         if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions) == spec:
             return known

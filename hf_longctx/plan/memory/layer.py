@@ -131,8 +131,10 @@ class LayerBytes:
             # with tokens as the first, unless it is concatenated with others
             is_copied = len(load.documents) == 1
             return held - 2 * k * load.sliced_tokens + (a * self.tokens if is_copied else 0), 0
-        # keys and values are saved as many times as query heads read them, and outputs once more in one piece
-        return held + (2 * (a - k) + a) * self.tokens, 0
+        # torch's own attention saves keys and values as many times as query heads read them; outputs are there once more, in one
+        # piece, or from before they were sent, or with tokens first
+        expanded = 0 if self.model.saves_kv_once else 2 * (a - k)
+        return held + (expanded + a) * self.tokens, 0
 
     def _split_held(self) -> tuple[int, int]:
         device = host = 0
@@ -318,7 +320,8 @@ class LayerBytes:
             # more fp32 tensor as large as the queries
             inside = expanded + (6 + self._wide) * a * document
             most = max(most, found + inside)
-        most = max(most, self._packed_backward)
+        if self.model.saves_kv_once:
+            most = max(most, self._call_bytes * self._packed_rows)
         if load.sliced_tokens:
             # gradient sums of the slice's own keys and values; the front, which runs after the slice itself, has gradients too
             own = 2 * k * self._wide * load.sliced_tokens
@@ -330,21 +333,29 @@ class LayerBytes:
         return outside + most + self._score_blocks(longest, longest + load.front_tokens)
 
     @property
-    def _packed_backward(self) -> int:
-        """Bytes in the backward of short documents that share a call on a GPU, for as many rows as a call may have."""
-        model, load = self.model, self.load
-        if model.bytes_per_element != 2 or model.caps_scores or load.num_blocks > 1 or len(load.documents) == 1:
+    def _packed_rows(self) -> int:
+        """Most rows of short documents that share a call, in a rank's share: it has all tokens of its block, and some heads."""
+        load = self.load
+        if load.num_blocks > 1:
             return 0
+        return min(packed_rows(sum(load.documents) * load.block_ranks, len(load.documents)), PACKED_ROWS) // load.block_ranks
+
+    @property
+    def _call_bytes(self) -> int:
+        """Bytes per row in the backward of an operator for GPUs, its results included."""
         _, a, k, _ = self._sizes
-        # a rank has all tokens of its block, and its share of the heads
-        rows = min(packed_rows(sum(load.documents) * load.block_ranks, len(load.documents)), PACKED_ROWS) // load.block_ranks
-        # a copy of the output, a sum in fp32 and gradients; those of keys and values also for expanded heads
-        return ((2 + self._wide) * a + 2 * k + (2 * a if a != k else 0)) * rows
+        # copies of the output and its gradient, a sum in fp32, gradients; those of keys and values also for expanded heads
+        return (3 + self._wide) * a + 2 * k + (2 * a if a != k else 0)
 
     def _fused_attention_backward(self) -> int:
-        """Bytes in the backward of torch's own attention, where nothing is recomputed; it saved expanded keys and values."""
-        d, a, _, _ = self._sizes
+        """Bytes in the backward of attention without slices, where nothing is recomputed."""
+        d, a, k, _ = self._sizes
         documents = self.load.documents
+        if self.model.saves_kv_once:
+            # the gradient of the output, and of several calls the gradients before they are in one tensor
+            outside = (d - self._replayed_norm + a) * self.tokens - self._held_mlp + self._exchange
+            joined = (a + 2 * k) * self.tokens if len(documents) > 1 else 0
+            return outside + joined + self._call_bytes * max((*documents, self._packed_rows))
         # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
         outside = (d - self._replayed_norm + 3 * a) * self.tokens - self._held_mlp + self._exchange
         return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)

@@ -201,7 +201,9 @@ def test_no_room_keeps_no_token() -> None:
 @given(
     st.lists(st.integers(1, 400), max_size=4),
     st.sampled_from([GroupShape(1), GroupShape(2, 2), GroupShape(4, 2), GroupShape(3, 1)]),
-    st.sampled_from([{}, {"caps_scores": True}, {"value_head_dim": 8}, {"bytes_per_element": 2, "qk_norms": True}]),
+    st.sampled_from(
+        [{}, {"caps_scores": True}, {"value_head_dim": 8}, {"bytes_per_element": 2, "qk_norms": True}, {"saves_kv_once": True}]
+    ),
 )
 def test_a_kept_chunk_is_counted_like_any_other_and_its_first_rank_holds_the_most(
     lengths: list[int], shape: GroupShape, changes: dict[str, Any]
