@@ -288,6 +288,8 @@ def gated_lru(config: Mapping[str, Any]) -> StateSpec:
         carry_wide=4 * width,
         saved_elements=14 * width,
         saved_wide=2 * width,
+        # in fp32, gates and states of the scan are tensors that are saved anyway
+        copied_wide=-2 * width,
         # most of what is saved, since the forward of the class keeps its tensors until it ends
         work_wide=11 * width,
     )
