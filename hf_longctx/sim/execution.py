@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.prediction.evaluate import RankUse, evaluate_plan
+from hf_longctx.plan.prediction.weight_seconds import WeightSeconds, weight_seconds
 from hf_longctx.timeline import TimelineEvent
 
 
@@ -19,7 +20,7 @@ class Execution:
 
     once_s: seconds of the optimizer and of everything else that is not part of a chunk. events: computation of each F and B,
     followed by its communication as an event of kind "exchange". peak_bytes, host_bytes: predicted memory of every rank, on its
-    device and on the host.
+    device and on the host. weights: gathers of sharded weights and sums of gradients, which `step_s` does not contain.
     """
 
     step_s: float
@@ -28,11 +29,17 @@ class Execution:
     events: tuple[TimelineEvent, ...]
     peak_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
+    weights: WeightSeconds
 
     def share(self, seconds: str) -> float:
         """Share of the step's rank-seconds spent on "compute_s", "exchange_s" or "idle_s"."""
         total = self.step_s * len(self.ranks)
         return float(sum(getattr(rank, seconds) for rank in self.ranks)) / total if total else 0.0
+
+    @property
+    def range_s(self) -> tuple[float, float]:
+        """Least and most seconds of the step with gathers of weights and sums of gradients, as `WeightSeconds.range_s`."""
+        return self.weights.range_s(self.step_s, self.once_s, self.ranks)
 
 
 def execute_plan(plan: StepPlan, costs: CostModel) -> Execution:
@@ -52,7 +59,8 @@ def execute_plan(plan: StepPlan, costs: CostModel) -> Execution:
     events = [piece for event, seconds in zip(run.events, run.exchange_s, strict=True) for piece in _split(event, seconds)]
     if run.once_s:
         events += [TimelineEvent(r, "step", "optimizer", run.step_s - run.once_s, run.step_s) for r in range(plan.num_ranks)]
-    return Execution(run.step_s, run.once_s, run.ranks, tuple(events), run.peak_bytes, run.host_bytes)
+    weights = weight_seconds(plan, costs)
+    return Execution(run.step_s, run.once_s, run.ranks, tuple(events), run.peak_bytes, run.host_bytes, weights)
 
 
 def _split(event: TimelineEvent, exchange_s: float) -> list[TimelineEvent]:

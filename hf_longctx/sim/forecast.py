@@ -101,6 +101,22 @@ class Forecast:
         return _mean([step.execution.step_s for step in self.steps])
 
     @property
+    def range_s(self) -> tuple[float, float]:
+        """Mean least and most seconds of a step with gathers of sharded weights and sums of gradients."""
+        ranges = [step.execution.range_s for step in self.steps]
+        return _mean([least for least, _ in ranges]), _mean([most for _, most in ranges])
+
+    @property
+    def gather_s(self) -> float:
+        """Mean seconds of a step's gathers and reduce-scatters, as if nothing else ran meanwhile."""
+        return _mean([step.execution.weights.gather_s for step in self.steps])
+
+    @property
+    def sum_s(self) -> float:
+        """Mean seconds of a step's sum of gradients over copies of the weights."""
+        return _mean([step.execution.weights.sum_s for step in self.steps])
+
+    @property
     def lower_bound_s(self) -> float:
         return _mean([step.plan.estimate.lower_bound_s for step in self.steps])
 

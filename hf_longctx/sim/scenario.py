@@ -134,7 +134,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if not calibration:
         notes.append(
             f"{request.model} was not measured on {profile.spec.name}: seconds come from operation counts and the rates of "
-            f"the hardware, memory from a formula; seconds do not include the optimizer and gathering of sharded parameters"
+            f"the hardware, memory from a formula; seconds do not include the optimizer"
         )
     elif request.method == "auto" and coefficients.forward.tile_s == coefficients.backward.tile_s == 0.0:
         notes.append(

@@ -133,6 +133,12 @@ def test_spread_experts_are_priced(tmp_path: Path, capsys) -> None:
     less = gathered["memory"]["state_bytes"] - spread["memory"]["state_bytes"]
     assert less == 2 * 2 * 2 * 3 * 64 * 2048 * 768
     assert spread["estimate"]["step_s"] > gathered["estimate"]["step_s"]
+    # experts are most of what would be gathered
+    one, other = (data["mean"]["weights"] for data in (gathered, spread))
+    assert 0 < 3 * other["gather_s"] < one["gather_s"] and one["sum_s"] == other["sum_s"] == 0
+    for data, weights in ((gathered, one), (spread, other)):
+        step_s = data["mean"]["step_s"]
+        assert step_s <= weights["least_step_s"] <= weights["most_step_s"] == pytest.approx(step_s + weights["gather_s"])
     assert any("chosen equally often" in note for note in spread["notes"])
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(spread))

@@ -81,7 +81,15 @@ def execution_record(plan: StepPlan, execution: Execution, costs: CostModel, mem
         for rank, on_device, on_host in zip(execution.ranks, peaks, execution.host_bytes, strict=True)
     ]
     use = dataclasses.asdict(memory_use(plan, execution, costs, memory))
-    return {"step_s": execution.step_s, "once_s": execution.once_s, **shares, "memory_use": use, "ranks": ranks}
+    seconds = {"step_s": execution.step_s, "once_s": execution.once_s, "weights": _weights_record(execution)}
+    return {**seconds, **shares, "memory_use": use, "ranks": ranks}
+
+
+def _weights_record(of: Execution | Forecast) -> dict[str, float]:
+    """Seconds of gathers of weights and of sums of gradients, which `step_s` leaves out, and those of a step with them."""
+    least_s, most_s = of.range_s
+    weights = of.weights if isinstance(of, Execution) else of
+    return {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "least_step_s": least_s, "most_step_s": most_s}
 
 
 def _memory_record(forecast: Forecast) -> dict[str, Any]:
@@ -120,6 +128,7 @@ def _mean_record(forecast: Forecast) -> dict[str, Any]:
     return {
         "step_s": forecast.step_s,
         "lower_bound_s": forecast.lower_bound_s,
+        "weights": _weights_record(forecast),
         "tokens_per_s": forecast.tokens_per_s,
         "compute_share": forecast.share("compute_s"),
         "exchange_share": forecast.share("exchange_s"),
@@ -135,6 +144,7 @@ def _step_record(step: StepForecast) -> dict[str, Any]:
         "num_sequences": len(step.plan.lengths),
         "num_tokens": sum(step.plan.lengths),
         "step_s": step.execution.step_s,
+        "weights": _weights_record(step.execution),
         "lower_bound_s": estimate.lower_bound_s,
         "solve_s": estimate.solve_s,
         "layout": step.plan.folded_layout,

@@ -65,6 +65,7 @@ def _step(forecast: Forecast) -> list[str]:
         f"STEP  {_seconds(forecast.step_s)} ({over} of {len(first.lengths):,} sequences), {forecast.tokens_per_s:,.0f} tokens/s",
         f"  lower bound for these degrees and this memory: {_seconds(bound_s)}; this plan is within {gap:.1%} of optimal",
         f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
+        *_weights_lines(forecast.gather_s, forecast.sum_s, forecast.range_s),
         f"  planned in {_seconds(first.estimate.solve_s)} on this CPU ({first.estimate.solver}); a run plans one step ahead",
         f"  layout of the first step ({_micro_batches(first)}, <degree x groups>):",
         *_wrapped(first.folded_layouts),
@@ -296,6 +297,7 @@ def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memor
             f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
             f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
             f"  {_seconds(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
+            *_weights_lines(execution.weights.gather_s, execution.weights.sum_s, execution.range_s),
             f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB usable",
             *_use_lines(memory_use(plan, execution, costs, memory)),
             *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB", "host GiB"), rows),
@@ -313,6 +315,17 @@ def _micro_batches(plan: StepPlan) -> str:
 
 def _shares(compute: float, exchange: float, idle: float) -> str:
     return f"rank-seconds: {compute:.0%} computing, {exchange:.0%} communication, {idle:.0%} waiting"
+
+
+def _weights_lines(gather_s: float, sum_s: float, range_s: tuple[float, float]) -> list[str]:
+    """A line about gathers of weights and sums of gradients, which no other seconds of the report contain."""
+    parts = [f"gathers of sharded weights take {_seconds(gather_s)}"] if gather_s else []
+    parts += [f"sums of gradients over copies take {_seconds(sum_s)}"] if sum_s else []
+    if not parts:
+        return []
+    least, most = (_seconds(seconds) for seconds in range_s)
+    total = f"{least} to {most}, by how much of the gathers is hidden" if gather_s else most
+    return [f"  not included: {', '.join(parts)}; with them a step takes {total}"]
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:

@@ -1,0 +1,196 @@
+"""Ranks send exactly the bytes of weights and gradients that the formula counts, gathered and summed by FSDP2 over gloo."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.plans.sliced_plans import cut, sliced_plan
+from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs
+
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.routers import spread_experts_of
+from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, round_traffic
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.weight_seconds import WeightSeconds, weight_seconds
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.spread_experts import spread_experts
+from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
+
+# functions by which FSDP2 gathers and reduce-scatters, in this torch and in older ones, and the argument that is one shard
+_GATHERS = {"all_gather_single": "input", "all_gather_into_tensor": "input"}
+_REDUCTIONS = {"reduce_scatter_single": "output", "reduce_scatter_tensor": "output"}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts what this rank sends in rings while the body runs: bytes of gathers, reduce-scatters and sums over copies."""
+    total: Counter[str] = Counter()
+
+    def counting(real: Any, kind: str, shard: str) -> Any:
+        def call(output: Any = None, input: Any = None, **others: Any) -> Any:
+            named = {"output": others.pop("output_tensor", output), "input": others.pop("input_tensor", input)}
+            size = named[shard].numel() * named[shard].element_size() * (dist.get_world_size(others["group"]) - 1)
+            total[kind] += size
+            return real(named["output"], named["input"], **others)
+
+        return call
+
+    real_sum = dist.all_reduce
+
+    def summed(tensor: torch.Tensor, *args: Any, **others: Any) -> Any:
+        num_ranks = dist.get_world_size(others["group"])
+        # all ranks together sum the loss
+        if tensor.is_floating_point() and num_ranks < dist.get_world_size():
+            total["sum"] += 2 * tensor.numel() * tensor.element_size() * (num_ranks - 1) // num_ranks
+        return real_sum(tensor, *args, **others)
+
+    with ExitStack() as patches:
+        for kind, names in (("gather", _GATHERS), ("scatter", _REDUCTIONS)):
+            for name, shard in names.items():
+                if hasattr(dist, name):
+                    patches.enter_context(patch.object(dist, name, counting(getattr(dist, name), kind, shard)))
+        patches.enter_context(patch.object(dist, "all_reduce", summed))
+        yield total
+
+
+def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]]) -> dict[str, int]:
+    """Bytes that this rank sends in one step, by kind."""
+    pool, model = group_pool(), build_model(case)
+    patch_model(model)
+    if case.spread:
+        spread_experts(spread_experts_of(model), block_mesh(mesh(plan.block_ranks)), torch.device("cpu"))
+    shard_model(model, model._no_split_modules, mesh(plan.block_ranks), case.fp32_gradients)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
+    with counted() as total:
+        executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"], 10)
+    return dict(total)
+
+
+def stage_weights(case: ModelCase, num_ranks: int) -> StageWeights:
+    """Weights of the formula, and the norms that it leaves out."""
+    model = build_model(case)
+    spec = model_spec(model)
+    if case.spread:
+        spec = replace(spec, experts=replace(spec.experts, num_ranks=num_ranks))
+    found = StageWeights.of(spec, spec.num_layers, True, True)
+    norms = {in_layers: 0 for in_layers in (True, False)}
+    for name, parameter in model.named_parameters():
+        norms[".layers." in name] += parameter.numel() * (parameter.ndim == 1)
+    element, gradient = case.dtype.itemsize, max(4, case.dtype.itemsize)
+    return replace(
+        found,
+        layers=found.layers + norms[True] * element,
+        outside=found.outside + norms[False] * element,
+        gradients=found.gradients + sum(norms.values()) * gradient,
+    )
+
+
+CASES = {
+    "fp64": ModelCase(),
+    "bf16": ModelCase(dtype=torch.bfloat16),
+    "tied": ModelCase(dtype=torch.bfloat16, tied=True),
+    "experts": ModelCase("qwen3_moe", dtype=torch.bfloat16),
+    "spread experts": ModelCase("qwen3_moe", dtype=torch.bfloat16, spread=True),
+}
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_weights_are_those_of_the_formula(ranks, name: str, parameters: Any) -> None:
+    case, lengths = CASES[name], [8, 8, 6, 5]
+    if case.spread and parameters != "sharded":
+        pytest.skip("spread experts need sharded parameters")
+    plan = plan_of([[(1, (0,)), (1, (1,))], [(2, (2, 3))]], lengths, 2, parameters=parameters)
+    weights, cluster = stage_weights(case, 2), ClusterSpec(2, 2, GENERIC_CPU)
+    expected = 2 * int(round_traffic(weights, cluster, parameters, 2, 1).num_bytes)
+    for found in ranks(2).run(sent_on_rank, case, plan, random_rows(lengths)):
+        assert found["gather"] + found["scatter"] == expected
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+@pytest.mark.parametrize("words", ["0F0 0F1 0F2 0B2 0B1 0B0", "0F0 0B0 0F1 0B1 0F2 0B2"])
+def test_every_chunk_gathers_again_unless_weights_stay(ranks, words: str, parameters: Any) -> None:
+    lengths, chunks = [12, 9, 7], [cut(sequence, [length])[:1] for sequence, length in enumerate([12, 9, 7])]
+    plan, case = sliced_plan(lengths, chunks, words, num_ranks=2, parameters=parameters), CASES["bf16"]
+    expected = int(round_traffic(stage_weights(case, 2), ClusterSpec(2, 2, GENERIC_CPU), parameters, 2, 3).num_bytes)
+    for found in ranks(2).run(sent_on_rank, case, plan, random_rows(lengths)):
+        assert found["gather"] + found["scatter"] == expected
+
+
+@pytest.mark.parametrize("name", ["bf16", "spread experts"])
+def test_copies_sum_their_gradients_once(ranks, name: str) -> None:
+    case, lengths = CASES[name], [8, 8, 6, 5, 8]
+    layout = [[(1, (0,)), (1, (1,)), (2, (2,))], [(2, (3,)), (2, (4,))]]
+    plan = replace(plan_of(layout, lengths, 4, parameters="sharded"), shard_ranks=2)
+    weights, cluster = stage_weights(case, 2), ClusterSpec(4, 4, GENERIC_CPU)
+    gathers = 2 * int(round_traffic(weights, cluster, "sharded", 2, 1).num_bytes)
+    for found in ranks(4).run(sent_on_rank, case, plan, random_rows(lengths)):
+        assert found["gather"] + found["scatter"] == gathers
+        assert found["sum"] == int(copies_traffic(weights, cluster, 2, 2).num_bytes)
+
+
+def hand_costs(num_ranks: int, ranks_per_node: int, parameters: Any = "sharded", shard_ranks: int = 0) -> CostModel:
+    model, cluster = model_spec(build_model(CASES["bf16"])), ClusterSpec(num_ranks, ranks_per_node, GENERIC_CPU)
+    shards = shard_ranks or num_ranks
+    return CostModel(model, cluster, default_coefficients(model, cluster), parameters=parameters, shard_ranks=shards)
+
+
+def test_seconds_are_those_of_the_bytes_and_a_step_with_them_lies_between_two_ends() -> None:
+    lengths, costs = [8, 8, 6, 5], hand_costs(2, 2)
+    plan = plan_of([[(1, (0,)), (1, (1,))], [(2, (2, 3))]], lengths, 2, parameters="sharded")
+    model, hardware = costs.model, costs.cluster.hardware
+    layers, outside = 2 * model.layer_weights, 2 * model.vocab_size * model.hidden_size
+    # bf16 weights of a layer twice and of embedding and head once, gradients in fp32; a rank sends half of each
+    sent = (2 * layers + outside) * 2 / 2 + (layers + outside) * 4 / 2
+    # three units are gathered, two of them again, and all reduce-scattered
+    seconds = 2 * (sent / hardware.link_bytes_per_s + (3 + 2 + 3) * hardware.message_s)
+    found, run = weight_seconds(plan, costs), evaluate_plan(plan, costs)
+    assert found.gathers_s == pytest.approx((seconds, seconds)) and found.sum_s == 0.0
+    least, most = found.range_s(run.step_s, run.once_s, run.ranks)
+    exchange_s = max(rank.exchange_s for rank in run.ranks)
+    assert most == pytest.approx(run.step_s + seconds)
+    assert least == pytest.approx(max(run.step_s, exchange_s + seconds)) and exchange_s > 0
+
+
+def test_only_hops_between_nodes_use_the_network() -> None:
+    weights = StageWeights(1, 800, 0, 1600, 800)
+    one_node, two = (round_traffic(weights, ClusterSpec(8, near, GENERIC_CPU), "gathered_per_round", 8, 1) for near in (8, 4))
+    # two of the eight hops of the ring leave a node
+    assert (one_node.link_bytes, one_node.network_bytes) == (2400 * 7 / 8, 0)
+    assert (two.link_bytes, two.network_bytes) == pytest.approx((2400 * 7 / 8 * 3 / 4, 2400 * 7 / 8 / 4))
+    # copies of shards that fill a node lie on different nodes
+    copies = copies_traffic(weights, ClusterSpec(8, 4, GENERIC_CPU), 4, 2)
+    assert (copies.link_bytes, copies.network_bytes) == pytest.approx((0, 2 * 2400 / 4 / 2))
+
+
+def test_measured_seconds_contain_the_gathers_that_were_measured() -> None:
+    costs = hand_costs(2, 2)
+    measured = replace(costs, coefficients=replace(costs.coefficients, step_s=1e-3, source="this run"))
+    plan = plan_of([[(2, (0,))]], [9], 2, parameters="sharded")
+    run = evaluate_plan(plan, measured)
+    assert weight_seconds(plan, measured) == WeightSeconds()
+    assert WeightSeconds().range_s(run.step_s, run.once_s, run.ranks) == (run.step_s, run.step_s)
+
+
+def test_replicated_weights_are_summed_and_never_gathered() -> None:
+    costs = hand_costs(2, 2, "replicated", 1)
+    found, model = weight_seconds(plan_of([[(2, (0,))]], [9], 2), costs), costs.model
+    assert found.gather_s == 0.0
+    sent = 4 * model.num_parameters
+    assert found.sum_s == pytest.approx(sent / costs.cluster.hardware.link_bytes_per_s + 2 * costs.cluster.hardware.message_s)
