@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import PartialState, init_empty_weights
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
-from hf_longctx.hf.checkpoints.sharded import checkpoint_files, sharded_like
+from hf_longctx.hf.checkpoints.sharded import checkpoint_files, read_own, send_from_first
 from hf_longctx.hf.models.adapters import base_of
 
 # attribute of a model whose weights are still to be read
@@ -158,12 +157,12 @@ def read_deferred(model: Any, device: torch.device) -> None:
         with safe_open(path, framework="pt", device="cpu") as reader:
             for name in sorted(source.plain.intersection(reader.keys())):
                 for target in targets[name]:
-                    _read_own(target, reader.get_slice(name))
+                    read_own(target, reader.get_slice(name))
                     done.add(id(target))
     # a tied weight is one tensor under two names
     rest = {name: found for name, found in sorted(targets.items()) if any(id(target) not in done for target in found)}
     if rest:
-        _send_from_first(source, rest)
+        send_from_first(lambda: source.load().state_dict(), rest)
     forget_source(model)
 
 
@@ -202,44 +201,3 @@ def _replace(model: nn.Module, values: dict[nn.Parameter, Tensor]) -> None:
         for name, weight in module._parameters.items():
             if weight is not None and weight in new:
                 module._parameters[name] = new[weight]
-
-
-def _read_own(target: Tensor, found: Any) -> None:
-    """Copies this rank's part of a tensor in a file into `target`, reading nothing else."""
-    if not isinstance(target, DTensor):
-        target.copy_(found[...])
-    elif target.placements == (Shard(0),):
-        local, mesh = target.to_local(), target.device_mesh
-        # rows are dealt out as by torch.chunk
-        rows = -(-target.shape[0] // mesh.size())
-        first = min(mesh.get_local_rank() * rows, target.shape[0])
-        if len(local):
-            local.copy_(found[first : first + len(local)])
-    else:
-        target.copy_(sharded_like(target, found[...]))
-
-
-def _send_from_first(source: WeightSource, targets: dict[str, list[Tensor]]) -> None:
-    """Loads the whole model on rank 0 and copies these weights into their targets on all ranks, one at a time."""
-    is_reader = PartialState().process_index == 0
-    whole: dict[str, Tensor] = {}
-    errors: list[str | None] = [None]
-    if is_reader:
-        try:
-            with torch.random.fork_rng(devices=[]):
-                whole = source.load().state_dict()
-        except Exception as error:
-            errors = [f"{type(error).__name__}: {error}"]
-    # over the group of all ranks, whose time-out is the long one: loading takes minutes
-    dist.broadcast_object_list(errors)
-    if errors[0] is not None:
-        raise ValueError(f"rank 0 could not read the checkpoint in {source.folder}: {errors[0]}")
-    for name, found in targets.items():
-        target = found[0]
-        device, dtype = target.device, target.dtype
-        value = torch.empty(target.shape, dtype=dtype, device=device)
-        if is_reader:
-            value.copy_(whole.pop(name))
-        dist.broadcast(value, src=0)
-        for each in found:
-            each.copy_(sharded_like(each, value))

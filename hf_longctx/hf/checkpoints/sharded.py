@@ -8,17 +8,18 @@ folder `optimizer_shards`, which every rank must be able to read on resume.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -34,7 +35,8 @@ def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter]
     """Gathers whole weights by name, on the CPU of ranks with `is_kept`; returns an empty mapping on other ranks.
 
     Tied weights are one tensor. `only`: gather these parameters and nothing else. Collective over all ranks; only one weight at a
-    time is whole on every device.
+    time is whole on every device, and ranks that keep none wait until each is gathered: if they ran ahead of the rank that copies
+    them to the host, their collectives would reach their time-outs.
     """
     owners = dict(model.named_parameters(remove_duplicate=False))
     wanted = None if only is None else {id(parameter) for parameter in only}
@@ -47,16 +49,19 @@ def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter]
         if owner not in gathered:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             gathered[owner] = whole.cpu() if is_kept else torch.empty(0)
+            if not is_kept and whole.is_cuda:
+                torch.cuda.current_stream(whole.device).synchronize()
         if is_kept:
             weights[name] = gathered[owner]
     return weights
 
 
 def load_weights(model: nn.Module, folder: str) -> None:
-    """Copies the weights of a Hugging Face checkpoint into `model`; every rank reads all weights and keeps its shards.
+    """Copies the weights of a Hugging Face checkpoint into `model`; every rank reads its own shards.
 
-    If some weights have other names or shapes in files, transformers reads the checkpoint into a second, whole model on every
-    rank's CPU. Raises ValueError for a folder without safetensors or with weights of another model.
+    If some weights have other names or shapes in files, transformers reads the checkpoint into a second, whole model on the CPU
+    of rank 0, which sends one weight at a time. Collective over all ranks. Raises ValueError for a folder without safetensors or
+    with weights of another model.
     """
     if renamed_weights(model):
         _copy_converted(model, folder)
@@ -70,21 +75,55 @@ def renamed_weights(model: Any) -> list[str]:
     return sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys())
 
 
-@torch.no_grad()
 def _copy_converted(model: Any, folder: str) -> None:
-    checkpoint_files(folder)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
-    loaded, report = model_class.from_pretrained(
-        folder, dtype=model.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
-    found = loaded.state_dict()
-    targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    if missing := sorted({*report["missing_keys"], *(model.state_dict().keys() - found.keys())}):
-        raise ValueError(
-            f"{folder} lacks {len(missing)} weights of the model (the first is {missing[0]}); resume with its own model"
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    targets = {name: [tensors[name]] for name in model.state_dict()}
+
+    def load() -> dict[str, Tensor]:
+        checkpoint_files(folder)
+        loaded, report = model_class.from_pretrained(
+            folder, dtype=model.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
-    for name in model.state_dict():
-        targets[name].copy_(sharded_like(targets[name], found[name]))
+        found: dict[str, Tensor] = loaded.state_dict()
+        if missing := sorted({*report["missing_keys"], *(targets.keys() - found.keys())}):
+            raise ValueError(
+                f"{folder} lacks {len(missing)} weights of the model (the first is {missing[0]}); resume with its own model"
+            )
+        return found
+
+    send_from_first(load, targets)
+
+
+@torch.no_grad()
+def send_from_first(load: Callable[[], dict[str, Tensor]], targets: Mapping[str, list[Tensor]]) -> None:
+    """Copies weights that rank 0 loads by name, one at a time, into their targets on all ranks, whole or in shards.
+
+    Collective over all ranks, with the long time-out of their common group, since `load` takes minutes. Raises ValueError on
+    every rank if it fails.
+    """
+    num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    whole: dict[str, Tensor] = {}
+    errors: list[str | None] = [None]
+    if rank == 0:
+        try:
+            # weights that the checkpoint lacks may be drawn, and ranks share random states
+            with torch.random.fork_rng(devices=[]):
+                whole = dict(load())
+        except Exception as error:
+            errors = [str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
+    if num_ranks > 1:
+        dist.broadcast_object_list(errors)
+    if errors[0] is not None:
+        raise ValueError(errors[0])
+    for name, found in targets.items():
+        value = torch.empty(found[0].shape, dtype=found[0].dtype, device=found[0].device)
+        if rank == 0:
+            value.copy_(whole.pop(name))
+        if num_ranks > 1:
+            dist.broadcast(value, src=0)
+        for target in found:
+            target.copy_(sharded_like(target, value))
 
 
 @torch.no_grad()
@@ -107,7 +146,7 @@ def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part
                     raise ValueError(
                         f"{folder} has a weight {name}, but the model does not; resume with the model it was saved from"
                     )
-                targets[name].copy_(sharded_like(targets[name], reader.get_tensor(name)))
+                read_own(targets[name], reader.get_slice(name))
                 loaded.add(id(targets[name]))
     missing = [name for name in model.state_dict() if id(targets[name]) not in loaded]
     if missing:
@@ -184,6 +223,26 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 states[name] = sharded_like(parameter, value)
     optimizer.load_state_dict(saved)
+
+
+def read_own(target: Tensor, found: Any) -> None:
+    """Copies this rank's part of a tensor in a file, a slice of `safe_open`, into `target`, and reads nothing else of it.
+
+    Raises ValueError if their shapes differ.
+    """
+    if (shape := torch.Size(found.get_shape())) != target.shape:
+        raise ValueError(f"the checkpoint has a weight of shape {tuple(shape)}, but the model one of {tuple(target.shape)}")
+    if not isinstance(target, DTensor):
+        target.copy_(found[...])
+    elif target.placements == (Shard(0),):
+        local, mesh = target.to_local(), target.device_mesh
+        # rows are dealt out as by torch.chunk
+        rows = -(-target.shape[0] // mesh.size())
+        first = min(mesh.get_local_rank() * rows, target.shape[0])
+        if len(local):
+            local.copy_(found[first : first + len(local)])
+    else:
+        target.copy_(sharded_like(target, found[...]))
 
 
 def sharded_like(target: Tensor, whole: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import datasets
 import pytest
 import torch
 import transformers
+from helpers.measures.allocations import measure
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
@@ -18,6 +21,9 @@ from peft import LoraConfig, get_peft_model
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_sharded
 from hf_longctx.hf.checkpoints.deferred import defer_weights
+from hf_longctx.hf.checkpoints.sharded import gather_weights
+from hf_longctx.hf.trainer.placement import Shards
+from hf_longctx.runtime.parameters.sharded import shard_mesh
 
 SHARDED = {"parameters": "sharded", "tokens_per_rank": 64}
 
@@ -94,6 +100,74 @@ def test_incomplete_and_quantised_checkpoints_are_refused(tmp_path: Path) -> Non
         defer_weights(str(tmp_path))
 
 
+MIB = 2**20
+
+
+def peak_mib(folder: str, reads_whole: bool) -> tuple[float, float, float]:
+    """MiB by which this process grew at most while it loaded and sharded a model; MiB of its shards, and of the whole model."""
+    # first, since it says how many ranks there are
+    training_arguments(f"{folder}/out")
+    settings = LongContextConfig(**SHARDED)
+    shards = Shards(shard_mesh("cpu", torch.distributed.get_world_size(), 60.0), torch.device("cpu"), True)
+    gc.collect()
+    # makes the present size the peak
+    Path("/proc/self/clear_refs").write_text("5")
+    before = host_mib("VmRSS")
+    if reads_whole:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        model = load_sharded(folder, settings, dtype=torch.float32)
+    shards.divide(model)
+    peak = host_mib("VmHWM") - before
+    weights = [weight.detach() for weight in model.parameters()]
+    own = sum(weight.to_local().nbytes for weight in weights)
+    return peak, own / MIB, sum(weight.numel() * 4 for weight in weights) / MIB
+
+
+def host_mib(field: str) -> float:
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) / 1024  # type: ignore[union-attr]
+
+
+def saving_mib(folder: str) -> tuple[float, float]:
+    """Most MiB of tensors that this rank made while rank 0 gathered the weights of a sharded model, and MiB of the model."""
+    training_arguments(f"{folder}/out")
+    model = load_sharded(folder, LongContextConfig(**SHARDED), dtype=torch.float32)
+    Shards(shard_mesh("cpu", torch.distributed.get_world_size(), 60.0), torch.device("cpu"), True).divide(model)
+    # allocations and not the process's size, since the allocator keeps freed memory
+    peak, _, kept = measure(lambda: gather_weights(model, torch.distributed.get_rank() == 0))
+    assert bool(kept) == (torch.distributed.get_rank() == 0)
+    return peak / MIB, sum(weight.numel() * 4 for weight in model.parameters()) / MIB
+
+
+def wide_llama(folder: Path) -> None:
+    """Saves a model of 52 million weights, none of which takes more than 8 MiB in fp32, in files of 8 MB."""
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8, vocab_size=4096
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.to_empty(device="cpu").to(torch.bfloat16).save_pretrained(folder, max_shard_size="8MB")
+
+
+def test_ranks_that_save_no_weights_hold_two_of_them_at_most(ranks, tmp_path: Path) -> None:
+    wide_llama(tmp_path)
+    (writer, total), *others = ranks(4).run(saving_mib, str(tmp_path))
+    assert writer >= total
+    # a weight of 8 MiB, as it comes from the ranks and as one tensor, and this rank's shard of it
+    assert all(peak <= 20 for peak, _ in others), others
+
+
+def test_each_of_four_ranks_holds_its_shards_and_no_more(ranks, tmp_path: Path) -> None:
+    wide_llama(tmp_path)
+    found = ranks(4).run(peak_mib, str(tmp_path), False)
+    for peak, own, total in found:
+        # 8 MiB each for the largest weight, for the pages of the largest file, and for what Python and gloo take
+        assert own + 24 < total / 2
+        assert peak < own + 24
+    # a rank that loads the model whole
+    assert all(peak > total for peak, _, total in ranks(4).run(peak_mib, str(tmp_path), True))
+
+
 CASES: dict[str, tuple[ModelCase, int, dict[str, Any], dict[str, Any] | None]] = {
     "tied": (ModelCase(tied=True), 2, {}, None),
     "bf16, copies of shards": (ModelCase(dtype=torch.bfloat16), 4, {"shard_ranks": 2}, None),
@@ -118,3 +192,39 @@ def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: P
         for own, true in zip(states, true_states, strict=True):
             assert own.keys() == true.keys()
             assert [name for name in true if not torch.equal(own[name], true[name])] == []
+
+
+def saved_and_resumed(folder: str, family: str, rows: Any, is_whole: bool) -> list[float]:
+    """Saves a model before anything else, trains two steps, and returns the losses of two more in a second run."""
+    settings = LongContextConfig(**SHARDED, report_steps=False, timeline_steps=0, self_test=False)
+    load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(load_sharded, config=settings)
+    losses = []
+    for steps in (2, 4):
+        args = training_arguments(
+            f"{folder}/out", max_steps=steps, save_strategy="steps", save_steps=2, per_device_train_batch_size=4
+        )
+        model: Any = load(folder, experts_implementation="eager")
+        trainer = LongContextTrainer(
+            model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), longctx_config=settings
+        )
+        if steps == 2:
+            trainer.save_model(f"{folder}/first")
+        recorder = LossRecorder()
+        recorder.attach(trainer)
+        trainer.train(resume_from_checkpoint=steps == 4)
+        losses = recorder.losses
+    return losses
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_saving_at_once_and_resuming(ranks, tmp_path: Path, family: str) -> None:
+    expected = build_model(ModelCase(family=family, tied=family == "llama")).state_dict()
+    losses = []
+    for is_whole in (False, True):
+        folder = tmp_path / str(is_whole)
+        build_model(ModelCase(family=family, tied=family == "llama")).save_pretrained(folder)
+        losses.append(ranks(2).run(saved_and_resumed, str(folder), family, random_rows(SKEWED), is_whole))
+        first = transformers.AutoModelForCausalLM.from_pretrained(folder / "first").state_dict()
+        assert all(torch.equal(first[name], value) for name, value in expected.items())
+    assert losses[0] == losses[1]
+    assert len(losses[0][0]) == 2
