@@ -196,7 +196,7 @@ def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: P
 
 def saved_and_resumed(folder: str, family: str, rows: Any, is_whole: bool) -> list[float]:
     """Saves a model before anything else, trains two steps, and returns the losses of two more in a second run."""
-    settings = LongContextConfig(**SHARDED, report_steps=False, timeline_steps=0, self_test=False)
+    settings = LongContextConfig(**SHARDED, report_steps=False, timeline_steps=0)
     load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(load_sharded, config=settings)
     losses = []
     for steps in (2, 4):
