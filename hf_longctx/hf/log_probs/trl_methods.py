@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from datasets import is_caching_enabled
 from transformers import Trainer
 
 from hf_longctx.hf.log_probs.two_passes import TwoPasses
+from hf_longctx.hf.ranks.agreement import raise_together
 
 # users put the mixin in front of a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class LogProbMixin(_TrainerBase):
         """Scores all sets by the reference, if TRL's arguments ask for that (`precompute_ref_log_probs`). Collective."""
         if not getattr(self, "precompute_ref_logps", False):
             return
+        self._check_files()
         args: Any = self.args
         batch_sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
         per_train, per_eval = (args.precompute_ref_batch_size or each for each in batch_sizes)
@@ -53,3 +56,20 @@ class LogProbMixin(_TrainerBase):
         elif held_out is not None:
             held_out = self._precompute_ref_logps(held_out, "eval", per_eval)
         self.eval_dataset = held_out
+
+    def _check_files(self) -> None:
+        """Raises ValueError on every rank if TRL would write the reference's values to a file that other ranks do not find."""
+        assert self._two_passes is not None
+        pool, held_out = self._two_passes.pool, self.eval_dataset
+        many = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
+        sets = {name: each for name, each in {"train_dataset": self.train_dataset, **many}.items() if each is not None}
+        # datasets keeps files of other sets in a temporary folder of the process
+        alone = [name for name, each in sets.items() if not (is_caching_enabled() and getattr(each, "cache_files", None))]
+        problems = [
+            f"precompute_ref_log_probs=True hands values of {name} to other ranks in a file beside its own, but it lies in "
+            f"memory or caching of datasets is disabled; load it from a file (dataset.save_to_disk, datasets.load_from_disk), "
+            f"enable caching, or set precompute_ref_log_probs=False"
+            for name in alone
+            if pool.num_ranks > 1
+        ]
+        raise_together(problems, pool.control)

@@ -88,6 +88,22 @@ def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
     return config_class(**{**settings, **changes})
 
 
+def trainer_name(kind: str) -> str:
+    """The trainer of TRL that takes rows of this kind, without the ending."""
+    return {"preference": "DPO", "unpaired": "KTO", "reward": "Reward", "prompt": "GRPO", "prompt, rloo": "RLOO"}.get(kind, "SFT")
+
+
+def models_of(kind: str, case: ModelCase, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a trainer of TRL that name its models; the trainer itself adds the adapters of the case."""
+    head = (("num_labels", 1),) if kind == "reward" else ()
+    models: dict[str, Any] = {"model": build_model(replace(case, lora=(), head=head))}
+    if case.lora:
+        models["peft_config"] = peft.LoraConfig(task_type="SEQ_CLS" if head else "CAUSAL_LM", **dict(case.lora))
+    elif kind in ("preference", "unpaired") and not arguments.get("precompute_ref_log_probs"):
+        models["ref_model"] = build_model(case).eval()
+    return models
+
+
 def train_trl(
     kind: str, how: str, case: ModelCase, config: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[list[float], list[dict[str, Any]], dict[str, torch.Tensor]]:
@@ -99,7 +115,7 @@ def train_trl(
     import trl
 
     losses: list[float] = []
-    name = {"preference": "DPO", "unpaired": "KTO", "reward": "Reward", "prompt": "GRPO", "prompt, rloo": "RLOO"}.get(kind, "SFT")
+    name = trainer_name(kind)
     base: Any = getattr(trl, f"{name}Trainer")
     samples = arguments.get("seed") is not None
     if name in ("GRPO", "RLOO") and not samples:
@@ -117,23 +133,18 @@ def train_trl(
     settings: dict[str, Any] = {"longctx_config": quiet_config(**{"self_test": True, **config})} if how == "mixin" else {}
     callback = LongContextCallback(quiet_config(**{"self_test": True, **config})) if how in ("attached", "alone") else None
     trainer_class = {"mixin": Planned, "attached": base}.get(how, Kept)
-    head = (("num_labels", 1),) if name == "Reward" else ()
-    model = build_model(replace(case, lora=(), head=head))
-    if case.lora:
-        settings["peft_config"] = peft.LoraConfig(task_type="SEQ_CLS" if head else "CAUSAL_LM", **dict(case.lora))
-    elif name in ("DPO", "KTO") and not arguments.get("precompute_ref_log_probs"):
-        settings["ref_model"] = build_model(case).eval()
+    settings |= models_of(kind, case, arguments)
     if name in ("GRPO", "RLOO"):
         settings["reward_funcs"] = reward
     with tempfile.TemporaryDirectory() as folder:
         if name in ("GRPO", "RLOO"):
             # TRL loads the reference model from the model's folder
+            model = settings["model"]
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(f"{folder}/base")
             save_file(model.state_dict(), f"{folder}/base/model.safetensors", metadata={"format": "pt"})
-            model = type(model).from_pretrained(f"{folder}/base", dtype=model.dtype)
+            settings["model"] = type(model).from_pretrained(f"{folder}/base", dtype=model.dtype)
         trainer = trainer_class(
-            model=model,
             args=trl_arguments(getattr(trl, f"{name}Config"), folder, **arguments),
             train_dataset=rows_of(kind),
             processing_class=word_tokenizer(),
