@@ -36,7 +36,7 @@ ARGUMENTS = {"optim": "adamw_torch", "learning_rate": 2e-3, "rows_per_step": 4, 
 # the estimate of KTO's usual loss depends on the order of rows
 SHUFFLED = {"loss_type": "apo_zero_unpaired"}
 SAVE = {**ARGUMENTS, "save_strategy": "steps", "save_steps": 2}
-# of the log: times, and numbers of one process
+# times, and a number that counts tokens of training
 NOT_COMPARED = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_num_tokens"}
 
 
