@@ -342,9 +342,8 @@ def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
     """The text that a run prints once: its operators for attention and scans, and from how many tokens on it recomputes."""
     dtype = _attention_dtype(args, model)
     scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
-    return "\n".join(
-        filter(None, (_opening_line(setup, args, dtype), scans, allocator_advice(args.device.type, dict(os.environ))))
-    )
+    advice = [slow_tiles(setup.costs.model, args.device, dtype), scans, allocator_advice(args.device.type, dict(os.environ))]
+    return "\n".join(filter(None, (_opening_line(setup, args, dtype), *advice)))
 
 
 def _attention_dtype(args: TrainingArguments, model: PreTrainedModel) -> torch.dtype:
@@ -354,6 +353,19 @@ def _attention_dtype(args: TrainingArguments, model: PreTrainedModel) -> torch.d
 def _shares_calls(spec: ModelSpec, args: TrainingArguments, model: PreTrainedModel) -> bool:
     """Whether short documents share calls of attention on this rank's device."""
     return takes_packs(args.device, _attention_dtype(args, model), max(spec.head_dim, spec.value_head_dim), spec.caps_scores)
+
+
+def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """Says that tiles of attention run without a fast operator, and what to change; empty if they do not, or on a CPU."""
+    head_dim = max(spec.head_dim, spec.value_head_dim)
+    if device.type != "cuda" or attention_backend(device, dtype, head_dim, spec.caps_scores) != "plain":
+        return ""
+    wanted = ["bf16=True", "head sizes of at most 256 that 8 divides"]
+    wanted += ["the package flash-attn or flash-attn-4"] if spec.caps_scores else []
+    return (
+        f"attention: its tiles are plain matrices, many times slower than FlashAttention, which needs {', '.join(wanted)}; here "
+        f"heads have {head_dim} elements in {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def allocator_advice(device_type: str, environment: dict[str, str]) -> str:

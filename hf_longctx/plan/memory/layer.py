@@ -344,8 +344,9 @@ class LayerBytes:
     def _call_bytes(self) -> int:
         """Bytes per row in the backward of an operator for GPUs, its results included."""
         _, a, k, _ = self._sizes
-        # copies of the output and its gradient, a sum in fp32, gradients; those of keys and values also for expanded heads
-        return (3 + self._wide) * a + 2 * k + (2 * a if a != k else 0)
+        # copies of inputs, of the output and of its gradient, a sum in fp32, gradients; those of keys and values also for
+        # expanded heads
+        return (4 + self._wide) * a + 4 * k + (2 * a if a != k else 0)
 
     def _fused_attention_backward(self) -> int:
         """Bytes in the backward of attention without slices, where nothing is recomputed."""

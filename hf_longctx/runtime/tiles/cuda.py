@@ -5,6 +5,8 @@ Traps of cuDNN behind torch 2.11 to 2.13, each guarded here:
 - torch caches a plan for each layout of queries, keys and values, and a backward plan also remembers how the output and its
   gradient lay in memory at its first call, without comparing that later. So both are always given in the queries' layout.
 - Versions up to 9.15.0 compute lengths wrongly that 128 does not divide; torch itself refuses them.
+- Making a plan takes tenths of a second, so causal tiles of many tokens are filled up with zeros to one of 16 lengths between two
+  powers of two. Tokens at the end change nothing: no other token sees their keys, and their own gradients are zero.
 - TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 in the environment changes the layout of the LSE, so cuDNN is left out.
 
 Shapes are those of `tiles.plain`.
@@ -13,6 +15,7 @@ Shapes are those of `tiles.plain`.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,6 +27,8 @@ _HALF = (torch.bfloat16, torch.float16)
 # last version of cuDNN whose results are wrong for some lengths; majors of the compute capabilities that torch prefers it on
 _LAST_BAD_CUDNN, _CUDNN_MAJORS = 91500, (9, 10)
 _RAGGED = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
+# causal tiles of more tokens get one of few lengths
+_LEAST_ROUNDED, _LENGTHS_PER_OCTAVE = 2048, 16
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:
@@ -58,8 +63,55 @@ def is_half(dtype: torch.dtype, head_dim: int, largest_head: int) -> bool:
     return dtype in _HALF and head_dim % 8 == 0 and head_dim <= largest_head
 
 
+def planned_tokens(num_tokens: int) -> int:
+    """Number of tokens to which cuDNN's causal tiles of `num_tokens` tokens are filled up: at most a sixteenth more."""
+    if num_tokens <= _LEAST_ROUNDED:
+        return num_tokens
+    step = 2 ** ((num_tokens - 1).bit_length() - 1) // _LENGTHS_PER_OCTAVE
+    return -(-num_tokens // step) * step
+
+
 def cudnn_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     """Output and LSE of a tile; the output lies in memory as the queries do."""
+    num_tokens, tile = tile.q.shape[1], _filled_tile(tile)
+    out, lse = _cudnn_forward(tile)
+    return _first(out, num_tokens), _first(lse, num_tokens)
+
+
+def cudnn_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    num_queries, num_keys, tile = tile.q.shape[1], tile.k.shape[1], _filled_tile(tile)
+    gradient, out, lse = (_filled(x, tile.q.shape[1]) for x in (gradient, out, lse))
+    dq, dk, dv = _cudnn_backward(gradient, tile, out, lse)
+    return _first(dq, num_queries), _first(dk, num_keys), _first(dv, num_keys)
+
+
+def _filled_tile(tile: TileInputs) -> TileInputs:
+    """A causal tile with tokens of zeros at its end, as many as its plan needs; other tiles as they are."""
+    planned = planned_tokens(tile.q.shape[1])
+    if not tile.causal or planned == tile.q.shape[1]:
+        return tile
+    return replace(tile, q=_filled(tile.q, planned), k=_filled(tile.k, planned), v=_filled(tile.v, planned))
+
+
+def _filled(x: Tensor, num_tokens: int) -> Tensor:
+    """`x` [H, T, ...] with tokens of zeros at its end, which lies in memory as before."""
+    if x.shape[1] == num_tokens:
+        return x
+    tokens_first = x.dim() == 3 and x.stride(1) > x.stride(0)
+    shape = (num_tokens, x.shape[0], *x.shape[2:]) if tokens_first else (x.shape[0], num_tokens, *x.shape[2:])
+    filled = x.new_empty(shape)
+    filled = filled.transpose(0, 1) if tokens_first else filled
+    filled[:, : x.shape[1]] = x
+    filled[:, x.shape[1] :] = 0
+    return filled
+
+
+def _first(x: Tensor, num_tokens: int) -> Tensor:
+    return x if x.shape[1] == num_tokens else x[:, :num_tokens]
+
+
+def _cudnn_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     inputs = (dense_channels(x).unsqueeze(0) for x in (tile.q, tile.k, tile.v))
     # no bias, with LSE, no dropout
     out, lse_1HT1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -68,8 +120,7 @@ def cudnn_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     return out.squeeze(0), lse_1HT1.view(tile.q.shape[:2])
 
 
-def cudnn_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+def _cudnn_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (dense_channels(x) for x in (tile.q, tile.k, tile.v))
     strides = dense_strides(q)
     inputs = [x.unsqueeze(0) for x in (laid_out(gradient, strides), q, k, v, laid_out(out, strides))]

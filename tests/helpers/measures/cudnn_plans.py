@@ -21,8 +21,8 @@ _MOST_HEADS = 2**16 - 1
 class CudnnPlans:
     """Plans by layouts of queries, keys and values; a backward plan reads output and gradient as they lay at its first call.
 
-    calls: forward and backward calls. misread: backward calls whose output or gradient lay otherwise than at the first.
-    num_layouts: layouts seen, each of which costs the real cuDNN a plan, forward and backward.
+    calls: forward and backward calls. misread: backward calls whose output or gradient lay otherwise than at the first. layouts:
+    (shape, strides) of q, k and v of every backward plan.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,10 @@ class CudnnPlans:
     @property
     def num_layouts(self) -> int:
         return len(self._forward)
+
+    @property
+    def layouts(self) -> list[Any]:
+        return [key[:3] for key in self._backward]
 
     def forward(
         self,

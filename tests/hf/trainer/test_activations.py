@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -22,9 +23,10 @@ from hf_longctx.hf.models.activations import slab_rate
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.start.setup import allocator_advice
+from hf_longctx.hf.start.setup import allocator_advice, slow_tiles
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
+from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
@@ -220,6 +222,16 @@ def test_a_gpu_is_advised_to_use_memory_without_gaps() -> None:
     assert "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in allocator_advice("cuda", {})
     assert not allocator_advice("cuda", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert not allocator_advice("cpu", {})
+
+
+def test_tiles_without_a_fast_operator_are_named_on_gpus() -> None:
+    model = named_model("llama-3.1-8b")
+    for changes, dtype, words in (
+        ({}, torch.float32, "needs bf16=True, head sizes of at most 256 that 8 divides; here heads have 128 elements in float32"),
+        ({"caps_scores": True}, torch.bfloat16, "the package flash-attn or flash-attn-4"),
+    ):
+        assert words in slow_tiles(replace(model, **changes), torch.device("cuda"), dtype)
+        assert not slow_tiles(replace(model, **changes), torch.device("cpu"), dtype)
 
 
 def test_copies_over_a_slab_are_measured_and_later_plans_count_on_them() -> None:

@@ -271,6 +271,29 @@ def test_layouts_of_output_and_gradient_do_not_change_what_cudnn_computes() -> N
     assert (plans.calls, plans.misread) == (5, 0)
 
 
+@pytest.mark.parametrize("num_kv", [2, 6])
+def test_causal_tiles_of_many_lengths_have_few_plans_and_the_results_of_plain_matrices(num_kv: int) -> None:
+    # lengths from 21 to 52 are filled up to those that a quarter of 16 or 32 divides
+    with patch.object(cuda, "_LEAST_ROUNDED", 20), patch.object(cuda, "_LENGTHS_PER_OCTAVE", 4), cudnn_on_the_cpu() as plans:
+        for num_tokens in range(21, 53):
+            for is_tokens_first in (True, False):
+                tensors = [in_layout(x, is_tokens_first) for x in tile(num_tokens, num_tokens, torch.float64, num_kv)]
+                for ours, plain_one in zip(run(tensors, True, "cudnn"), run(tensors, True, "plain"), strict=True):
+                    torch.testing.assert_close(ours, plain_one, rtol=1e-12, atol=1e-12)
+        # 24, 28, 32, 40, 48 and 56 tokens in two layouts
+        assert (len(plans.layouts), plans.misread) == (12, 0)
+        # tiles without a mask are as long as they are
+        assert run(tile(21, 30, torch.float64, num_kv), False, "cudnn")[0].shape[1] == 21
+        assert {layout[1][0][2] for layout in plans.layouts} >= {30}
+
+
+def test_lengths_of_plans_by_hand() -> None:
+    lengths = (1, 2048, 2049, 8192, 8193, 9000, 131_073)
+    assert [cuda.planned_tokens(length) for length in lengths] == [1, 2048, 2176, 8192, 8704, 9216, 139_264]
+    found = {cuda.planned_tokens(n) for n in range(8193, 2**17 + 1)}
+    assert len(found) == 4 * 16 and all(cuda.planned_tokens(n) <= n * 17 / 16 for n in range(2048, 40_000))
+
+
 @pytest.mark.parametrize("num_kv", [1, 2, 6])
 def test_heads_beyond_the_grid_of_a_kernel_are_computed_in_parts(num_kv: int) -> None:
     gradient, *qkv = tile(5, 5, torch.float64, num_kv)
