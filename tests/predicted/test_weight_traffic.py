@@ -15,10 +15,12 @@ import torch.distributed as dist
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import plan_of
+from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
@@ -27,8 +29,11 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, round_traffic
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.plan.prediction.weight_seconds import WeightSeconds, weight_seconds
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.spread_experts import spread_experts
+from hf_longctx.runtime.execution.spread_experts import spread_experts, spread_group
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
 
@@ -77,8 +82,11 @@ def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]
         spread_experts(spread_experts_of(model), block_mesh(mesh(plan.block_ranks)), torch.device("cpu"))
     shard_model(model, model._no_split_modules, mesh(plan.block_ranks), case.fp32_gradients)
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
+    has_policies = any(stage.activations for each in plan.micro_batches for group in each.groups for stage in group.stages)
+    tier, head = HostTier.on(torch.device("cpu"), 2**24), OutputHead(output_head(model))
+    engine = ActivationEngine(layer_modules(model), tier, head, spread_group(model)) if has_policies else None
     with counted() as total:
-        executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"], 10)
+        executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"], 10, engine=engine)
     return dict(total)
 
 
@@ -129,6 +137,17 @@ def test_every_chunk_gathers_again_unless_weights_stay(ranks, words: str, parame
     lengths, chunks = [12, 9, 7], [cut(sequence, [length])[:1] for sequence, length in enumerate([12, 9, 7])]
     plan, case = sliced_plan(lengths, chunks, words, num_ranks=2, parameters=parameters), CASES["bf16"]
     expected = int(round_traffic(stage_weights(case, 2), ClusterSpec(2, 2, GENERIC_CPU), parameters, 2, 3).num_bytes)
+    for found in ranks(2).run(sent_on_rank, case, plan, random_rows(lengths)):
+        assert found["gather"] + found["scatter"] == expected
+
+
+@pytest.mark.parametrize("name", ["bf16", "spread experts"])
+def test_a_replay_gathers_nothing_more(ranks, name: str) -> None:
+    case, lengths = CASES[name], [12, 9]
+    plan = same_policy(
+        plan_of([[(2, (0, 1))]], lengths, 2, parameters="sharded"), replayed(recompute=1.0), replayed(recompute=1.0)
+    )
+    expected = int(round_traffic(stage_weights(case, 2), ClusterSpec(2, 2, GENERIC_CPU), "sharded", 2, 1).num_bytes)
     for found in ranks(2).run(sent_on_rank, case, plan, random_rows(lengths)):
         assert found["gather"] + found["scatter"] == expected
 

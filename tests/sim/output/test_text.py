@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from helpers.plans.forecasts import MEMORY, cost_model, forecast, scenario
 
+from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.output.text import execution_text, forecast_text
@@ -41,6 +42,15 @@ def test_without_lengths_nothing_is_said_of_steps() -> None:
     text = forecast_text(make_forecast(scenario(), None, 1, 1, 0))
     assert "STEP" not in text and "BASELINES" not in text
     assert "MEMORY" in text and "planned steps hold 168 tokens" in text and "LONGEST SEQUENCE" in text
+
+
+def test_gathers_are_told_beside_the_seconds_unless_they_were_measured() -> None:
+    found = forecast()
+    weights = WeightSeconds((0.5,) * 4, 0.25)
+    steps = tuple(replace(step, execution=replace(step.execution, weights=weights)) for step in found.steps)
+    text = forecast_text(replace(found, steps=steps))
+    assert "gathers of sharded weights take 500 ms, sums of gradients over copies take 250 ms; with them a step takes" in text
+    assert "not included" not in forecast_text(found)
 
 
 def test_sequences_that_fit_a_rank_are_not_said_to_need_more() -> None:
