@@ -75,7 +75,7 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
 
 
 def load_pipeline_stage(
-    folder: str, config: LongContextConfig, dtype: torch.dtype | str = "auto", **settings: Any
+    folder: str, config: LongContextConfig, /, dtype: torch.dtype | str = "auto", **settings: Any
 ) -> PreTrainedModel:
     """Loads this rank's stage of the checkpoint in a local `folder`, for a trainer with `config`; with stages=1, the whole model.
 

@@ -28,6 +28,11 @@ from hf_longctx.runtime.parameters.sharded import shard_mesh
 SHARDED = {"parameters": "sharded", "tokens_per_rank": 64}
 
 
+def loaded(folder: str, settings: LongContextConfig, **loading: Any) -> Any:
+    """A model of `load_sharded`, with the config of the model beside that of the run."""
+    return load_sharded(folder, settings, config=transformers.AutoConfig.from_pretrained(folder), **loading)
+
+
 def with_adapters(model: Any, **settings: Any) -> Any:
     torch.manual_seed(7)
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings))
@@ -41,7 +46,7 @@ def trained(folder: str, rows: Any, is_whole: bool, config: dict[str, Any], lora
     settings = LongContextConfig(**{**SHARDED, **config}, report_steps=False, timeline_steps=0)
     # grouped products of experts do not support fp64
     loading = {"experts_implementation": "eager"}
-    load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(load_sharded, config=settings)
+    load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(loaded, settings=settings)
     model: Any = load(folder, **loading)
     if lora is not None:
         model = with_adapters(model, **lora)
@@ -197,7 +202,7 @@ def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: P
 def saved_and_resumed(folder: str, family: str, rows: Any, is_whole: bool) -> list[float]:
     """Saves a model before anything else, trains two steps, and returns the losses of two more in a second run."""
     settings = LongContextConfig(**SHARDED, report_steps=False, timeline_steps=0)
-    load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(load_sharded, config=settings)
+    load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(loaded, settings=settings)
     losses = []
     for steps in (2, 4):
         args = training_arguments(
