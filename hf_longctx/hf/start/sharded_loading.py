@@ -22,7 +22,7 @@ def load_sharded(
     Each rank then reads only its own shards from the safetensors files, and holds no more than these and one weight. Weights that
     transformers renames or fuses when it reads them, such as those of experts, are read on rank 0 alone, which holds the whole
     model on its host and sends one weight at a time. Until then every weight is NaN; adapters may be put over them. With
-    replicated parameters or on one rank, this is `from_pretrained`. `settings` go to `from_pretrained`, a model's `config` too. Not collective, but every
+    replicated parameters or on one rank, this is `from_pretrained`. `settings` go to `from_pretrained`. Not collective, but every
     rank must call this. Raises ValueError if the checkpoint lacks weights or is quantised, and if the ranks have not joined yet.
 
     Example:
