@@ -36,8 +36,9 @@ class PackBounds:
         """Boundaries of documents with these lengths, from 0 to their sum."""
         key = tuple(accumulate(lengths, initial=0))
         if key not in self.known:
-            # the host does not wait for a copy of so few values
-            self.known[key] = torch.tensor(key, dtype=torch.int32).to(device, non_blocking=True)
+            # the host does not wait for a copy from pinned memory
+            bounds = torch.tensor(key, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+            self.known[key] = bounds.to(device, non_blocking=True)
         return self.known[key]
 
 
