@@ -1,6 +1,6 @@
 """The host tier and activation policies under torch's CUDA sanitizer, which `test_races.py` runs in a process of its own.
 
-Once switched on, the sanitizer's hooks stay in the process, and fail in any checkpoint that stops early.
+Importing torch's sanitizer switches its hooks on. They stay in the process, and fail in any checkpoint that stops early.
 """
 
 from __future__ import annotations
