@@ -188,6 +188,7 @@ class LatentShape(Shape):
     def config(self) -> Any:
         config_class, _, extra = OTHER_FAMILIES[self.family]
         sizes = {"v_head_dim": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
+        sizes |= {"index_topk": 512} if "index_topk" in extra else {}
         return config_class(
             **extra
             | sizes
@@ -212,7 +213,7 @@ class LatentShape(Shape):
 
 
 # the estimate is an upper bound, not exact: copies to one head size are counted as expanded heads
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
 @pytest.mark.parametrize("one,tile_tokens", [(PLAIN, 0), (offloading(recompute=0.5), 256)], ids=["plain", "recomputed"])
 def test_latent_attention_takes_no_more_than_predicted(family: str, one: LayerPolicy, tile_tokens: int) -> None:
     shape, documents = LatentShape(family=family), PACKED

@@ -381,10 +381,11 @@ def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
 
 def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
     spec = setup.costs.model
+    is_chosen = not spec.index.is_empty
     head_dim = max(spec.head_dim, spec.value_head_dim)
-    name = attention_backend(args.device, dtype, head_dim, spec.caps_scores)
+    name = attention_backend(args.device, dtype, head_dim, spec.caps_scores, is_chosen)
     line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
-    if spec.caps_scores or spec.value_head_dim:
+    if spec.caps_scores or spec.value_head_dim or is_chosen:
         line = f"attention: {name} for all tiles"
     if spec.saves_kv_once:
         line = f"attention: FlashAttention 2 of torch for documents of up to {PACKED_TOKENS:,} tokens, several in one call; "

@@ -105,6 +105,57 @@ def layer_kinds(windows: Windows, states: StateSpec) -> tuple[LayerKind, ...]:
     return tuple(LayerKind(*each) for each in zip(windows or (None,) * len(has_state), has_state, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """An index that chooses the keys of a token from all earlier ones; without any, most_keys is 0.
+
+    most_keys: keys that a token sees. num_heads, head_dim: of the index, whose heads share one key of a token. num_chosen: layers
+    with chosen keys. num_indexes: those that run an index of their own. passes_on: every layer hands its choice to the next one.
+    """
+
+    most_keys: int = 0
+    num_heads: int = 0
+    head_dim: int = 0
+    num_chosen: int = 0
+    num_indexes: int = 0
+    passes_on: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.most_keys
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token and layer of the chosen keys, in int32."""
+        return 4 * self.most_keys
+
+    @property
+    def passed_bytes(self) -> int:
+        """Bytes per token and layer of choices that are handed on; they wait for the next replay, and layers share some."""
+        return self.token_bytes * self.num_indexes // self.num_chosen if self.passes_on else 0
+
+    @property
+    def pair_operations(self) -> int:
+        """Operations of the index per query-key pair, the mean over the layers with chosen keys."""
+        return 0 if self.is_empty else round(2 * self.num_heads * self.head_dim * self.num_indexes / self.num_chosen)
+
+
+NO_INDEX = IndexSpec()
+
+
+def config_index(config: Mapping[str, Any], num_layers: int) -> IndexSpec:
+    """The index of DeepSeek sparse attention, read from a config."""
+    if not config.get("index_topk") or not config.get("index_head_dim"):
+        return NO_INDEX
+    kinds = config.get("layer_types") or ()
+    # without such types all layers have an index
+    num_chosen = sum(kind == "indexed_attention" for kind in kinds) or (0 if "indexed_attention" in kinds else num_layers)
+    owners = config.get("indexer_types") or ()
+    num_indexes = sum(kind == "full" for kind in owners) or num_chosen
+    sizes = int(config["index_topk"]), int(config.get("index_n_heads") or 1), int(config["index_head_dim"])
+    return IndexSpec(*sizes, num_chosen, num_indexes, passes_on=bool(owners))
+
+
 def with_states(windows: Windows, states: StateSpec) -> Windows:
     """The windows, with 0 for every layer without attention."""
     if states.is_empty:

@@ -10,8 +10,11 @@ from typing import Any
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.layer_kinds import (
     ATTENTION,
+    NO_INDEX,
+    IndexSpec,
     LayerKind,
     Windows,
+    config_index,
     config_states,
     config_windows,
     layer_kinds,
@@ -136,7 +139,8 @@ class ModelSpec:
     tokens that a query sees, its own included, None for all before it, 0 in a layer without attention; () if all layers see
     everything. states: layers that carry a state along the sequence. gates_output: attention's output is
     multiplied by a gate, which is projected from hidden states. has_wide_norms: norms keep the product before their weight in
-    fp32. experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline stages, so that
+    fp32. index: an index that chooses the keys of a token. experts: the routed experts of a mixture. keeps_all_stages:
+    every rank holds the weights of all pipeline stages, so that
     stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
     predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
     input_size: elements that attention's projections read (0: hidden_size).
@@ -176,6 +180,7 @@ class ModelSpec:
     routed_elements: int = 0
     windows: Windows = ()
     states: StateSpec = NO_STATES
+    index: IndexSpec = NO_INDEX
     gates_output: bool = False
     has_wide_norms: bool = False
     experts: ExpertSpec = ExpertSpec()
@@ -256,6 +261,7 @@ class ModelSpec:
             routed_elements=routed,
             windows=with_states(config_windows(config, num_layers), states),
             states=states,
+            index=config_index(config, num_layers),
             can_keep_qkv=states.is_empty,
             gates_output=is_gated,
             has_wide_norms=is_gated,
@@ -285,8 +291,11 @@ class ModelSpec:
 
     @property
     def pair_operations(self) -> int:
-        """Operations per query-key pair in one layer's forward, over all heads: one product with the key, one with the value."""
-        return 2 * self.num_heads * self.kv_head_size
+        """Operations per query-key pair in one layer's forward, over all heads: one product with the key, one with the value.
+
+        Chosen keys save none, since attention computes all pairs and hides those that were not chosen; their index adds its own.
+        """
+        return 2 * self.num_heads * self.kv_head_size + self.index.pair_operations
 
     def attention_pairs(self, parts: Sequence[LayerRange] = ()) -> AttentionPairs:
         """Returns the query-key pairs of a layer, averaged over the layers of `parts`; without parts, over all layers.
@@ -339,12 +348,19 @@ class ModelSpec:
     def layer_parameters(self) -> int:
         """Matrix parameters of a decoder layer that a token passes: q, k, v, o or a state's mixer, and the MLP or its experts.
 
-        The mean over layers with and without attention.
+        The mean over layers with and without attention, and with and without an index.
         """
-        attention = self.qkv_parameters + self.hidden_size * self.output_size
+        attention = self.qkv_parameters + self.hidden_size * self.output_size + self._index_parameters
         without = 1 - self.num_attending / self.num_layers
         mixer = attention + round(self.states.share * self.states.parameters - without * attention)
         return mixer + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+
+    @property
+    def _index_parameters(self) -> int:
+        """Matrix parameters of the indexes, the mean over layers: they make queries from a latent, a key and weights of heads."""
+        index, d = self.index, self.hidden_size
+        made = (self.query_rank or d) * index.num_heads * index.head_dim + d * (index.head_dim + index.num_heads)
+        return round(made * index.num_indexes / self.num_layers)
 
     @property
     def layer_products(self) -> int:

@@ -110,6 +110,9 @@ def spec_name(spec: ModelSpec) -> str:
     windows = "".join(f", windows of {window} in {count} layers" for window, count in sorted(sizes.items()))
     states = spec.states
     carried = f", states of {states.heads} x {states.head_elements} in {sum(states.layers)} layers" if not states.is_empty else ""
+    index = spec.index
+    chosen = f", {index.most_keys} keys chosen by {index.num_heads} x {index.head_dim} in {index.num_chosen} layers"
+    carried += "" if index.is_empty else chosen
     vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
     vocabulary += f" to {spec.num_labels} labels" if spec.num_labels else ""
     return (

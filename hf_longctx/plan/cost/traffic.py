@@ -122,16 +122,19 @@ def mean_traffic(
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
     exchanged = own * neighbours / shape.ulysses * (sum(heads.queries) + sum(heads.kv)) * model.kv_head_size * element
+    chosen, index_keys = _index_bytes_sent(model, shape, own, is_backward)
+    exchanged += chosen + (index_keys if neighbours else 0)
     near_ranks = near_ranks or _most_near_ranks(shape.degree, cluster)
     is_ring = shape.num_blocks > 1
     passed_on = num_states * _state_bytes_sent(model, shape, own)
     link, network = _by_links(exchanged + (0 if is_ring else passed_on), shape.ulysses, near_ranks, cluster)
     messages = 2 * num_attending * (neighbours > 0) + num_states * _state_exchanges(model, shape)
+    messages += model.index.num_chosen * (neighbours > 0) + (0 if is_backward else model.index.num_indexes)
     hops = shape.num_blocks - 1
     if hops:
         travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
         passed = travelling * sum(heads.kv) * model.kv_head_size / shape.ulysses
-        ring = hops * passed * element + num_documents * passed_on
+        ring = hops * passed * element + num_documents * passed_on + (0 if neighbours else index_keys)
         messages += hops * num_attending
         if is_backward:
             ring += hops * passed * gradient
@@ -155,6 +158,17 @@ def expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is
     near_ranks = _most_near_ranks(experts.num_ranks, cluster)
     link, network = _by_links(sent, experts.num_ranks, near_ranks, cluster)
     return Traffic(link, network, (2 if is_backward else 3) * experts.num_layers)
+
+
+def _index_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float, is_backward: bool) -> tuple[float, float]:
+    """Bytes that a rank sends in one pass over all layers: chosen keys to its block, and at most index keys to its group.
+
+    Backward gathers the chosen keys again. In documents of fewer tokens than an index may choose, fewer bytes are sent.
+    """
+    index = model.index
+    chosen = own_tokens * index.token_bytes * (shape.ulysses - 1) * index.num_chosen
+    keys = own_tokens * (shape.degree - 1) * index.head_dim * index.num_indexes * model.bytes_per_element
+    return chosen, 0.0 if is_backward else keys
 
 
 def _state_exchanges(model: ModelSpec, shape: GroupShape) -> int:

@@ -8,7 +8,8 @@ tokens. It holds gradients of the last w - 1 tokens before the slice that ran ba
 
 The book of states (`runtime/attention/state_book.py`) is counted with it. A layer with a state, alone or beside attention, holds
 the state after a slice, if the sequence goes on, from the slice's forward to its backward, and its gradient from the backward of
-the next slice on.
+the next slice on. A layer with an index holds the index keys of slices after which the
+sequence goes on, from then to the end of the micro-batch.
 """
 
 from __future__ import annotations
@@ -68,12 +69,13 @@ def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKin
     kinds = [kind for kind, _ in model.kind_shares()]
     # replays make no difference where all layers see all tokens
     replays = (False,) if kinds == [ATTENTION] else (False, True)
+    index_bytes = 0 if model.index.is_empty else model.index.head_dim * model.bytes_per_element
     states = _state_changes(group, _boundary_bytes(model, block, position))
     changes = []
     for kind, is_replayed in ((kind, is_replayed) for kind in kinds for is_replayed in replays):
         found = _no_changes(group)
         if kind.attends:
-            found = _layer_changes(group, kind.window, is_replayed, token_bytes, gradient_bytes)
+            found = _layer_changes(group, kind.window, is_replayed, token_bytes, gradient_bytes, index_bytes)
         if kind.has_state:
             found = _Changes(*(one + other for one, other in zip(found, states, strict=True)))
         changes.append(found)
@@ -180,9 +182,12 @@ def _state_changes(group: SequenceGroup, num_bytes: int) -> _Changes:
 
 
 def _layer_changes(
-    group: SequenceGroup, window: int | None, is_replayed: bool, token_bytes: int, gradient_bytes: int
+    group: SequenceGroup, window: int | None, is_replayed: bool, token_bytes: int, gradient_bytes: int, index_bytes: int
 ) -> _Changes:
-    """Bytes by which the passes of every chunk change the book of a layer with this window (None: it sees all tokens)."""
+    """Bytes by which the passes of every chunk change the book of a layer with this window (None: it sees all tokens).
+
+    index_bytes: of an index key, which every rank holds.
+    """
     ends = sequence_ends(group.chunks)
     last_starts = {
         span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]
@@ -192,6 +197,8 @@ def _layer_changes(
         end, is_last = ends[span.sequence], span.stop == ends[span.sequence]
         if is_last and not span.start:
             continue
+        if window is None and not is_last:
+            found.written[index] += index_bytes * span.num_tokens
         if not window or window >= end:
             if not span.start:
                 found.written[index] += token_bytes * end

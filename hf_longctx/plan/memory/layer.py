@@ -111,12 +111,30 @@ class LayerBytes:
     @property
     def _has_own_attention(self) -> bool:
         """Whether attention runs in tiles even where everything is kept, since torch's own would make whole score matrices."""
-        return self.model.caps_scores or self.model.value_head_dim > 0
+        return self.model.caps_scores or self.model.value_head_dim > 0 or not self.model.index.is_empty
 
     def _score_blocks(self, num_queries: int, num_keys: int) -> int:
-        """Bytes of the matrices of capped scores: three per block of queries, which has at least one query."""
-        values = min(max(MOST_SCORES, num_keys * self.model.num_heads), num_queries * num_keys * self.model.num_heads)
-        return 3 * values * max(4, self.model.bytes_per_element) if self.model.caps_scores else 0
+        """Bytes of the matrices of scores that are capped or of chosen keys: three per block of queries, of at least one query.
+
+        The scores of an index take as much at another moment.
+        """
+        if not self.model.caps_scores and self.model.index.is_empty:
+            return 0
+        heads = max(self.model.num_heads, self.model.index.num_heads)
+        values = min(max(MOST_SCORES, num_keys * heads), num_queries * num_keys * heads)
+        return 3 * values * max(4, self.model.bytes_per_element)
+
+    @property
+    def _choice(self) -> int:
+        """Bytes of chosen keys while attention runs: those of other ranks of the block, and their numbers within a tile.
+
+        And of the index keys of all tokens of the group, as they arrive and in order.
+        """
+        index, load = self.model.index, self.load
+        ranks = load.block_ranks * load.num_blocks
+        keys = 3 * self.model.bytes_per_element * index.head_dim * (self.tokens + load.front_tokens) * ranks
+        gathered = self.tokens * load.block_ranks if load.block_ranks > 1 else 0
+        return index.token_bytes * (gathered + max(load.documents, default=0) * load.block_ranks) + keys
 
     @property
     def _wide(self) -> int:
@@ -143,7 +161,8 @@ class LayerBytes:
             token_bytes = class_bytes(self.model, name, self.kind)
             host += (host_stop - host_start) * token_bytes
             device += (self.tokens - host_stop) * token_bytes
-        return device, host
+        # the next layer's replay gets it, too
+        return device + self.model.index.passed_bytes * self.tokens, host
 
     def _recomputed(self, name: TensorClass) -> int:
         """Number of tokens for which a tensor class is recomputed."""
@@ -175,6 +194,7 @@ class LayerBytes:
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
         inside = qkv + (head_norm_bytes(model) + gate_bytes(model) + model.latent_saved_bytes) * self.tokens
+        inside += model.index.token_bytes * self.tokens
         output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
         return inside + output
 
@@ -202,7 +222,7 @@ class LayerBytes:
 
     def _plain_forward(self) -> int:
         """Most bytes in the forward of a layer that keeps everything."""
-        return self.held + self._sizes[0] * self.tokens + self._scores + self._travelling
+        return self.held + self._sizes[0] * self.tokens + self._scores + self._choice + self._travelling
 
     @property
     def _travelling(self) -> int:
@@ -218,7 +238,7 @@ class LayerBytes:
         # outputs of several documents are concatenated
         joined = a * self.tokens if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
-        attention += self._exchange + self._cut_bytes + self._unrotated + self._scores + self._latents
+        attention += self._exchange + self._cut_bytes + self._unrotated + self._scores + self._choice + self._latents
         # rotary embedding: the queries, and three more tensors of their size
         rotation = (2 * d + 4 * a + 2 * k) * self.tokens
         return max(rotation, attention) + (a * self.tokens if self.model.gates_output else 0)
@@ -330,7 +350,7 @@ class LayerBytes:
         longest = max(load.documents, default=0)
         # values, outputs and their gradients are copied where values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
-        return outside + most + self._score_blocks(longest, longest + load.front_tokens)
+        return outside + most + self._choice + self._score_blocks(longest, longest + load.front_tokens)
 
     @property
     def _packed_rows(self) -> int:

@@ -79,7 +79,7 @@ def attention_bytes(model: ModelSpec) -> int:
     """Bytes per token that attention saves for backward when nothing is recomputed."""
     e, h = model.bytes_per_element, model.num_heads
     heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
-    return head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes
+    return head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes + model.index.token_bytes
 
 
 def plain_layer_bytes(model: ModelSpec, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:

@@ -87,9 +87,11 @@ def choose_backend(
     raise AssertionError("the last backend accepts every tile")
 
 
-def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False) -> str:
+def attention_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False, is_chosen: bool = False
+) -> str:
     """Name of the backend for tiles of queries of this dtype and head size; tiles with a single key may need another one."""
-    return choose_backend(device.type, device_capability(device), dtype, head_dim, is_capped=is_capped).name
+    return choose_backend(device.type, device_capability(device), dtype, head_dim, is_capped=is_capped, is_chosen=is_chosen).name
 
 
 def tile_forward(tile: TileInputs, backend: str = "") -> tuple[Tensor, Tensor]:

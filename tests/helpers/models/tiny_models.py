@@ -28,6 +28,7 @@ _FROM_LAYER_1 = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1}
 # latent attention: queries and keys have ten dimensions, values four
 _LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 _LATENT |= {"num_key_value_heads": None}
+_INDEX = {"num_key_value_heads": 4, "index_topk": 6, "index_head_dim": 8, "index_n_heads": 2}
 # norms in other places, parallel blocks, scaled logits, layers without RoPE, with windows or with a RoPE of their own
 OTHER_FAMILIES: dict[str, Any] = {
     "mistral_window": (transformers.MistralConfig, transformers.MistralForCausalLM, {**_WINDOW, "head_dim": 8}),
@@ -59,6 +60,17 @@ OTHER_FAMILIES: dict[str, Any] = {
         {**_LATENT, "v_head_dim": 12, "q_lora_rank": None, "first_k_dense_replace": 2},
     ),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, {**_LATENT, "first_k_dense_replace": 2}),
+    # keys chosen by an index, which the next layer takes in the second model
+    "deepseek_v32": (
+        transformers.DeepseekV32Config,
+        transformers.DeepseekV32ForCausalLM,
+        {**_LATENT, **_INDEX, "first_k_dense_replace": 2},
+    ),
+    "glm_moe_dsa": (
+        transformers.GlmMoeDsaConfig,
+        transformers.GlmMoeDsaForCausalLM,
+        {**_LATENT, **_INDEX, "first_k_dense_replace": 2, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+    ),
     "minicpm3": (
         transformers.MiniCPM3Config,
         transformers.MiniCPM3ForCausalLM,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes, saved_token_bytes
 
 LLAMA_7B = {
     "num_hidden_layers": 32,
@@ -128,3 +128,24 @@ def test_windows_that_do_not_fit_the_layers_are_refused() -> None:
         ModelSpec(*sizes, windows=(4, None, 4))
     with pytest.raises(ValueError, match="at least one token"):
         ModelSpec(*sizes, windows=(0, None))
+
+
+def test_the_index_of_sparse_attention_is_counted() -> None:
+    config = {
+        **{"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64},
+        **{"max_position_embeddings": 4096, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
+        **{"v_head_dim": 8, "index_topk": 512, "index_n_heads": 2, "index_head_dim": 16},
+    }
+    dense, every = (ModelSpec.from_config({**config, "index_topk": most}) for most in (None, 512))
+    assert dense.index.is_empty and (every.index.num_chosen, every.index.num_indexes) == (4, 4)
+    # attention computes all pairs, and the index 2 * 2 * 16 more operations of each
+    assert every.pair_operations == dense.pair_operations + 64
+    # queries from the latent, one key, a weight for each head
+    assert every.layer_parameters == dense.layer_parameters + 12 * 32 + 64 * (16 + 2)
+    assert plain_layer_bytes(every) == plain_layer_bytes(dense) + 4 * 512
+    windowed = {"layer_types": ["indexed_attention", "sliding_attention"] * 2, "sliding_window": 6}
+    half = ModelSpec.from_config({**config, **windowed})
+    assert (half.index.num_chosen, half.index.num_indexes, half.windows) == (2, 2, (None, 6, None, 6))
+    shared = ModelSpec.from_config({**config, "indexer_types": ["full", "shared", "shared", "shared"]})
+    assert (shared.index.num_chosen, shared.index.num_indexes, shared.index.passed_bytes) == (4, 1, 512)
+    assert shared.pair_operations == dense.pair_operations + 16
