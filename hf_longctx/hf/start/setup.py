@@ -136,7 +136,8 @@ def choose_setup(
     # a rank that loaded only its own stage does not know the adapters and four-bit weights of other stages
     everyone = gather_objects((spec.adapters, spec.packed), control)
     adapters, packed = (list(each) for each in zip(*everyone, strict=True))
-    spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed))
+    index = replace(spec.index, most_ranks=degrees[-1])
+    spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     basis = _SetupBasis(config, model, args, degrees, control, costs, config.max_length or spec.max_positions, reference_bytes)

@@ -111,6 +111,7 @@ class IndexSpec:
 
     most_keys: keys that a token sees. num_heads, head_dim: of the index, whose heads share one key of a token. num_chosen: layers
     with chosen keys. num_indexes: those that run an index of their own. passes_on: every layer hands its choice to the next one.
+    most_ranks: ranks of the largest group of the run, whose chosen keys every rank gathers; 0: only those of each plan count.
     """
 
     most_keys: int = 0
@@ -119,6 +120,7 @@ class IndexSpec:
     num_chosen: int = 0
     num_indexes: int = 0
     passes_on: bool = False
+    most_ranks: int = 0
 
     @property
     def is_empty(self) -> bool:

@@ -121,6 +121,8 @@ class LayerBytes:
         if not self.model.caps_scores and self.model.index.is_empty:
             return 0
         heads = max(self.model.num_heads, self.model.index.num_heads)
+        # every query has scores for the keys of all ranks
+        num_keys *= 1 if self.model.index.is_empty else self._choosing_ranks
         values = min(max(MOST_SCORES, num_keys * heads), num_queries * num_keys * heads)
         return 3 * values * max(4, self.model.bytes_per_element)
 
@@ -131,10 +133,16 @@ class LayerBytes:
         And of the index keys of all tokens of the group, as they arrive and in order.
         """
         index, load = self.model.index, self.load
-        ranks = load.block_ranks * load.num_blocks
+        ranks, block = self._choosing_ranks, max(load.block_ranks, index.most_ranks if load.is_shared else 1)
         keys = 3 * self.model.bytes_per_element * index.head_dim * (self.tokens + load.front_tokens) * ranks
-        gathered = self.tokens * load.block_ranks if load.block_ranks > 1 else 0
-        return index.token_bytes * (gathered + max(load.documents, default=0) * load.block_ranks) + keys
+        gathered = self.tokens * block if block > 1 else 0
+        return index.token_bytes * (gathered + max(load.documents, default=0) * block) + keys
+
+    @property
+    def _choosing_ranks(self) -> int:
+        """Ranks whose tokens have index keys that this rank holds: those of its group, or of any that the run may have."""
+        load = self.load
+        return max(load.block_ranks * load.num_blocks, self.model.index.most_ranks if load.is_shared else 1)
 
     @property
     def _wide(self) -> int:

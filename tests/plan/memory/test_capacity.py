@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.layer_kinds import IndexSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import (
     Action,
@@ -202,7 +203,14 @@ def test_no_room_keeps_no_token() -> None:
     st.lists(st.integers(1, 400), max_size=4),
     st.sampled_from([GroupShape(1), GroupShape(2, 2), GroupShape(4, 2), GroupShape(3, 1)]),
     st.sampled_from(
-        [{}, {"caps_scores": True}, {"value_head_dim": 8}, {"bytes_per_element": 2, "qk_norms": True}, {"saves_kv_once": True}]
+        [
+            {},
+            {"caps_scores": True},
+            {"value_head_dim": 8},
+            {"bytes_per_element": 2, "qk_norms": True},
+            {"saves_kv_once": True},
+            {"index": IndexSpec(64, 4, 16, 4, 4)},
+        ]
     ),
 )
 def test_a_kept_chunk_is_counted_like_any_other_and_its_first_rank_holds_the_most(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.layer_kinds import NO_INDEX, IndexSpec
 from hf_longctx.plan.core.model_spec import ExpertSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest
@@ -57,7 +58,7 @@ def check_memory(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
-    """Small models whose workspace differs: in the loss, in attention of few KV heads, in capped scores, in norms of heads."""
+    """Small models whose workspace differs: in the loss, in attention of few KV heads or chosen keys, caps, norms of heads."""
     num_heads = draw(st.sampled_from([4, 8]))
     return replace(
         MODEL,
@@ -69,6 +70,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         value_head_dim=draw(st.sampled_from([0, 0, 16])),
         qk_norms=draw(st.booleans()),
         caps_scores=draw(st.booleans()),
+        index=draw(st.sampled_from([NO_INDEX, NO_INDEX, IndexSpec(64, 4, 16, 4, 2, passes_on=True, most_ranks=4)])),
     )
 
 
