@@ -353,7 +353,8 @@ def _attention_dtype(args: TrainingArguments, model: PreTrainedModel) -> torch.d
 
 def _shares_calls(spec: ModelSpec, args: TrainingArguments, model: PreTrainedModel) -> bool:
     """Whether short documents share calls of attention on this rank's device."""
-    return takes_packs(args.device, _attention_dtype(args, model), max(spec.head_dim, spec.value_head_dim), spec.caps_scores)
+    head_dim = max(spec.head_dim, spec.value_head_dim)
+    return spec.index.is_empty and takes_packs(args.device, _attention_dtype(args, model), head_dim, spec.caps_scores)
 
 
 def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
