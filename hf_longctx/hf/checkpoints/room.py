@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER
 from hf_longctx.hf.checkpoints.staging import step_of
 from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted
 from hf_longctx.hf.ranks.host_memory import host_bytes
-from hf_longctx.runtime.parameters.gradients import HALF_DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,10 @@ logger = logging.getLogger(__name__)
 _ADAM = "adamw_torch"
 
 
-def folder_problems(args: TrainingArguments, model: Any, has_master_weights: bool = False) -> list[str]:
+def folder_problems(args: TrainingArguments, model: Any, master_dtypes: Sequence[torch.dtype] = ()) -> list[str]:
     """Reasons why this rank could not write checkpoints to the output folder; empty if it writes none.
 
-    has_master_weights: see `checkpoint_bytes`.
+    master_dtypes: see `checkpoint_bytes`.
     """
     if not args.should_save or str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
         return []
@@ -45,7 +46,7 @@ def folder_problems(args: TrainingArguments, model: Any, has_master_weights: boo
             f"output_dir {folder} cannot be written to ({error}), so checkpoints would be lost; choose another folder, or set "
             f"save_strategy='no'"
         ]
-    needed_bytes = checkpoint_bytes(args, model, has_master_weights)
+    needed_bytes = checkpoint_bytes(args, model, master_dtypes)
     if free_bytes >= needed_bytes:
         if free_bytes < num_new * needed_bytes:
             limit = args.save_total_limit
@@ -90,7 +91,7 @@ def _num_saves(args: TrainingArguments) -> int | None:
     return None
 
 
-def memory_problems(args: TrainingArguments, model: Any, has_master_weights: bool = False) -> list[str]:
+def memory_problems(args: TrainingArguments, model: Any, master_dtypes: Sequence[torch.dtype] = ()) -> list[str]:
     """Reasons why host memory could not hold this rank's part of a checkpoint until it is written; empty if it has no large part.
 
     The first rank counts all parts of sharded parameters, also those of other nodes, and looks at its own node only.
@@ -106,7 +107,7 @@ def memory_problems(args: TrainingArguments, model: Any, has_master_weights: boo
             f"async_save=True holds checkpoints in {MEMORY_FOLDER} until they are written, and it refuses files ({error}); "
             f"mount a tmpfs there, {remedy}"
         ]
-    needed_bytes = checkpoint_bytes(args, model, has_master_weights)
+    needed_bytes = checkpoint_bytes(args, model, master_dtypes)
     if free_bytes >= needed_bytes:
         return []
     return [
@@ -116,11 +117,11 @@ def memory_problems(args: TrainingArguments, model: Any, has_master_weights: boo
     ]
 
 
-def checkpoint_bytes(args: TrainingArguments, model: Any, has_master_weights: bool = False) -> int:
+def checkpoint_bytes(args: TrainingArguments, model: Any, master_dtypes: Sequence[torch.dtype] = ()) -> int:
     """Bytes that a checkpoint of `model` takes at least: its weights (only adapters, if it has some), and Adam's states.
 
-    A model that was loaded as one pipeline stage counts as that stage alone. has_master_weights: Adam updates fp32 copies of
-    weights in half precision, and saves these too.
+    A model that was loaded as one pipeline stage counts as that stage alone. master_dtypes: dtypes of trained weights
+    of which Adam updates fp32 copies, which it saves too.
     """
     if not hasattr(model, "parameters"):
         return 0
@@ -129,6 +130,6 @@ def checkpoint_bytes(args: TrainingArguments, model: Any, has_master_weights: bo
     if args.save_only_model or str(getattr(args.optim, "value", args.optim)).removesuffix("_fused") != _ADAM:
         return num_bytes
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    has_copy = [has_master_weights and weight.dtype in HALF_DTYPES for weight in trained]
+    has_copy = [weight.dtype in master_dtypes for weight in trained]
     state_bytes = (12 if copied else 2 * weight.element_size() for weight, copied in zip(trained, has_copy, strict=True))
     return num_bytes + sum(weight.numel() * each for weight, each in zip(trained, state_bytes, strict=True))

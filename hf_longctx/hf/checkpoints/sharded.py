@@ -24,7 +24,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.unpickling import load_shards
-from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT
+from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, host_state
 
 SHARDS_FOLDER = "optimizer_shards"
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -214,14 +214,14 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
-    """Reads the `optimizer.pt` of a run with replicated parameters; every rank keeps its shards of the states."""
+    """Reads the `optimizer.pt` of a run with replicated parameters through host memory; every rank keeps its own states."""
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, states in saved["state"].items():
         parameter = parameters[index]
         for name, value in states.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                states[name] = sharded_like(parameter, value)
+                states[name] = host_state(optimizer, sharded_like(parameter, value))
     optimizer.load_state_dict(saved)
 
 

@@ -40,8 +40,8 @@ def activation_budget(
     """Bytes that every rank has left for activations beside the model's states; collective.
 
     With stages, these are the states of the stage that has most of them. is_shared: ranks may share sequences. reference_bytes:
-    bytes of the weights of a reference model, which is divided among ranks as the model is. Raises ValueError if `host_gib` asks
-    for more host memory than is available.
+    bytes of the weights of a reference model, which is divided among ranks as the model is. Raises ValueError if `host_gib`, or
+    optimizer states on the host, ask for more host memory than is available.
     """
     spec, cluster = costs.model, costs.cluster
     own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)

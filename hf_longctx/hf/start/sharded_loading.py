@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import PartialState
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longctx.hf.checkpoints.deferred import defer_weights, deferred_problems, source_of
@@ -31,7 +31,9 @@ def load_sharded(
         model = load_sharded("meta-llama/Llama-3.1-70B", config, dtype=torch.bfloat16)
         trainer = LongContextTrainer(model=model, args=args, train_dataset=dataset, longctx_config=config)
     """
-    num_ranks, launched = PartialState().num_processes, LaunchEnvironment.read().num_ranks
+    # asking accelerate would join the ranks with time-outs other than those of the arguments
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    launched = LaunchEnvironment.read().num_ranks
     if num_ranks != launched:
         raise ValueError(
             f"the launcher started {launched} processes, but only {num_ranks} of them joined; make the TrainingArguments before "

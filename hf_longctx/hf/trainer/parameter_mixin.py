@@ -20,17 +20,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from hf_longctx.hf.checkpoints.sharded import load_whole_optimizer
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks
 from hf_longctx.hf.start.setup import shared_parameters
 from hf_longctx.hf.start.trl import is_scored
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
-from hf_longctx.hf.trainer.placement import Placement
+from hf_longctx.hf.trainer.placement import OPTIMIZER_FILE, Placement
 from hf_longctx.hf.trainer.run import Run
 from hf_longctx.runtime.parameters.master_weights import (
     drop_master_weights,
     has_half_weights,
+    has_host_states,
     keep_master_weights,
     why_no_master_weights,
 )
@@ -188,13 +190,24 @@ class ParameterMixin(CheckpointMixin):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads states, even those of a run with another number of ranks or stages, or with sharded parameters."""
-        placement, is_anew = self._placement, self._starts_anew("optimizer")
-        if is_anew or checkpoint is None or not placement.load_optimizer(self.model, self._plain_optimizer, checkpoint):
+        placement, optimizer, is_anew = self._placement, self._plain_optimizer, self._starts_anew("optimizer")
+        if is_anew or checkpoint is None or not self._loads_states(placement, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             assert self.lr_scheduler is not None
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
-        drop_master_weights(self._plain_optimizer)
+        drop_master_weights(optimizer)
+
+    def _loads_states(self, placement: Placement, checkpoint: str) -> bool:
+        """Loads the optimizer's states; False: `Trainer` loads them."""
+        optimizer, file = self._plain_optimizer, Path(checkpoint) / OPTIMIZER_FILE
+        if placement.load_optimizer(self.model, optimizer, checkpoint):
+            return True
+        if not has_host_states(optimizer) or not file.exists():
+            return False
+        # `Trainer` would load them to the device, which has no room
+        load_whole_optimizer(optimizer, str(file))
+        return True
 
     def _folder(self, output_dir: str | None) -> str:
         return str(self.args.output_dir if output_dir is None else output_dir)

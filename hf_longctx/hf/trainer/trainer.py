@@ -77,6 +77,7 @@ from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
 from hf_longctx.runtime.parameters.finite import nonfinite_names
+from hf_longctx.runtime.parameters.master_weights import copied_dtypes
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -358,7 +359,8 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         """Starts the run and sets every attribute of the mixin. Collective over all ranks."""
         self.longctx_config = request.config
         problems = request.problems + config_problems(request.config, request.args)
-        to_save = request.args, request.model, request.config.fp32_master_weights
+        copied = copied_dtypes(request.config.fp32_master_weights, request.config.optimizer_states == "host")
+        to_save = request.args, request.model, copied
         problems += folder_problems(*to_save)
         if request.config.async_save:
             problems += memory_problems(*to_save) + async_problems(type(self), request.args)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ def has_master_weights(optimizer: Any) -> bool:
     return _KEPT in vars(optimizer)
 
 
+def copied_dtypes(in_fp32: bool, on_host: bool) -> tuple[torch.dtype, ...]:
+    """Dtypes of weights of which fp32 copies are kept, if those of half precision are (`in_fp32`), or all on the host."""
+    return (*HALF_DTYPES, torch.float32) if on_host else HALF_DTYPES if in_fp32 else ()
+
+
 def has_half_weights(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates weights in bf16 or fp16."""
     return any(parameter.dtype in HALF_DTYPES for group in optimizer.param_groups for parameter in group["params"])
@@ -74,15 +80,50 @@ def drop_master_weights(optimizer: Optimizer) -> None:
             state.pop(MASTER_WEIGHT, None)
 
 
+def host_state(optimizer: Optimizer, value: Tensor) -> Tensor:
+    """The tensor, or a copy of it in host memory if the optimizer's states lie there."""
+    kept = vars(optimizer).get(_KEPT)
+    return kept.wide(value) if kept is not None and kept.on_host else value
+
+
+def has_host_states(optimizer: Any) -> bool:
+    """Whether the optimizer's states lie in host memory."""
+    return has_master_weights(optimizer) and bool(vars(optimizer)[_KEPT].on_host)
+
+
+def _step_with(kept: _MasterWeights, optimizer: Optimizer) -> MethodType:
+    """A step that runs on master weights, which leave their place even if it fails; a method, as schedulers expect it."""
+    run, name = optimizer.step, type(optimizer).__name__
+
+    def step(optimizer: Optimizer, closure: Any = None) -> Any:
+        if closure is not None:
+            raise ValueError(f"{name} got a closure, whose gradients its fp32 copies of weights would not get")
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise ValueError(
+                f"{name} has a step hook (register_step_pre_hook, register_step_post_hook), which would see fp32 copies in place "
+                f"of weights; remove it and use on_pre_optimizer_step and on_optimizer_step of a TrainerCallback, or set "
+                f"fp32_master_weights=False and optimizer_states='device'"
+            )
+        kept.put_in(optimizer)
+        try:
+            result = run()
+            kept.round(optimizer)
+        finally:
+            kept.take_out(optimizer)
+        return result
+
+    return MethodType(step, optimizer)
+
+
 class _MasterWeights:
     """Puts master weights in the place of an optimizer's parameters during `step` and `load_state_dict`."""
 
     def __init__(self, optimizer: Optimizer, on_host: bool) -> None:
-        self._on_host = on_host
+        self.on_host = on_host
         # the parameter of every master weight that is in its place now
         self._replaced: dict[Tensor, nn.Parameter] = {}
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        # the method of the instance, since torch calls hooks twice where a subclass's step calls that of its parent
+        optimizer.step = _step_with(self, optimizer)  # type: ignore[method-assign]
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
         if optimizer.state:
@@ -91,16 +132,28 @@ class _MasterWeights:
             self._take_out(optimizer)
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def put_in(self, optimizer: Optimizer) -> None:
+        """Puts the master weights of parameters with a gradient in their place, with that gradient."""
         self._put_in(optimizer, lambda parameter: parameter.grad is not None)
         for master, parameter in self._replaced.items():
             assert parameter.grad is not None
-            master.grad = self._wide(parameter.grad)
+            master.grad = self.wide(parameter.grad)
+        self._versions = {parameter: local_shard(parameter)._version for parameter in self._replaced.values()}
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def round(self, optimizer: Optimizer) -> None:
+        """Rounds master weights into their parameters."""
         for master, parameter in self._replaced.items():
+            if local_shard(parameter)._version != self._versions[parameter]:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} changed a weight that its step did not find in param_groups, so its fp32 copy "
+                    f"was passed over; set fp32_master_weights=False and optimizer_states='device', or use another optimizer"
+                )
             local_shard(parameter.detach()).copy_(local_shard(master))
+
+    def take_out(self, optimizer: Optimizer) -> None:
+        """Puts the parameters back into their place."""
+        for master in self._replaced:
             master.grad = None
         self._take_out(optimizer)
 
@@ -115,15 +168,16 @@ class _MasterWeights:
             if master in optimizer.state and (loaded := optimizer.state[master].pop(MASTER_WEIGHT, None)) is not None:
                 master.copy_(loaded)
         self._take_out(optimizer, is_loaded=True)
+        for parameter, state in optimizer.state.items():
+            if not self._has_master(parameter):
+                state.pop(MASTER_WEIGHT, None)
 
     @torch.no_grad()
     def _put_in(self, optimizer: Optimizer, is_wanted: Callable[[nn.Parameter], bool]) -> None:
-        # a step that raised an error left its master weights in
-        self._take_out(optimizer)
         masters: dict[nn.Parameter, Tensor] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if (self._on_host or parameter.dtype in HALF_DTYPES) and is_wanted(parameter):
+                if self._has_master(parameter) and is_wanted(parameter):
                     masters[parameter] = self._master_of(parameter, optimizer.state.get(parameter, {}).get(MASTER_WEIGHT))
             group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
         for parameter, master in masters.items():
@@ -142,19 +196,22 @@ class _MasterWeights:
                 optimizer.state[parameter] = {**optimizer.state.pop(master, {}), MASTER_WEIGHT: master}
         self._replaced.clear()
 
+    def _has_master(self, parameter: Tensor) -> bool:
+        return self.on_host or parameter.dtype in HALF_DTYPES
+
     def _master_of(self, parameter: nn.Parameter, master: Tensor | None) -> Tensor:
         """The parameter in fp32: with what its master weight knows beyond its own precision, unless something else changed it."""
         if master is None:
-            return self._wide(parameter.detach())
+            return self.wide(parameter.detach())
         kept = local_shard(master)
         own = local_shard(parameter.detach()).to(kept.device)
         kept.copy_(torch.where(kept.to(own.dtype) == own, kept, own.to(kept.dtype)))
         return master
 
-    def _wide(self, value: Tensor) -> Tensor:
+    def wide(self, value: Tensor) -> Tensor:
         """A copy in at least fp32, on the host if master weights lie there; a shard stays one."""
         dtype = torch.float32 if value.dtype in HALF_DTYPES else value.dtype
-        if not self._on_host:
+        if not self.on_host:
             return value.to(dtype, copy=True)
         own = local_shard(value).to("cpu", copy=True).to(dtype)
         if not isinstance(value, DTensor):
@@ -164,5 +221,5 @@ class _MasterWeights:
 
     def _wide_state(self, value: Any) -> Any:
         is_narrow = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
-        is_elsewhere = self._on_host and isinstance(value, Tensor) and value.device.type != "cpu"
-        return self._wide(value) if is_narrow or is_elsewhere else value
+        is_elsewhere = self.on_host and isinstance(value, Tensor) and value.device.type != "cpu"
+        return self.wide(value) if is_narrow or is_elsewhere else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,71 @@ def test_a_step_that_failed_can_be_tried_again() -> None:
     optimizer.step()
     assert optimizer.param_groups[0]["params"] == weights
     assert all(torch.equal(a, b) for a, b in zip(masters(weights, optimizer), expected, strict=True))
+
+
+class ZeroingFirst(torch.optim.AdamW):
+    """Changes gradients in its step, and calls the step of its parent, for which torch runs hooks once more."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad.zero_()
+        return super().step(closure)
+
+
+def test_a_step_that_changes_gradients_is_followed() -> None:
+    torch.optim.AdamW(half_weights())
+    weights = half_weights()
+    optimizer = ZeroingFirst(weights, lr=1.0, weight_decay=0.0)
+    keep_master_weights(optimizer)
+    train(weights, optimizer, range(2))
+    assert all(torch.equal(weight, before) for weight, before in zip(weights, half_weights(), strict=True))
+
+
+class Caching(torch.optim.SGD):
+    def __init__(self, weights: Any, lr: float) -> None:
+        super().__init__(weights, lr)
+        self.cached = list(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.cached:
+            weight.sub_(weight.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_passes_its_groups_over_is_refused() -> None:
+    weights = half_weights()
+    optimizer = Caching(weights, lr=0.1)
+    keep_master_weights(optimizer)
+    with pytest.raises(RuntimeError, match="Caching changed a weight that its step did not find in param_groups"):
+        train(weights, optimizer, range(1))
+
+
+def test_step_hooks_and_closures_are_refused_by_name() -> None:
+    weights = half_weights()
+    optimizer = OPTIMIZERS["SGD"](weights)
+    keep_master_weights(optimizer)
+    set_gradients(weights, 0)
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    hook = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="register_step_post_hook"):
+        optimizer.step()
+    hook.remove()
+    optimizer.step()
+
+
+def test_schedulers_count_the_steps() -> None:
+    weights = half_weights()
+    optimizer = OPTIMIZERS["SGD"](weights)
+    keep_master_weights(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_gradients(weights, 0)
+        optimizer.step()
+        scheduler.step()
+    assert MASTER_WEIGHT in optimizer.state[weights[0]]
 
 
 class OwnReader(torch.optim.SGD):

@@ -24,8 +24,8 @@ from hf_longctx.hf.trainer.classifiers.predictions import padded_rows, row_items
 from hf_longctx.hf.trainer.tokens.row_scores import RowScores
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
-# bytes of a token: three predictions, its label and its id
-_TOKEN_BYTES = 40
+# bytes of a token: three predictions, its label and its id, in the arrays and twice while ranks gather them
+_TOKEN_BYTES = 120
 
 
 def check_room(rows: PlannedDataset, num_ranks: int, control: dist.ProcessGroup | None) -> None:
