@@ -293,7 +293,7 @@ class SelfTest:
     def _line(self, probes: Sequence[ProbePlan], worst: float, seconds: float, loss: str) -> str:
         layers = ", ".join(f"{number} ({pattern})" for number, pattern in self.exact.patterns.items())
         layers = f"{layers} of {self.exact.whole_layers}"
-        shortened = ", windows and choices shortened so that documents fill them" if self.exact.was_shortened else ""
+        shortened = ", windows shortened so that documents fill them" if self.exact.was_shortened else ""
         whole = "" if self.exact.is_cut else " (all layers, since the model cannot be cut)"
         if self.rope_limit:
             shortened += f", rotary frequencies already scaled beyond {self.rope_limit} tokens"

@@ -351,7 +351,7 @@ class ModelSpec:
         The mean over layers with and without attention, and with and without an index.
         """
         attention = self.qkv_parameters + self.hidden_size * self.output_size + self._index_parameters
-        without = 1 - self.num_attending / self.num_layers
+        without = 1 - self.num_attending / (self.num_layers or 1)
         mixer = attention + round(self.states.share * self.states.parameters - without * attention)
         return mixer + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
@@ -360,7 +360,7 @@ class ModelSpec:
         """Matrix parameters of the indexes, the mean over layers: they make queries from a latent, a key and weights of heads."""
         index, d = self.index, self.hidden_size
         made = (self.query_rank or d) * index.num_heads * index.head_dim + d * (index.head_dim + index.num_heads)
-        return round(made * index.num_indexes / self.num_layers)
+        return round(made * index.num_indexes / (self.num_layers or 1))
 
     @property
     def layer_products(self) -> int:
@@ -377,7 +377,7 @@ class ModelSpec:
         """The share of `layer_products` that comes before attention, or is the mixer of a layer with a state."""
         states, share = self.states, self.states.share
         state_products = share * (states.parameters + states.scan_products)
-        return (self.num_attending / self.num_layers * self.qkv_parameters + state_products) / self.layer_products
+        return (self.num_attending / (self.num_layers or 1) * self.qkv_parameters + state_products) / self.layer_products
 
     @property
     def layer_weights(self) -> int:

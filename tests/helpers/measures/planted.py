@@ -28,7 +28,7 @@ from hf_longctx.runtime.execution import executor, host
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.process_groups import pool
-from hf_longctx.runtime.states import convolution, passing, recurrence
+from hf_longctx.runtime.states import messages, passing, recurrence
 from hf_longctx.runtime.tiles.patterns import CAUSAL
 
 # bugs that every test of equality notices; `plant` knows more
@@ -84,7 +84,7 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "states leak in the convolution": lambda: _one_document_in_convolutions(functions),
         "states leak in the shift": lambda: _one_document_in_convolutions(methods),
         "states of other ranks dropped": lambda: _dropped_messages(passing),
-        "tokens of other ranks dropped": lambda: _dropped_messages(convolution),
+        "tokens of other ranks dropped": lambda: _dropped_messages(messages),
         "states of slices dropped": _dropped_states,
         "states of slices damped": _damped_states,
         "gradients of states dropped": _dropped_state_gradients,

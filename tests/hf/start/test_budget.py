@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ def test_room_counts_the_exchanges_of_groups() -> None:
 def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) -> None:
     arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
     model = build_model(ModelCase(family=family, dtype=torch.bfloat16 if is_half else torch.float32))
-    spec = model_spec(model)
+    spec = replace(model_spec(model), has_master_weights=True)
     assert spec.qk_norms == (family == "qwen3")
     config = LongContextConfig(device_gib=(ByteModel(spec).states() + 2**22) / 2**30, tile_tokens=16)
     budget = choose_setup(config, model, arguments, (1,), None).planner.activations

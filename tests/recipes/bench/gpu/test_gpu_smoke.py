@@ -41,7 +41,7 @@ def test_checks_hold_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     for module in (smoke, smoke_memory):
         monkeypatch.setattr(module, "TrainingArguments", few_steps)
     check, tolerance = smoke.checks(TOKENS, CPU)[name]
-    if "efficient" in name:
+    if "efficient" in name or "in one call" in name:
         pytest.skip("an operator of CUDA")
     error, _ = check()
     assert error <= tolerance
