@@ -94,3 +94,39 @@ def test_a_training_that_offloads(
     assert len(waits) <= 7 * (STEPS - FIRST_WATCHED)
     # steps alike need no new plan of cuDNN
     assert 0 < watch.layouts[FIRST_WATCHED] == watch.layouts[-1]
+
+
+class States(TrainerCallback):
+    """Notes where optimizer states and weights lie, and the weights, after a step of the optimizer."""
+
+    def __init__(self) -> None:
+        self.states: set[str] = set()
+        self.weights: list[torch.Tensor] = []
+
+    def on_optimizer_step(self, *arguments: Any, model: Any = None, optimizer: Any = None, **keywords: Any) -> None:
+        states = getattr(optimizer, "optimizer", optimizer).state.values()
+        self.states |= {value.device.type for state in states for value in state.values() if value.dim()}
+        assert {weight.device.type for weight in model.parameters()} == {"cuda"}
+        self.weights = [weight.detach().cpu() for weight in model.parameters()]
+
+
+def test_optimizer_states_lie_on_the_host(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"input_ids": [[(7 * place) % 128 for place in range(64)]] * 4})
+    found = {}
+    for where, resumed in (("device", None), ("host", None), ("host", "checkpoint-1")):
+        folder = tmp_path / where
+        arguments = TrainingArguments(
+            str(folder), max_steps=3, per_device_train_batch_size=1, learning_rate=1e-3, logging_steps=100, report_to="none",
+            save_strategy="steps", save_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        config = LongContextConfig(report_steps=False, timeline_steps=0, self_test=False, optimizer_states=where)
+        states = States()
+        trainer = LongContextTrainer(
+            model=small_model(), args=arguments, train_dataset=data, longctx_config=config, callbacks=[states]
+        )
+        trainer.train(resume_from_checkpoint=str(folder / resumed) if resumed else None)
+        assert states.states == {"cpu" if where == "host" else "cuda"}
+        found[where, resumed] = states.weights
+    for other in (("device", None), ("host", "checkpoint-1")):
+        for weight, expected in zip(found[other], found["host", None], strict=True):
+            assert torch.allclose(weight.float(), expected.float(), rtol=1e-2, atol=1e-4)
