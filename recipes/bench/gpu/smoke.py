@@ -337,7 +337,7 @@ def check_training(device: torch.device) -> tuple[float, str]:
             folder, max_steps=20, per_device_train_batch_size=6, bf16=True, learning_rate=1e-3, logging_steps=1, report_to="none",
             save_strategy="no", disable_tqdm=True, use_cpu=device.type == "cpu",
         )  # fmt: skip
-        config = LongContextConfig(report_steps=False, timeline_steps=0)
+        config = LongContextConfig(report_steps=False, timeline_steps=0, host_gib=0.1)
         model = document_model(torch.device("cpu"), torch.float32)
         trainer = LongContextTrainer(model=model, args=args, train_dataset=data, longctx_config=config)
         trainer.train()
