@@ -119,7 +119,7 @@ def test_optimizer_states_lie_on_the_host(tmp_path: Path) -> None:
             str(folder), max_steps=3, per_device_train_batch_size=1, learning_rate=1e-3, logging_steps=100, report_to="none",
             save_strategy="steps", save_steps=1, disable_tqdm=True,
         )  # fmt: skip
-        config = LongContextConfig(report_steps=False, timeline_steps=0, self_test=False, host_gib=0.05, optimizer_states=where)
+        config = LongContextConfig(report_steps=False, timeline_steps=0, host_gib=0.05, optimizer_states=where)
         states = States()
         trainer = LongContextTrainer(
             model=small_model(), args=arguments, train_dataset=data, longctx_config=config, callbacks=[states]
