@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_longctx._version import __version__
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.layer_kinds import IndexSpec
 from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ExpertSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import GROUP_METHODS
@@ -188,9 +189,11 @@ def read_plan_file(text: str) -> PlanFile:
     adapters = AdapterSpec(**_fields(AdapterSpec, shapes["adapters"], "cost_model.model.adapters"))
     packed = PackedSpec(**_fields(PackedSpec, shapes["packed"], "cost_model.model.packed"))
     experts = ExpertSpec(**_fields(ExpertSpec, shapes["experts"], "cost_model.model.experts"))
+    index = IndexSpec(**_fields(IndexSpec, shapes["index"], "cost_model.model.index"))
     states = StateSpec(**_fields(StateSpec, shapes["states"], "cost_model.model.states"))
     states = dataclasses.replace(states, layers=tuple(states.layers), attends=tuple(states.attends))
-    parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states, "experts": experts}
+    parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states}
+    parts |= {"experts": experts, "index": index}
     model = ModelSpec(**shapes | parts)
     memory = DeviceMemory(model, **_fields(DeviceMemory, record.pop("memory", None), "cost_model.memory", leave=("model",)))
     names = (str(data.get("model", "")), str(data.get("hardware", "")))
