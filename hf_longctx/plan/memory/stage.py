@@ -50,27 +50,27 @@ def host_state_bytes(
         return 0
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
-    if model.adapters.is_empty:
-        trained = model.part_parameters(num_layers, is_first, is_last)
-    else:
-        trained, _ = model.adapters.sizes(num_layers, is_first, is_last)
+    trained, _ = _trained_sizes(model, num_layers, is_first, is_last)
     return -(-16 * trained // (1 if parameters == "replicated" else shard_ranks))
 
 
 def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
     """Bytes of weights, of gradients, and of all else that updates need."""
-    weights = model.part_weight_bytes(num_layers, is_first, is_last)
-    if model.adapters.is_empty:
-        trained, trained_bytes, held = model.part_parameters(num_layers, is_first, is_last), weights, weights
-    else:
-        trained, trained_bytes = model.adapters.sizes(num_layers, is_first, is_last)
-        held = weights + trained_bytes
+    trained, trained_bytes = _trained_sizes(model, num_layers, is_first, is_last)
+    held = model.part_weight_bytes(num_layers, is_first, is_last) + (0 if model.adapters.is_empty else trained_bytes)
     num_half = max(0, 4 * trained - trained_bytes) // 2
     if model.updates_on_host:
         # gradients add up in fp32, and are halved when the sum is known
         return held, trained_bytes, 2 * num_half
     # without master weights, the moments of a half-precision weight are as narrow, and fp32 sums of gradients take the rest
     return held, trained_bytes, 8 * trained + 8 * num_half * model.has_master_weights
+
+
+def _trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
+    """Trained parameters and their bytes: those of adapters, or all of the model's own."""
+    if model.adapters.is_empty:
+        return model.part_parameters(num_layers, is_first, is_last), model.part_weight_bytes(num_layers, is_first, is_last)
+    return model.adapters.sizes(num_layers, is_first, is_last)
 
 
 def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = lambda action: 1) -> int:

@@ -104,8 +104,8 @@ def _step_with(kept: _MasterWeights, optimizer: Optimizer) -> MethodType:
                 f"of weights; remove it and use on_pre_optimizer_step and on_optimizer_step of a TrainerCallback, or set "
                 f"fp32_master_weights=False and optimizer_states='device'"
             )
-        kept.put_in(optimizer)
         try:
+            kept.put_in(optimizer)
             result = run()
             kept.round(optimizer)
         finally:
@@ -122,6 +122,8 @@ class _MasterWeights:
         self.on_host = on_host
         # the parameter of every master weight that is in its place now
         self._replaced: dict[Tensor, nn.Parameter] = {}
+        # how often each such parameter had been changed when its master weight took its place
+        self._versions: dict[nn.Parameter, int] = {}
         # the method of the instance, since torch calls hooks twice where a subclass's step calls that of its parent
         optimizer.step = _step_with(self, optimizer)  # type: ignore[method-assign]
         optimizer.register_load_state_dict_pre_hook(self._before_load)
@@ -174,11 +176,14 @@ class _MasterWeights:
 
     @torch.no_grad()
     def _put_in(self, optimizer: Optimizer, is_wanted: Callable[[nn.Parameter], bool]) -> None:
-        masters: dict[nn.Parameter, Tensor] = {}
+        # made before anything is replaced, since memory may run out
+        masters = {
+            parameter: self._master_of(parameter, optimizer.state.get(parameter, {}).get(MASTER_WEIGHT))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if self._has_master(parameter) and is_wanted(parameter)
+        }
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if self._has_master(parameter) and is_wanted(parameter):
-                    masters[parameter] = self._master_of(parameter, optimizer.state.get(parameter, {}).get(MASTER_WEIGHT))
             group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
         for parameter, master in masters.items():
             self._replaced[master] = parameter
