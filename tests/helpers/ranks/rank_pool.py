@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import traceback
@@ -66,7 +67,9 @@ class RankPool:
                 answered = pipe.poll(timeout_s if not failures else 5.0)
                 ok, value = pipe.recv() if answered else (False, "no answer in time")
             except EOFError:
-                ok, value = False, "the process ended"
+                self._processes[rank].join(5.0)
+                # a negative number is that of the signal that killed it
+                ok, value = False, f"the process ended with exit code {self._processes[rank].exitcode}"
             if ok:
                 results.append(value)
             else:
@@ -116,6 +119,7 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
     import torch.distributed as dist
 
     settle()
+    faulthandler.enable()
     torch.set_num_threads(1)
     lasting(lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s)))
     pipe.send((True, rank))
