@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,12 +47,14 @@ class WeightSource:
     """Where the weights of a model are to be read.
 
     folder: local folder with the safetensors files. shapes: shape of every weight and persistent buffer by its name in the model.
-    plain: names of those that files hold under the same name and in the same shape. load: reads the whole model.
+    plain: names of those that files hold under the same name and in the same shape. tied: names of the weights that are one
+    tensor with others, for each such tensor. load: reads the whole model.
     """
 
     folder: str
     shapes: dict[str, torch.Size]
     plain: frozenset[str]
+    tied: tuple[frozenset[str], ...]
     load: Callable[[], PreTrainedModel]
 
 
@@ -84,7 +86,8 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
     shapes = {name: value.shape for name, value in state.items()}
     _make_buffers(model)
     _replace(model, {weight: torch.full((), math.nan, dtype=weight.dtype).expand(weight.shape) for weight in model.parameters()})
-    setattr(model, SOURCE, WeightSource(folder, shapes, frozenset(plain), partial(loader, name_or_path, **settings)))
+    tied = tuple(_tied(model, shapes))
+    setattr(model, SOURCE, WeightSource(folder, shapes, frozenset(plain), tied, partial(loader, name_or_path, **settings)))
     deferred: PreTrainedModel = model
     return deferred
 
@@ -121,6 +124,12 @@ def deferred_problems(model: Any) -> list[str]:
             problems.append(
                 f"{name} was computed from weights that load_sharded has not read yet, as DoRA and trained rows of "
                 f"the embedding are; {_WHOLE}"
+            )
+    for names in _tied(base, source.shapes):
+        if not any(names <= others for others in source.tied):
+            problems.append(
+                f"{' and '.join(sorted(names))} were made one weight after load_sharded, which has read neither yet; "
+                f"{_WHOLE}, and tie them there"
             )
     found |= {_own_name(name) for name, _ in base.named_buffers()}
     if lost := sorted(source.shapes.keys() - found):
@@ -164,6 +173,15 @@ def read_deferred(model: Any, device: torch.device) -> None:
     if rest:
         send_from_first(lambda: source.load().state_dict(), rest)
     forget_source(model)
+
+
+def _tied(model: nn.Module, shapes: Collection[str]) -> list[frozenset[str]]:
+    """Names of every parameter that has several of the names `shapes`."""
+    names: dict[int, set[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if (own := _own_name(name)) in shapes:
+            names.setdefault(id(weight), set()).add(own)
+    return [frozenset(found) for found in names.values() if len(found) > 1]
 
 
 def _own_name(name: str) -> str:

@@ -52,7 +52,7 @@ def activation_budget(
     states = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
     reference = reference_bytes * states // max(1, byte_model.states())
     left_bytes = max(0, usable_bytes - states - reference)
-    host_states = byte_model.most_host_states(ranges, costs.parameters, costs.shard_ranks)
+    host_states = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks, on_host=True)
     if host_states > available_bytes:
         raise ValueError(
             f"optimizer_states='host' needs {host_states / 2**30:.1f} GiB of host memory on every rank, and a node has "

@@ -119,24 +119,19 @@ class ByteModel:
 
     def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:
         """Bytes of the states on a rank of one stage of the plan."""
-        return self._stage_states(stage.num_layers, stage.stage, plan.num_stages, plan.parameters, plan.block_ranks)
+        is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
+        return part_state_bytes(self.model, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
 
-    def most_states(self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes of the states on a rank of the stage with the most, given the layers of every stage."""
+    def most_states(
+        self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, on_host: bool = False
+    ) -> int:
+        """Bytes of the states on a rank of the stage with the most, given the layers of every stage. on_host: those on its host."""
+        count_bytes = host_state_bytes if on_host else part_state_bytes
         counts = [sum(part.num_layers for part in own) for own in ranges]
-        return max(self._stage_states(count, stage, len(ranges), parameters, shard_ranks) for stage, count in enumerate(counts))
-
-    def most_host_states(self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes of optimizer states in the host memory of a rank of the stage with the most."""
-        counts = [sum(part.num_layers for part in own) for own in ranges]
-        last = len(ranges) - 1
         return max(
-            host_state_bytes(self.model, count, stage == 0, stage == last, parameters, shard_ranks)
+            count_bytes(self.model, count, stage == 0, stage == len(counts) - 1, parameters, shard_ranks)
             for stage, count in enumerate(counts)
         )
-
-    def _stage_states(self, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int) -> int:
-        return part_state_bytes(self.model, num_layers, stage == 0, stage == num_stages - 1, parameters, shard_ranks)
 
     def kept_tokens(self, device_bytes: int, is_shared: bool = False) -> int:
         """Most tokens of one document that a rank can keep whole, workspace included, in `device_bytes` besides the states.

@@ -41,9 +41,8 @@ class StateLayerBytes(LayerBytes):
 
     @property
     def _at_once(self) -> int:
-        """Most tokens that the scan runs at once: a document, or a block of one."""
-        longest = max(self._scanned, default=0)
-        return min(longest, self.model.states.block_tokens) if self._is_cut else longest
+        """Most tokens that the scan runs at once: a document or, in blocks, part of one, or those that share a kernel's block."""
+        return min(sum(self._scanned), self.model.states.block_tokens) if self._is_cut else max(self._scanned, default=0)
 
     @property
     def _scan(self) -> int:

@@ -21,6 +21,7 @@ import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 # largest difference, as root mean square of a document, relative to that of the whole result: kernels multiply matrices in the
 # dtype of their inputs; in fp32 this refuses products of TF32
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-5}
+
+# rows whose boundaries stay on the device: a chunk has as many as its scan has blocks
+_KEPT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class ScanKernel(ABC):
     arguments: tuple[str, ...]
     device_type: str = "cuda"
     verdicts: dict[_Key, str] = field(default_factory=dict)
-    _boundaries: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
+    _boundaries: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=OrderedDict)
 
     @abstractmethod
     def sizes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> HeadSizes:
@@ -156,13 +160,16 @@ class ScanKernel(ABC):
         return found
 
     def boundaries(self, row: Row, device: torch.device) -> Tensor:
-        """Boundaries of documents as `marks` on the device; those of the last row are kept, since every layer asks for them."""
+        """Boundaries of documents as `marks` on the device; those of the last rows are kept, since every layer asks for them."""
         key = (row.boundaries, device)
-        if (known := self._boundaries.get(key)) is None:
+        known = self._boundaries.pop(key, None)
+        if known is None:
             # they may be saved for backward later
             with torch.inference_mode(False):
                 known = self.marks(row).to(device)
-            self._boundaries = {key: known}
+        self._boundaries[key] = known
+        if len(self._boundaries) > _KEPT_ROWS:
+            self._boundaries.popitem(last=False)
         return known
 
     def marks(self, row: Row) -> Tensor:

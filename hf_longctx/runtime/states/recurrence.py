@@ -25,7 +25,7 @@ from hf_longctx.plan.core.sharding import head_shares, passes_states
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.runs import Document, documents_of
 from hf_longctx.runtime.attention.sequence_parallel import gather_heads, spread_heads
-from hf_longctx.runtime.states.blocks import in_blocks
+from hf_longctx.runtime.states.blocks import RowScan, in_blocks, row_in_blocks
 from hf_longctx.runtime.states.book import LayerScan, check_not_lent, leave_state, state_before
 from hf_longctx.runtime.states.kernels import KernelScan, Row
 from hf_longctx.runtime.states.passing import Scan, StateMap, scan_runs
@@ -64,17 +64,18 @@ def scan_documents(
     Raises ValueError for slices that are lent ranks of other stages, and for groups in which the scan cannot run.
     """
     check_not_lent(context)
-    num_ranks, num_inputs = context.block.num_ranks, len(read_1TGX) + len(own_1THX)
-    cut = in_blocks(scan.run, num_inputs, own_1THX[0].shape[1], scan.size.block_tokens(own_1THX[0].shape[2]))
+    num_ranks = context.block.num_ranks
     if passes_states(context.ring.num_blocks, num_ranks, own_1THX[0].shape[2]):
         if scan.state_map is None:
             raise ValueError(
                 f"a group of {context.layout.num_ranks} ranks in blocks of {num_ranks} would pass states from rank to rank, but "
                 f"this kind of layer only shares out its {own_1THX[0].shape[2]} heads; set method='ulysses' and lower degrees"
             )
-        return scan_runs((*read_1TGX, *own_1THX), weights_H, cut, scan.state_map, of, context)
+        whole = (*read_1TGX, *own_1THX)
+        cut = in_blocks(scan.run, len(whole), whole[-1].shape[1], scan.size.block_tokens(whole[-1].shape[2]))
+        return scan_runs(whole, weights_H, cut, scan.state_map, of, context)
     if num_ranks == 1:
-        return _scanned((*read_1TGX, *own_1THX), weights_H, cut, scan.kernel, of, context)
+        return _scanned((*read_1TGX, *own_1THX), weights_H, scan, of, context)
     num_heads, num_read = own_1THX[0].shape[2], read_1TGX[0].shape[2] if read_1TGX else own_1THX[0].shape[2]
     shares = head_shares(num_heads, num_read, num_ranks)
     share = shares[context.block.index]
@@ -90,33 +91,29 @@ def scan_documents(
         readers = context.readers(share, num_heads // num_read, own_1THX[0].device)
         read = [readers.expand(x_1Sg, 2) for x_1Sg in read]
     weights_h = [weight_H[share.q_start : share.q_stop] for weight_H in weights_H]
-    # a rank with some of the heads runs more tokens at once
-    cut = in_blocks(scan.run, num_inputs, inputs[-1].shape[1], scan.size.block_tokens(inputs[-1].shape[2]))
-    scanned = _scanned((*read, *inputs[len(read) :]), weights_h, cut, scan.kernel, of, context)
+    scanned = _scanned((*read, *inputs[len(read) :]), weights_h, scan, of, context)
     return gather_heads(scanned, shares, context)
 
 
 def _scanned(
-    inputs: Sequence[Tensor],
-    weights_h: Sequence[Tensor],
-    scan: Scan,
-    kernel: KernelScan | None,
-    of: LayerScan,
-    context: GroupContext,
+    inputs: Sequence[Tensor], weights_h: Sequence[Tensor], scan: MixerScan, of: LayerScan, context: GroupContext
 ) -> Tensor:
     """Outputs [1, S, h, E] of all documents of the block for the heads in `inputs`."""
-    documents = documents_of(context.cu_seqlens, context.slices)
-    is_kernel = kernel is not None and kernel.takes([*inputs, *weights_h])
+    documents, num_tokens = documents_of(context.cu_seqlens, context.slices), inputs[-1].shape[1]
+    # a rank with some of the heads runs more tokens at once
+    block_tokens = scan.size.block_tokens(inputs[-1].shape[2])
+    cut = in_blocks(scan.run, len(inputs), num_tokens, block_tokens)
+    kernel = scan.kernel if scan.kernel is not None and scan.kernel.takes([*inputs, *weights_h]) else None
     outputs = []
-    for row in rows_of(documents) if is_kernel else [[document] for document in documents]:
+    for row in rows_of(documents) if kernel else [[document] for document in documents]:
         first, last = row[0], row[-1]
         before = state_before(first.as_slice, of.function, of.layer, context)
         mine = [*(x[:, first.start : last.stop] for x in inputs), *weights_h]
-        if kernel is not None and is_kernel:
-            bounds = (0, *(document.stop - first.start for document in row))
-            output, after = kernel(mine, before, Row(bounds, _goes_on(last)))
-        else:
-            output, after = scan(mine, before)
+        run: RowScan = cut
+        if kernel is not None:
+            bounds = Row((0, *(document.stop - first.start for document in row)), _goes_on(last))
+            run = row_in_blocks(kernel, bounds, len(inputs), num_tokens, block_tokens, scan.size.tile_tokens)
+        output, after = run(mine, before)
         outputs.append(output if after is None else leave_state(last.as_slice, of.function, of.layer, context, after, output))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

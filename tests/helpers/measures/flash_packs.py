@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,16 @@ from torch import Tensor
 from hf_longctx.runtime.attention import sequence_parallel
 
 
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """The keys that a token sees, and the factor of its scores, as the operator is told; a window of -1 has no end."""
+
+    is_causal: bool
+    scale: float
+    window_size_left: int = -1
+    window_size_right: int = -1
+
+
 class FlashPacks:
     """The operator and its backward. forwards, backwards: lengths of the documents of every call."""
 
@@ -26,72 +37,39 @@ class FlashPacks:
         self.forwards: list[list[int]] = []
         self.backwards: list[list[int]] = []
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bounds_q: Tensor,
-        bounds_k: Tensor,
-        most_q: int,
-        most_k: int,
-        dropout: float,
-        is_causal: bool,
-        returns_mask: bool,
-        *,
-        scale: float,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-    ) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **mask: Any) -> tuple[Tensor, ...]:
         """torch's `_flash_attention_forward` with boundaries: output [S, H, D], LSE [H, S], and what only dropout needs."""
+        *bounds, dropout, is_causal, returns_mask = others
         assert not dropout and not returns_mask
-        spans = _checked(q, k, v, bounds_q, bounds_k, most_q, most_k)
+        hidden, spans = _Mask(is_causal, **mask), _checked(q, k, v, *bounds)
         self.forwards.append([stop - start for start, stop in spans])
         # the output lies in memory as the queries do
         out, lse_HS = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
         for start, stop in spans:
-            scores_Hnn, _ = _scores(q[start:stop], k[start:stop], scale, is_causal, window_size_left, window_size_right)
+            scores_Hnn, _ = _scores(q[start:stop], k[start:stop], hidden)
             lse_HS[:, start:stop] = scores_Hnn.logsumexp(-1)
             values_nHD = _per_query_head(v[start:stop], q)
             out[start:stop] = torch.einsum("hij,jhd->ihd", scores_Hnn.softmax(-1), values_nHD).to(q.dtype)
         return out, lse_HS, torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64), q.new_empty(0)
 
     def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds_q: Tensor,
-        bounds_k: Tensor,
-        most_q: int,
-        most_k: int,
-        dropout: float,
-        is_causal: bool,
-        state: Tensor,
-        unused: Tensor,
-        *,
-        scale: float,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any, **mask: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """torch's `_flash_attention_backward` with boundaries: gradients of q, k and v."""
+        *bounds, dropout, is_causal, _, _ = others
         assert not dropout and lse.is_contiguous() and lse.dtype == _wide(q) and lse.shape == (q.shape[1], q.shape[0])
         assert gradient.shape == out.shape == q.shape and gradient.dtype == out.dtype == q.dtype
-        spans = _checked(q, k, v, bounds_q, bounds_k, most_q, most_k)
+        hidden, spans = _Mask(is_causal, **mask), _checked(q, k, v, *bounds)
         self.backwards.append([stop - start for start, stop in spans])
         found = dq, dk, dv = tuple(torch.empty_like(x) for x in (q, k, v))
         for start, stop in spans:
             tokens = slice(start, stop)
-            arguments = (scale, is_causal, window_size_left, window_size_right)
-            scores_Hnn, keys_nHD = _scores(q[tokens], k[tokens], *arguments)
+            scores_Hnn, keys_nHD = _scores(q[tokens], k[tokens], hidden)
             wide_gradient, wide_out = gradient[tokens].to(_wide(q)), out[tokens].to(_wide(q))
             weights_Hnn = (scores_Hnn - lse[:, tokens].unsqueeze(2)).exp()
             delta_Hn1 = (wide_gradient * wide_out).sum(-1).t().unsqueeze(2)
             dweights_Hnn = torch.einsum("ihd,jhd->hij", wide_gradient, _per_query_head(v[tokens], q))
-            dscores_Hnn = weights_Hnn * (dweights_Hnn - delta_Hn1) * scale
+            dscores_Hnn = weights_Hnn * (dweights_Hnn - delta_Hn1) * hidden.scale
             dq[tokens] = torch.einsum("hij,jhd->ihd", dscores_Hnn, keys_nHD).to(q.dtype)
             per_head = (
                 (dk, torch.einsum("hij,ihd->jhd", dscores_Hnn, q[tokens].to(_wide(q)))),
@@ -135,16 +113,16 @@ def _checked(
     return spans
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, is_causal: bool, left: int, right: int) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, mask: _Mask) -> tuple[Tensor, Tensor]:
     """Scores [H, n, n] of a document, minus infinity where the mask hides a key, and the keys for every query head."""
     keys = _per_query_head(k, q)
-    scores = torch.einsum("ihd,jhd->hij", q.to(_wide(q)), keys) * scale
+    scores = torch.einsum("ihd,jhd->hij", q.to(_wide(q)), keys) * mask.scale
     i, j = torch.arange(len(q)).unsqueeze(1), torch.arange(len(q)).unsqueeze(0)
     is_hidden = torch.zeros(len(q), len(q), dtype=torch.bool)
-    if is_causal or right == 0:
+    if mask.is_causal or mask.window_size_right == 0:
         is_hidden |= j > i
-    if left >= 0:
-        is_hidden |= j < i - left
+    if mask.window_size_left >= 0:
+        is_hidden |= j < i - mask.window_size_left
     return scores.masked_fill(is_hidden, float("-inf")), keys
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from helpers.models.reference import TOLERANCE, reference_step, worst_error
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.sliced_plans import Rows
 from helpers.ranks.rank_steps import rank_inputs
@@ -47,6 +47,12 @@ def lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) ->
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU)
     result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
     return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def fp32_step(case: ModelCase, plan: StepPlan) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a case's model in fp32 under a one-rank plan, for random rows."""
+    result, gradients = lone_step(case, plan, random_rows(list(plan.lengths)), patched_model(case).float())
+    return float(result.loss), gradients
 
 
 def check_lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) -> StepResult:

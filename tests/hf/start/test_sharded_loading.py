@@ -74,6 +74,8 @@ def refusals(folder: str, config: dict[str, Any], changes: list[str]) -> list[st
             model.lm_head = torch.nn.Linear(32, model.config.vocab_size, bias=False)
         if change == "more rows":
             model.lm_head.weight = torch.nn.Parameter(torch.full((3, 32), torch.nan))
+        if change == "tied":
+            model.lm_head.weight = model.model.embed_tokens.weight
         try:
             LongContextTrainer(model=model, args=args, train_dataset=rows, longctx_config=settings)
             errors.append("")
@@ -84,9 +86,10 @@ def refusals(folder: str, config: dict[str, Any], changes: list[str]) -> list[st
 
 def test_what_reading_later_would_undo_is_refused_by_name(ranks, tmp_path: Path) -> None:
     build_model(ModelCase(dtype=torch.float32)).save_pretrained(tmp_path)
-    for dora, head, more in ranks(2).run(refusals, str(tmp_path), {}, ["dora", "new head", "more rows"]):
+    for dora, head, more, tied in ranks(2).run(refusals, str(tmp_path), {}, ["dora", "new head", "more rows", "tied"]):
         assert "lora_magnitude_vector.default.weight was computed from weights that load_sharded has not read yet" in dora
         assert all("lm_head.weight was changed after load_sharded, which has not read it yet" in each for each in (head, more))
+        assert "lm_head.weight and model.embed_tokens.weight were made one weight after load_sharded" in tied
     for (whole_run,) in ranks(2).run(refusals, str(tmp_path), {"parameters": "replicated"}, [""]):
         assert "give load_sharded and the trainer the same config" in whole_run
     for (staged,) in ranks(2).run(refusals, str(tmp_path), {"parameters": "replicated", "stages": 2}, [""]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,11 +21,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.models.any_model import wide_floats
-from helpers.models.reference import random_rows, relative_error, worst_error
+from helpers.models.reference import relative_error, worst_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
 from helpers.plans.sliced_plans import sliced_plan
-from helpers.ranks.lone_steps import lone_step, patched_model
+from helpers.ranks.lone_steps import fp32_step, patched_model
+from predicted.test_saved_bytes import saved_bytes
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
@@ -32,10 +34,16 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.models.states.functions import scan_line
 from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.plan.core.mixers import state_spec
+from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.state_layer import StateLayerBytes
 from hf_longctx.runtime.attention.kv_book import Slice
 from hf_longctx.runtime.attention.runs import Document
+from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.states import by_token
-from hf_longctx.runtime.states.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, HeadSizes, ScanKernel
+from hf_longctx.runtime.states.blocks import row_blocks
+from hf_longctx.runtime.states.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, HeadSizes, Row, ScanKernel
 from hf_longctx.runtime.states.recurrence import rows_of
 
 pytestmark = newest
@@ -199,7 +207,7 @@ def installed(kernel: ScanKernel, run: Any = stand_in, device_type: str = "cpu")
     vars(module)[kernel.name] = function
     root = kernel.module.partition(".")[0]
     with patch.dict("sys.modules", {root: ModuleType(root), kernel.module: module}):
-        fresh = {"verdicts": {}, "device_type": device_type, "_boundaries": {}}
+        fresh = {"verdicts": {}, "device_type": device_type, "_boundaries": OrderedDict()}
         with patch.multiple(kernel, **fresh), patch.dict(vars(kernel)):
             vars(kernel).pop("function", None)
             yield kernel
@@ -304,11 +312,25 @@ def test_rows_end_where_states_come_and_go() -> None:
     assert row(first, middle, last) == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize(
+def test_blocks_of_a_row_are_whole_documents_or_parts_of_one() -> None:
+    def blocks(*boundaries: int, goes_on: bool = False) -> list[tuple[tuple[int, ...], bool]]:
+        return [(each.boundaries, each.goes_on) for each in row_blocks(Row(boundaries, goes_on), 16, 8)]
+
+    assert blocks(0, 16) == [((0, 16), False)] and blocks(0, 9, goes_on=True) == [((0, 9), True)]
+    assert blocks(0, 40, goes_on=True) == [((0, 16), True), ((0, 16), True), ((0, 8), True)]
+    # every document counts as whole tiles, and what is left of a long one shares a block with the next
+    assert blocks(0, 1, 2, 3) == [((0, 1, 2), False), ((0, 1), False)]
+    assert blocks(0, 5, 40, 43, 44) == [((0, 5), False), ((0, 16), True), ((0, 16), True), ((0, 3, 6), False), ((0, 1), False)]
+
+
+MODELS = pytest.mark.parametrize(
     "case,kernel",
     [(ModelCase("qwen3_5", num_layers=4), GATED_DELTA_RULE), (ModelCase("kimi_linear"), KIMI_DELTA_ATTENTION)],
     ids=["qwen3_5", "kimi_linear"],
 )
+
+
+@MODELS
 def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase, kernel: ScanKernel) -> None:
     documents: list[int] = []
 
@@ -316,23 +338,63 @@ def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase
         documents.append(len(cu_seqlens) - 1)
         return stand_in(rule, *args, cu_seqlens=cu_seqlens, **given)
 
-    chunks = [[(0, 0, 12)], [(0, 12, 13), (3, 0, 5)], [(0, 13, 30), (1, 0, 7), (2, 0, 1)]]
-    plan = sliced_plan([30, 7, 1, 5], chunks)
-    rows = random_rows(list(plan.lengths))
-
-    def step() -> Any:
-        model = patched_model(case).float()
-        result, gradients = lone_step(case, plan, rows, model)
-        return float(result.loss), gradients
-
-    expected = step()
+    plan = sliced_plan([30, 7, 1, 5], [[(0, 0, 12)], [(0, 12, 13), (3, 0, 5)], [(0, 13, 30), (1, 0, 7), (2, 0, 1)]])
+    expected = fp32_step(case, plan)
     assert not documents
     with installed(kernel, counted):
-        found = step()
+        found = fp32_step(case, plan)
     assert worst_error(found, expected) <= 1e-4
     # four rows of six documents are those of the check
     rows_of_layer, num_layers = [1, 1, 1, 3], len(mixers_of(build_model(case)))
     assert sorted(documents) == sorted([6] * 4 + rows_of_layer * num_layers)
+
+
+@MODELS
+def test_rows_in_blocks_give_the_same_gradients(case: ModelCase, kernel: ScanKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[list[int]] = []
+
+    def counted(rule: Any, *args: Any, cu_seqlens: Tensor, **given: Any) -> Any:
+        tokens.append(cu_seqlens.tolist())
+        return stand_in(rule, *args, cu_seqlens=cu_seqlens, **given)
+
+    # a slice that goes on, one that ends in the middle of a tile, and documents behind it
+    plan = sliced_plan([170, 7, 90], [[(0, 0, 70)], [(0, 70, 170), (1, 0, 7), (2, 0, 90)]])
+    expected = fp32_step(case, plan)
+    # blocks of a tile
+    monkeypatch.setattr(state_spec, "BLOCK_BYTES", 1)
+    with installed(kernel, counted):
+        found = fp32_step(case, plan)
+    assert worst_error(found, expected) <= 1e-4
+    # one more forward of every block in backward
+    blocks = [[0, 64], [0, 6], [0, 64], [0, 36], [0, 7], [0, 64], [0, 26]]
+    assert sorted(tokens[4:]) == sorted(blocks * 2 * len(mixers_of(build_model(case))))
+
+
+@pytest.mark.parametrize("documents", [(512,), (300, 10, 20, 182)], ids=["one", "pack"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block_bytes", [state_spec.BLOCK_BYTES, 2**20], ids=["whole", "blocks"])
+@MODELS
+def test_rows_save_the_bytes_that_are_counted(
+    case: ModelCase, kernel: ScanKernel, block_bytes: int, dtype: torch.dtype, documents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_cut = block_bytes < state_spec.BLOCK_BYTES
+    monkeypatch.setattr(state_spec, "BLOCK_BYTES", block_bytes)
+    model = patched_model(case).to(dtype)
+    mixer, spec = next(iter(mixers_of(model).values())), model_spec(model)
+    hidden_1TC = torch.randn(1, sum(documents), model.config.hidden_size, dtype=dtype, requires_grad=True)
+    chunk = Chunk(0, tuple(Span(place, 0, length) for place, length in enumerate(documents)))
+    context = GroupPool((1,), 1.0).context(SequenceGroup((0,), "local", (), ()), chunk)
+    with installed(kernel):
+        found, output = saved_bytes(mixer, lambda: mixer(hidden_1TC, longctx=context))
+        output = output[0] if isinstance(output, tuple) else output
+        output.float().square().sum().backward()
+    load = Load(sum(documents), documents, len(spec.states.layers))
+    expected = StateLayerBytes(spec, load, LayerPolicy(), 0).mixer
+    saved = found - hidden_1TC.nbytes
+    # in one piece, kernels save less than the torch code that is counted
+    assert 0.97 * saved <= expected
+    if is_cut:
+        assert expected <= 1.25 * saved
 
 
 def test_the_opening_lines_say_what_runs_the_scans() -> None:

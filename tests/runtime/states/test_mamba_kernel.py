@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -17,15 +18,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.models.any_model import wide_floats
-from helpers.models.reference import random_rows, relative_error, worst_error
+from helpers.models.reference import relative_error, worst_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
 from helpers.plans.sliced_plans import sliced_plan
-from helpers.ranks.lone_steps import lone_step, patched_model
+from helpers.ranks.lone_steps import fp32_step
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
 from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.plan.core.mixers import state_spec
 from hf_longctx.runtime.states import by_token
 from hf_longctx.runtime.states.kernels import MAMBA2_SCAN, HeadSizes
 
@@ -124,7 +126,7 @@ def installed(run: Any = stand_in) -> Iterator[None]:
     vars(function)["__signature__"] = inspect.signature(run if run is of_another_signature else stand_in)
     vars(module)[MAMBA2_SCAN.name] = function
     root = MAMBA2_SCAN.module.partition(".")[0]
-    fresh = {"verdicts": {}, "device_type": "cpu", "_boundaries": {}}
+    fresh = {"verdicts": {}, "device_type": "cpu", "_boundaries": OrderedDict()}
     with (
         patch.dict("sys.modules", {root: ModuleType(root), MAMBA2_SCAN.module: module}),
         patch.multiple(MAMBA2_SCAN, **fresh),
@@ -184,17 +186,31 @@ def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients() -> None:
 
     case = ModelCase("bamba", num_layers=4)
     plan = sliced_plan([30, 7, 1, 5], [[(0, 0, 12)], [(0, 12, 13), (3, 0, 5)], [(0, 13, 30), (1, 0, 7), (2, 0, 1)]])
-    rows = random_rows(list(plan.lengths))
-
-    def step() -> Any:
-        model = patched_model(case).float()
-        result, gradients = lone_step(case, plan, rows, model)
-        return float(result.loss), gradients
-
-    expected = step()
+    expected = fp32_step(case, plan)
     assert not documents
     with installed(counted):
-        found = step()
+        found = fp32_step(case, plan)
     assert worst_error(found, expected) <= 1e-4
     # four rows of six documents are those of the check
     assert sorted(documents) == sorted([6] * 4 + [1, 1, 1, 3] * len(mixers_of(build_model(case))))
+
+
+def test_rows_in_blocks_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+
+    def counted(*args: Any, seq_idx: Tensor, **given: Any) -> Any:
+        tokens.append(seq_idx.shape[1])
+        return stand_in(*args, seq_idx=seq_idx, **given)
+
+    case = ModelCase("bamba", num_layers=4)
+    tile = build_model(case).config.mamba_chunk_size
+    lengths = [3 * tile + 1, 5, tile + 2]
+    plan = sliced_plan(lengths, [[(0, 0, tile + 3)], [(0, tile + 3, lengths[0]), (1, 0, 5), (2, 0, lengths[2])]])
+    expected = fp32_step(case, plan)
+    monkeypatch.setattr(state_spec, "BLOCK_BYTES", 1)
+    with installed(counted):
+        found = fp32_step(case, plan)
+    assert worst_error(found, expected) <= 1e-4
+    # one more forward of every block in backward
+    blocks = [tile, 3, tile, tile - 2, 5, tile, 2]
+    assert sorted(tokens[4:]) == sorted(blocks * 2 * len(mixers_of(build_model(case))))
