@@ -125,7 +125,7 @@ class ByteModel:
     def most_states(
         self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, on_host: bool = False
     ) -> int:
-        """Bytes of the states on a rank of the stage with the most, given the layers of every stage. on_host: those on its host."""
+        """Bytes of states on a rank of the stage with the most, given the layers of every stage. on_host: those on its host."""
         count_bytes = host_state_bytes if on_host else part_state_bytes
         counts = [sum(part.num_layers for part in own) for own in ranges]
         return max(
