@@ -64,9 +64,9 @@ class LongContextConfig:
     host_gib: float | None = field(
         default=None,
         metadata={
-            "help": "GiB of host memory for saved tensors, for each rank, on CUDA pinned at the start of a run whose plans may "
-            "offload; 0: none are offloaded. Default: half of the machine's memory, shared by its ranks, at most 64 each; for "
-            "ranks on CPU 0."
+            "help": "Most GiB of host memory for saved tensors, for each rank; on CUDA what plans need of it is pinned before "
+            "the first step, and more between steps; 0: none are offloaded. Default: half of the machine's memory, shared by its "
+            "ranks, at most 64 each; for ranks on CPU 0."
         },
     )
     tile_tokens: int = field(

@@ -20,6 +20,8 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.spread_experts import spread_group
 
+# room in a slab for the gaps between blocks, as a share of what a plan stores
+_GAPS_SHARE = 1 / 8
 # most bytes copied each way to measure how fast a slab is
 _PROBE_BYTES = 2**26
 
@@ -27,11 +29,11 @@ _PROBE_BYTES = 2**26
 class ActivationRuntime:
     """Executes activation policies on the layers and the output head of one model at a time.
 
-    A model whose plans keep everything is never touched. host_bytes: size of the slab of host memory for saved tensors, which is
-    pinned on CUDA; `reserve` allocates it, or else the first plan that offloads. on_pageable: called with the measured bytes per
-    second if the system refuses to pin the slab, so that later plans expect slower copies. has_head: false for a pipeline stage
-    before the last. layers: the layers of this rank's own stage, for a model that has the layers of all stages; None: all layers.
-    may_replay: whether plans of any rank may have policies.
+    A model whose plans keep everything is never touched. host_bytes: most host memory for saved tensors; `reserve` makes a slab
+    of what plans need of it, pinned on CUDA. on_pageable: called with the measured bytes per second if the system refuses to pin
+    the slab, so that later plans expect slower copies. has_head: false for a pipeline stage before the last. layers: the layers
+    of this rank's own stage, for a model that has the layers of all stages; None: all layers. may_replay: whether plans of any
+    rank may have policies.
     """
 
     def __init__(
@@ -49,15 +51,38 @@ class ActivationRuntime:
         self._engine: ActivationEngine | None = None
         self._model: nn.Module | None = None
         self._tier: HostTier | None = None
+        # most bytes of a plan so far
+        self._needed_bytes = 0
 
-    def reserve(self) -> float:
-        """Allocates and pins the slab now, so that no step waits for that; returns the seconds it took. CUDA only."""
+    def reserve(self, needed_bytes: int) -> str:
+        """Makes the slab large enough for plans that store so many bytes on a rank's host; returns a line if it took time.
+
+        Call it between steps, on all ranks with the same number, since pinning takes some tenths of a second per GiB, for which
+        other ranks would wait in a step. A slab is replaced by one of at least twice its size, so that few are ever made.
+        """
+        held_bytes = beside_bytes = 0
+        if self._tier is not None:
+            held_bytes, beside_bytes = self._tier.slab.capacity_bytes, self._tier.slab.beside_bytes
+        if needed_bytes <= held_bytes and not beside_bytes:
+            return ""
+        # a second training needs what the first one did
+        self._needed_bytes = max(self._needed_bytes, needed_bytes)
+        wanted = max(int(self._needed_bytes * (1 + _GAPS_SHARE)), 2 * held_bytes, held_bytes + beside_bytes)
+        if (num_bytes := min(wanted, self.host_bytes)) <= held_bytes:
+            return ""
+        # the old one is unpinned first
+        self._tier = None
+        if self._engine is not None:
+            self._engine.tier = None
         start_s = time.perf_counter()
-        self._tier = HostTier.on(self.device, self.host_bytes)
+        self._tier = HostTier.on(self.device, num_bytes, self.host_bytes)
         seconds = time.perf_counter() - start_s
+        if self.device.type != "cuda":
+            return ""
         if not self._tier.slab.is_pinned:
             self._on_pageable(slab_rate(self._tier, self.device))
-        return seconds
+        kind = "pinned" if self._tier.slab.is_pinned else "allocated"
+        return f"{num_bytes / 2**30:.2f} GiB of host memory {kind} in {seconds:.1f} s, for plans that offload activations"
 
     def engine(self, model: nn.Module, plan: RankPlan) -> ActivationEngine | None:
         """The engine for `plan` on `model`; None as long as no plan has needed an engine."""
@@ -75,10 +100,9 @@ class ActivationRuntime:
             layers = layer_modules(model)[self._own]
             self._engine, self._model = ActivationEngine(layers, head=head, partners=partners), model
         if self._engine is not None and self._engine.tier is None and any(share.host for share in shares):
-            if self._tier is None and self.device.type == "cuda":
-                self.reserve()
-            elif self._tier is None:
-                self._tier = HostTier.on(self.device, self.host_bytes)
+            if self._tier is None:
+                # nobody said what the plan needs
+                self.reserve(self.host_bytes)
             self._engine.tier = self._tier
         return self._engine
 

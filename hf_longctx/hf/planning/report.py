@@ -85,6 +85,11 @@ class RunReport(TrainerCallback):
             if self.config.report_steps and state.is_world_process_zero:
                 tqdm.write(record.line(state.global_step) + (f"\n{fitted}" if fitted else ""))
 
+    def say(self, line: str) -> None:
+        """Prints a line between those of the steps, on one rank."""
+        if self.config.report_steps and self.source.pool.rank == 0:
+            tqdm.write(line)
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # one rank writes the checkpoint, which may take longer than the time-out of a step's collectives; so all ranks wait
         # for it here, on the default group, whose time-out is long

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -79,6 +80,18 @@ class PlanSource:
         plan = planner(step, lengths, replace(costs, favoured_degree=degree), config)
         # the costs of other degrees were raised on purpose, so their estimate says nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
+
+    def most_host_bytes(self, steps: Iterable[list[int]]) -> int:
+        """Most bytes that plans for these steps, each given by its lengths, put on the host of a rank. Collective.
+
+        0 for steps that cannot be planned, whose error comes when they are to run.
+        """
+        most = 0
+        for number, lengths in enumerate(steps):
+            # every rank raises what rank 0 does
+            with suppress(ValueError):
+                most = max([most, *(plan.estimate.host_bytes for plan in self.plans([(number, lengths)], explore=False))])
+        return most
 
     def set_copy_rate(self, bytes_per_s: float) -> None:
         """Sets the speed of copies between device and host for all plans from now on."""

@@ -15,8 +15,8 @@ from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 
-# share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: the
-# memory is pinned when the run starts, at some tenths of a second per GiB
+# share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: what
+# plans need of it is pinned, at some tenths of a second per GiB
 _HOST_SHARE, _MOST_HOST_BYTES = 0.5, 64 * 2**30
 
 

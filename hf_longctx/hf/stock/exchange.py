@@ -12,6 +12,7 @@ Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 for t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,6 +38,8 @@ from hf_longctx.runtime.attention.sequence_parallel import all_to_all
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
 from hf_longctx.runtime.dropout.keys import DropoutKeys
 from hf_longctx.runtime.execution.executor import no_mask
+
+logger = logging.getLogger(__name__)
 
 # names of TRL's values per token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -254,6 +257,8 @@ class SequenceExchange:
         """
         rank_plan = plan.for_rank(self.pool.rank)
         group, chunk = _only_chunk(plan, self.pool.rank)
+        if torch.is_grad_enabled() and (line := self.activations.reserve(plan.estimate.host_bytes)) and self.pool.rank == 0:
+            logger.warning(line)
         context, engine = self.pool.context(group, chunk), self.activations.engine(model, rank_plan)
         ((_, stage),) = rank_plan.rounds
         if engine is None or not stage.activations or not torch.is_grad_enabled():

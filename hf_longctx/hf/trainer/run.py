@@ -46,6 +46,7 @@ from hf_longctx.hf.trainer.placement import (
     check_trained,
 )
 from hf_longctx.hf.trainer.sets import SequenceSets
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
@@ -140,6 +141,11 @@ class Run:
         routers, device = self.routers.balance(model), self.args.device
         return StepExecutor(stage, self.pool, device, fp32_gradients, all_stages, routers, self.token_loss)
 
+    def make_room(self, plan: StepPlan) -> None:
+        """Gets the host memory that the plan needs, on all ranks before its first collective, and says how long that took."""
+        if line := self.activations.reserve(plan.estimate.host_bytes):
+            self.report.say(line)
+
     def release_model(self) -> None:
         """Gives the model its own layers and routers back, until the next plan binds them again. Idempotent."""
         self.activations.close()
@@ -230,10 +236,11 @@ def start_run(request: RunRequest) -> Run:
                 RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, *probed(token_loss, task)), forward
             )
             opening = f"{opening}\n{passed}"
-        may_offload = budget is not None and host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank
-        if args.device.type == "cuda" and may_offload:
-            # now, because in a step other ranks would wait for it
-            opening = f"{opening}\n{host_bytes / 2**30:.1f} GiB of host memory pinned in {activations.reserve():.1f} s"
+        if budget is not None and host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank:
+            # now, since it takes long: what the longest rows need, alone and together in one step
+            longest = sets.longest_rows("train_dataset", max(1, args.per_device_train_batch_size * args.world_size))
+            needed = source.most_host_bytes([longest[:1], longest] if longest else [])
+            opening = "\n".join(filter(None, (opening, activations.reserve(needed))))
         return Run(
             config=config,
             args=args,

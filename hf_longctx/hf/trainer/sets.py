@@ -107,6 +107,13 @@ class SequenceSets:
             _tell_cuts(name, scan.sequence_lengths, index, limit)
         return index
 
+    def longest_rows(self, name: str, count: int) -> list[int]:
+        """Tokens of the `count` longest rows of a set, at most those of a sequence; empty for a set that was not scanned."""
+        if name not in self._scans:
+            return []
+        lengths: list[int] = np.sort(self._scans[name][1].sequence_lengths)[::-1][:count].clip(1, self.longest_sequence).tolist()
+        return lengths
+
     def scanned(self, name: str) -> ScannedRows:
         """The rows of a set as they were at the start."""
         return ScannedRows(name, self._scans[name][1])

@@ -239,6 +239,7 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         run, plan = self.longctx_run, inputs["step"].plan
         rank_plan = plan.for_rank(run.pool.rank)
         executor = self._training_executor()
+        run.make_room(plan)
         engine = run.activations.engine(executor.model, rank_plan)
         with self._explained():
             if len(self._plans_of_step) > 1:

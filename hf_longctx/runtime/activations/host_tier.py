@@ -4,7 +4,8 @@ The activation engine owns one tier per rank; the records of layers store into i
 
 A slab is one allocation, cut into blocks whose sizes are multiples of 64 bytes. (The pinned allocator of torch up to 2.11 would
 round sizes up to powers of two.) Layers and steps ask for the same sizes again and again, so a freed block is usually reused for
-its own size; free neighbours are merged only when nothing fits.
+its own size; free neighbours are merged only when nothing fits. A slab may be smaller than the memory that a rank may use: what
+does not fit then gets pieces of pageable memory beside it, since pinning inside a step would let other ranks wait.
 
 Copies go through a `CopyEngine`. On CUDA it has one stream per direction and blocks neither the host nor the compute stream; on
 CPU it copies at once. Both keep the same order: a copy to the host starts after the computation that was queued before it; a copy
@@ -18,7 +19,7 @@ import contextlib
 import logging
 import mmap
 import weakref
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 ALIGNMENT_BYTES = 64
 # tensors on their way to the host that are kept on the device; while two leave, the next layer computes
 _MOST_LEAVING = 2
+# bytes of a piece of memory beside a full slab, unless a tensor needs more
+_PIECE_BYTES = 2**26
 # threads that touch the pages of a slab, each so many bytes at a time
 _TOUCHING_THREADS, _TOUCHED_BYTES = 8, 2**28
 # handle of one copy, returned by the copy engine; it is passed to later copies that must follow that one, and to `wait`
@@ -123,34 +126,61 @@ class StreamCopies:
 
 
 class HostSlab:
-    """One allocation of host memory and its free runs; each run knows the copies that must end before it is overwritten."""
+    """One allocation of host memory and its free runs; each run knows the copies that must end before it is overwritten.
 
-    def __init__(self, capacity_bytes: int, is_pinned: bool) -> None:
-        self.capacity_bytes = block_bytes(capacity_bytes)
+    most_bytes: bytes that it may have with the pieces of pageable memory that it gets when it is full (default: no pieces).
+    """
+
+    def __init__(self, capacity_bytes: int, is_pinned: bool, most_bytes: int = 0) -> None:
+        self.capacity_bytes, self.most_bytes = block_bytes(capacity_bytes), most_bytes
         self.memory = _touched(self.capacity_bytes) if is_pinned else torch.empty(self.capacity_bytes, dtype=torch.uint8)
         self.is_pinned = is_pinned and _pin(self.memory)
         if self.is_pinned:
             # unpin before the memory is freed: pages given back to the system must not stay locked
             weakref.finalize(self, _unpin, self.memory.data_ptr())
+        # the slab and its pieces by their first offset, with a gap behind each so that none is merged with the next
+        self._pieces = [(0, self.memory)]
         # sorted by size; runs of one size in the order in which they were freed
         self._free = [_Run(0, self.capacity_bytes, ())]
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of the pieces beside the slab."""
+        return sum(memory.numel() for _, memory in self._pieces[1:])
+
+    def memory_of(self, run: _Run) -> Tensor:
+        """The bytes of a run."""
+        place = bisect_right(self._pieces, run.offset, key=_offset) - 1
+        offset, memory = self._pieces[place]
+        return memory[run.offset - offset :][: run.num_bytes]
 
     def take(self, num_bytes: int) -> _Run:
         """A run for `num_bytes`, taken from the smallest free run that fits. Raises ValueError if none does."""
         size = block_bytes(num_bytes)
         if self._free[-1:] and self._free[-1].num_bytes < size:
             self._merge()
+        if not self._free[-1:] or self._free[-1].num_bytes < size:
+            self._add_piece(size)
         place = bisect_left(self._free, size, key=_size)
-        if place == len(self._free):
-            free_bytes = sum(run.num_bytes for run in self._free)
-            raise ValueError(
-                f"{size / 2**20:.3f} MiB of saved tensors do not fit into the host slab: {free_bytes / 2**20:.3f} of its "
-                f"{self.capacity_bytes / 2**20:.3f} MiB are free, in smaller pieces; raise host_gib"
-            )
         fitting = self._free.pop(place)
         if rest := fitting.num_bytes - size:
             self.give(_Run(fitting.offset + size, rest, ()), fitting.tickets)
         return _Run(fitting.offset, size, fitting.tickets)
+
+    def _add_piece(self, size: int) -> None:
+        """Adds pageable memory with a run of `size` bytes; raises ValueError if the slab may not have so much more."""
+        left_bytes = self.most_bytes - self.capacity_bytes - self.beside_bytes
+        if size > left_bytes:
+            free_bytes = sum(run.num_bytes for run in self._free)
+            raise ValueError(
+                f"{size / 2**20:.3f} MiB of saved tensors do not fit into the host slab: {free_bytes / 2**20:.3f} of its "
+                f"{(self.capacity_bytes + self.beside_bytes) / 2**20:.3f} MiB are free, in smaller pieces; raise host_gib"
+            )
+        num_bytes = max(size, min(_PIECE_BYTES, left_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
+        last_offset, last = self._pieces[-1]
+        offset = last_offset + last.numel() + ALIGNMENT_BYTES
+        self._pieces.append((offset, torch.empty(num_bytes, dtype=torch.uint8)))
+        self.give(_Run(offset, num_bytes, ()), ())
 
     def give(self, run: _Run, tickets: tuple[Ticket, ...]) -> None:
         """Frees a run; `tickets` belong to the copies that may still read it."""
@@ -179,6 +209,10 @@ def _size(run: _Run) -> int:
     return run.num_bytes
 
 
+def _offset(piece: tuple[int, Tensor]) -> int:
+    return piece[0]
+
+
 def block_bytes(num_bytes: int) -> int:
     """Bytes that a tensor of `num_bytes` takes in a slab."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -187,16 +221,16 @@ def block_bytes(num_bytes: int) -> int:
 class HostTier:
     """Host memory of one rank, and the copies to and from it. `stored_bytes`: bytes of the tensors stored now."""
 
-    def __init__(self, capacity_bytes: int, copies: CopyEngine, is_pinned: bool = False) -> None:
-        self.slab, self.copies = HostSlab(capacity_bytes, is_pinned), copies
+    def __init__(self, capacity_bytes: int, copies: CopyEngine, is_pinned: bool = False, most_bytes: int = 0) -> None:
+        self.slab, self.copies = HostSlab(capacity_bytes, is_pinned, most_bytes), copies
         self.stored_bytes = self.peak_bytes = 0
 
     @classmethod
-    def on(cls, device: torch.device, capacity_bytes: int) -> HostTier:
-        """A tier for tensors of `device`."""
+    def on(cls, device: torch.device, capacity_bytes: int, most_bytes: int = 0) -> HostTier:
+        """A tier for tensors of `device`; most_bytes: see `HostSlab`."""
         if device.type == "cuda":
-            return cls(capacity_bytes, StreamCopies(device), is_pinned=True)
-        return cls(capacity_bytes, PlainCopies())
+            return cls(capacity_bytes, StreamCopies(device), is_pinned=True, most_bytes=most_bytes)
+        return cls(capacity_bytes, PlainCopies(), most_bytes=most_bytes)
 
     def store(self, tensor: Tensor) -> HostTensor:
         """Starts a copy of `tensor` to the host; the caller may drop `tensor` at once."""
@@ -212,7 +246,7 @@ class HostTensor:
         self._tickets: tuple[Ticket, ...] = ()
         self.num_bytes = source.numel() * source.element_size()
         self._run = tier.slab.take(self.num_bytes)
-        memory = tier.slab.memory[self._run.offset : self._run.offset + self.num_bytes]
+        memory = tier.slab.memory_of(self._run)[: self.num_bytes]
         home, strides = memory.view(source.dtype), dense_strides(source)
         # dimensions keep their order in memory where that takes one plain copy
         self._home = home.as_strided(source.shape, strides) if has_strides(source, strides) else home.view(source.shape)

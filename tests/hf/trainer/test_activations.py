@@ -19,7 +19,7 @@ from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_trai
 from transformers import Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback
-from hf_longctx.hf.models.activations import slab_rate
+from hf_longctx.hf.models.activations import ActivationRuntime, slab_rate
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
@@ -198,6 +198,53 @@ def test_step_lines_compare_predicted_and_measured_bytes(tmp_path, capsys) -> No
     assert found
     for predicted, measured, host, expected_host in found:
         assert predicted == measured and host == expected_host
+
+
+@pytest.mark.parametrize("kept_tokens", [200, KEPT_TOKENS])
+def test_the_slab_has_what_plans_need_before_each_step(kept_tokens: int, tmp_path) -> None:
+    sizes: list[int] = []
+    settings = {"device_gib": gib_of_tokens(kept_tokens), "tile_tokens": 16, "host_gib": 0.01, "calibration_steps": 0}
+    recorder = PlanRecorder()
+    trainer = make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), settings, {"max_steps": 2})
+    runtime = trainer.longctx_run.activations
+    at_start = 0 if runtime._tier is None else runtime._tier.slab.capacity_bytes
+    recorder.attach(trainer)
+    done = trainer.longctx_run.report.step_done
+
+    def step_done(plan: StepPlan, result: Any) -> None:
+        sizes.append(0 if runtime._tier is None else runtime._tier.slab.capacity_bytes)
+        assert runtime._tier is None or runtime._tier.slab.beside_bytes == 0
+        done(plan, result)
+
+    trainer.longctx_run.report.step_done = step_done
+    trainer.train()
+    needed = [plan.estimate.host_bytes for plan in recorder.plans]
+    assert len(sizes) == 2 and all(size >= need for size, need in zip(sizes, needed, strict=True))
+    if kept_tokens == KEPT_TOKENS:
+        # made at the start for the longest rows, and a small part of what it may be
+        assert max(needed) and 0 < at_start <= sizes[-1] < 0.01 * 2**30 / 4
+    else:
+        assert not any(sizes) and not at_start
+
+
+def test_a_slab_is_replaced_by_one_of_at_least_twice_its_size() -> None:
+    runtime = ActivationRuntime(torch.device("cpu"), 1000 * 64, lambda rate: None)
+    made = []
+    for needed in (0, 64, 64, 65 * 64, 66 * 64, 74 * 64, 500 * 64, 1000 * 64, 2000 * 64):
+        runtime.reserve(needed)
+        made.append(0 if runtime._tier is None else runtime._tier.slab.capacity_bytes // 64)
+    assert made == [0, 2, 2, 74, 74, 74, 563, 1000, 1000]
+    # a slab that was full in one step is large enough in the next one
+    runtime = ActivationRuntime(torch.device("cpu"), 1000 * 64, lambda rate: None)
+    runtime.reserve(100 * 64)
+    held = runtime._tier.store(torch.zeros(300 * 64, dtype=torch.uint8))
+    assert runtime._tier.slab.beside_bytes >= 300 * 64
+    del held
+    runtime.reserve(1)
+    assert runtime._tier.slab.capacity_bytes == 1000 * 64 and not runtime._tier.slab.beside_bytes
+    runtime.close()
+    runtime.reserve(64)
+    assert runtime._tier.slab.capacity_bytes == 113 * 64
 
 
 def test_a_device_without_room_for_a_token_is_refused(tmp_path) -> None:

@@ -261,10 +261,32 @@ def test_a_full_slab_says_what_is_missing() -> None:
     assert tier.stored_bytes == held.num_bytes
 
 
+def test_a_full_slab_gets_pieces_beside_it_up_to_its_limit() -> None:
+    tier = HostTier(128, PlainCopies(), most_bytes=512)
+    held = [tier.store(torch.full((size,), value, dtype=torch.uint8)) for value, size in enumerate((128, 64, 192))]
+    assert tier.slab.beside_bytes == 384
+    assert [int(tensor.fetch().sum()) for tensor in held] == [0, 64, 384]
+    with pytest.raises(ValueError, match=r"0.000 MiB of saved tensors do not fit .* raise host_gib"):
+        tier.store(torch.zeros(129, dtype=torch.uint8))
+    del held
+    # freed runs of two pieces are not merged into one
+    with pytest.raises(ValueError, match="do not fit"):
+        tier.store(torch.zeros(385, dtype=torch.uint8))
+    assert tier.store(torch.zeros(384, dtype=torch.uint8)).num_bytes == 384
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 300)), max_size=60), st.booleans())
-def test_any_order_of_storing_and_fetching_returns_what_was_stored(steps: list[tuple[int, int]], late: bool) -> None:
-    tier = HostTier(2048, LateCopies(late))
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 300)), max_size=60), st.booleans(), st.sampled_from([2048, 512, 0]))
+def test_any_order_of_storing_and_fetching_returns_what_was_stored(
+    steps: list[tuple[int, int]], late: bool, slab_bytes: int
+) -> None:
+    # where the slab is small, pieces of the size of one tensor may lie beside it
+    with patch.object(host_tier, "_PIECE_BYTES", 64):
+        tier = HostTier(slab_bytes, LateCopies(late), most_bytes=8 * 2048 - slab_bytes)
+        _store_and_fetch(tier, steps)
+
+
+def _store_and_fetch(tier: HostTier, steps: list[tuple[int, int]]) -> None:
     held: dict[int, tuple[Any, Tensor]] = {}
     for number, (place, size) in enumerate(steps):
         if place in held:
