@@ -5,7 +5,8 @@
 Documents are cut into zigzag pieces (`plan.core.sharding`), so that every rank has about equally many query-key pairs. A tile of
 one query piece and one key piece is fully visible, causal (a piece with itself) or invisible. Invisible tiles are never computed,
 and keys that no other block sees are never sent. Partial outputs are merged by their log-sum-exp (LSE) in at least fp32. Backward
-passes keys, values and their gradients around the ring once more and uses the merged output and LSE.
+passes keys, values and their gradients around the ring once more and uses the merged output and LSE. Messages travel while tiles
+are computed: keys and values one hop ahead, gradients one hop behind.
 
 If a pattern limits how far back queries see (a window), nothing is passed on. Instead, in hop h every block sends to the block h
 positions ahead, directly, the keys that the receiver's queries see; backward sends them again and gets their gradients back. (In
@@ -20,8 +21,8 @@ Source: Ring Attention (arXiv 2310.01889) with the zigzag layout of Striped/zigz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ def ring_attention(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention within documents under `rule` for the tokens of this rank's block, shape [1, T, H, E].
-
 
     Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it for the layers in the
     same order; backward runs the ring once more. A replay that finds output and LSE in `record` runs no forward ring. Raises
@@ -104,25 +104,18 @@ class _RingAttention(torch.autograd.Function):
         wide = lse_HT.dtype
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
         own_sum = torch.zeros_like(own_kv, dtype=wide)
-        travelling, direct = own_sum, ring.direct(rule.pattern)
-        for hop, (source, kv) in enumerate(_around(own_kv, ring, direct)):
-            # gradients of another block follow its keys and values around, starting at the first rank that receives them
-            is_new = hop == 1 or direct is not None
-            total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if is_new else travelling
+
+        def compute(source: int, kv: Tensor) -> Tensor:
+            total = own_sum if source == ring.index else torch.zeros_like(kv, dtype=wide)
             for query, key in ring.tiles(source, rule.pattern):
                 piece = _key_piece(query, key, kv, q_HTD.shape[2], rule.pattern, total)
                 if piece.tiles:
                     rows = query.tokens
                     row_inputs = (gradient_HTE[:, rows], q_HTD[:, rows], out_HTE[:, rows], lse_HT[:, rows])
                     dq_HTD[:, rows] += rows_backward(*row_inputs, (piece,), rule.of_rows(rows))
-            if hop and direct is not None:
-                _return(total, own_sum, ring, direct, hop)
-            elif hop:
-                travelling = _pass_on(total, ring, source)
-        if direct is None:
-            # after the last hop the gradients of this block have come home
-            for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
-                own_sum[:, tokens] += travelling[:, arrived.tokens]
+            return total
+
+        _around(own_kv, ring, rule.pattern, compute, own_sum)
         dk_GTD, dv_GTE = split_kv(own_sum.to(q_HTD.dtype), q_HTD.shape[2])
         dsinks_H = None if sinks_H is None else sinks_backward(gradient_HTE, out_HTE, lse_HT, sinks_H)
         return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, dsinks_H, None, None, None, None
@@ -133,11 +126,14 @@ def _around_the_ring(
 ) -> tuple[Tensor, Tensor]:
     """Output [H, T, E] and LSE [H, T] of this rank's queries over the keys of all blocks."""
     out_HTE, lse_HT = no_keys_yet(q_HTD, own_kv.shape[2] - q_HTD.shape[2])
-    for source, kv in _around(own_kv, ring, ring.direct(rule.pattern)):
+
+    def compute(source: int, kv: Tensor) -> None:
         for query, key in ring.tiles(source, rule.pattern):
             piece, rows = _key_piece(query, key, kv, q_HTD.shape[2], rule.pattern), query.tokens
             for tile in piece.tiles:
                 merge_tile(out_HTE[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, rule.of_rows(rows))
+
+    _around(own_kv, ring, rule.pattern, compute)
     if sinks_H is not None:
         out_HTE, lse_HT = with_sinks(out_HTE, lse_HT, sinks_H)
     return out_HTE.to(q_HTD.dtype), lse_HT
@@ -152,29 +148,122 @@ def _key_piece(
     return KeyPiece(kv, tiles, sums, key.start)
 
 
-def _around(own_kv: Tensor, ring: Ring, direct: DirectBlocks | None) -> Iterator[tuple[int, Tensor]]:
-    """(block, keys and values) for every block of the ring: first this rank's whole block, then what the other blocks send."""
-    yield ring.index, own_kv
-    kv = _gathered(own_kv, ring.departing) if direct is None else own_kv
-    for hop in range(1, ring.num_blocks):
-        following, source = _partners(ring, hop)
-        if direct is None:
-            kv = _pass_on(kv, ring, (ring.index - hop + 1) % ring.num_blocks)
-        else:
-            num_tokens = sent_tokens(direct.incoming[source])
-            kv = _exchange(_gathered(own_kv, direct.outgoing[following]), num_tokens, following, source, ring)
-        yield source, kv
+def _around(
+    own_kv: Tensor,
+    ring: Ring,
+    pattern: AttentionPattern,
+    compute: Callable[[int, Tensor], Tensor | None],
+    own_sum: Tensor | None = None,
+) -> None:
+    """Calls `compute(block, keys and values)` for every block: first this rank's own, then those that other blocks send.
+
+    own_sum: gradient sums of this rank's whole block. With them, `compute` adds the gradients of this rank's own block to
+    `own_sum`, and returns those of any other block in a new tensor; they travel too, and `own_sum` gets what other ranks add.
+
+    While a hop is computed, the keys and values of the next hop and the gradients of the hop before are on their way. So the
+    gradients of a block that arrive are added to those that this rank has computed meanwhile.
+    """
+    direct, kv, total = ring.direct(pattern), own_kv, None
+    for hop in range(ring.num_blocks + (own_sum is not None)):
+        messages = []
+        if hop + 1 < ring.num_blocks:
+            messages.append(_next_keys(own_kv, kv, ring, direct, hop + 1))
+        if total is not None:
+            messages.append(_gradients(total, ring, direct, hop - 1))
+        transfer = _Transfer.start(messages, ring)
+        del messages
+        computed = compute((ring.index - hop) % ring.num_blocks, kv) if hop < ring.num_blocks else None
+        arrived = transfer.finish()
+        if total is not None and own_sum is not None:
+            _add_arrived(arrived.pop(), own_sum, computed, ring, direct, hop - 1)
+        total = computed if hop else None
+        kv = arrived.pop() if arrived else own_kv
+        del computed
 
 
-def _return(total: Tensor, own_sum: Tensor, ring: Ring, direct: DirectBlocks, hop: int) -> None:
-    """Sends back the gradients of the keys that came directly in this hop; adds to `own_sum` the gradients that come back."""
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A tensor for `to_block`, given that `from_block` sends this rank a like tensor of `num_tokens` tokens."""
+
+    tensor: Tensor
+    num_tokens: int
+    to_block: int
+    from_block: int
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Messages on their way. Nobody may write to `sent` or read `received` before `finish`."""
+
+    sent: list[Tensor]
+    received: list[Tensor]
+    requests: list[dist.Work]
+
+    @classmethod
+    def start(cls, messages: Sequence[_Message], ring: Ring) -> _Transfer:
+        """Posts the messages, as all ranks of the ring do in the same order; none has to compute before it can post its part."""
+        sent, received, operations = [], [], []
+        for message in messages:
+            shape = list(message.tensor.shape)
+            shape[1] = message.num_tokens
+            received.append(message.tensor.new_empty(shape))
+            # both ends know from the layout when there is nothing to send
+            if message.tensor.shape[1]:
+                sent.append(message.tensor.contiguous())
+                operations.append(dist.P2POp(dist.isend, sent[-1], ring.ranks[message.to_block], group=ring.process_group))
+            if message.num_tokens:
+                source = ring.ranks[message.from_block]
+                operations.append(dist.P2POp(dist.irecv, received[-1], source, group=ring.process_group))
+        return cls(sent, received, dist.batch_isend_irecv(operations) if operations else [])
+
+    def finish(self) -> list[Tensor]:
+        """Waits until all messages have left and arrived (on NCCL: lets the stream wait). Returns the tensors that arrived."""
+        for request in self.requests:
+            request.wait()
+        self.sent, self.requests = [], []
+        received, self.received = self.received, []
+        return received
+
+
+def _next_keys(own_kv: Tensor, kv: Tensor, ring: Ring, direct: DirectBlocks | None, hop: int) -> _Message:
+    """Message that brings the keys and values of `hop`, given those of the hop before it."""
     following, source = _partners(ring, hop)
-    sent = direct.outgoing[following]
-    arrived = _exchange(total, sum(tokens.stop - tokens.start for tokens in sent), source, following, ring)
+    if direct is not None:
+        return _Message(_gathered(own_kv, direct.outgoing[following]), sent_tokens(direct.incoming[source]), following, source)
+    sent = _gathered(own_kv, ring.departing) if hop == 1 else kv
+    return _Message(sent, sent_tokens(ring.travelling[source]), *_partners(ring, 1))
+
+
+def _gradients(total: Tensor, ring: Ring, direct: DirectBlocks | None, hop: int) -> _Message:
+    """Message with the gradients that were summed in `hop`.
+
+    The gradients of keys that came directly go back. Others follow their keys and values around, and end at their own block.
+    """
+    following, source = _partners(ring, hop)
+    if direct is not None:
+        return _Message(total, sum(tokens.stop - tokens.start for tokens in direct.outgoing[following]), source, following)
+    return _Message(total, sent_tokens(ring.travelling[(source - 1) % ring.num_blocks]), *_partners(ring, 1))
+
+
+def _add_arrived(
+    arrived: Tensor, own_sum: Tensor, computed: Tensor | None, ring: Ring, direct: DirectBlocks | None, hop: int
+) -> None:
+    """Adds the gradients that the message of `hop` brought to those of this block, or to the next hop's, `computed`."""
+    if direct is not None:
+        _add_tokens(own_sum, direct.outgoing[_partners(ring, hop)[0]], arrived)
+    elif computed is None:
+        # after the last hop the gradients of this block have come home
+        _add_tokens(own_sum, ring.departing, arrived)
+    else:
+        computed += arrived
+
+
+def _add_tokens(total: Tensor, token_ranges: tuple[slice, ...], arrived: Tensor) -> None:
+    """Adds tensors that arrived as one to ranges of tokens."""
     first = 0
-    for tokens in sent:
+    for tokens in token_ranges:
         stop = first + tokens.stop - tokens.start
-        own_sum[:, tokens] += arrived[:, first:stop]
+        total[:, tokens] += arrived[:, first:stop]
         first = stop
 
 
@@ -185,25 +274,3 @@ def _partners(ring: Ring, hop: int) -> tuple[int, int]:
 
 def _gathered(kv: Tensor, token_ranges: tuple[slice, ...]) -> Tensor:
     return torch.cat([kv[:, tokens] for tokens in token_ranges], dim=1) if token_ranges else kv[:, :0]
-
-
-def _pass_on(tensor: Tensor, ring: Ring, source: int) -> Tensor:
-    """Passes a tensor of block `source` to the next block, and returns the tensor that the previous block passes on."""
-    num_tokens = sent_tokens(ring.travelling[(source - 1) % ring.num_blocks])
-    return _exchange(tensor, num_tokens, *_partners(ring, 1), ring)
-
-
-def _exchange(tensor: Tensor, num_tokens: int, to_block: int, from_block: int, ring: Ring) -> Tensor:
-    """Sends a tensor to `to_block`, and returns the `num_tokens` tokens that `from_block` sends to this rank."""
-    shape = list(tensor.shape)
-    shape[1] = num_tokens
-    received = tensor.new_empty(shape)
-    operations = []
-    # both ends know from the layout when there is nothing to send
-    if tensor.shape[1]:
-        operations.append(dist.P2POp(dist.isend, tensor.contiguous(), ring.ranks[to_block], group=ring.process_group))
-    if num_tokens:
-        operations.append(dist.P2POp(dist.irecv, received, ring.ranks[from_block], group=ring.process_group))
-    for request in dist.batch_isend_irecv(operations) if operations else []:
-        request.wait()
-    return received

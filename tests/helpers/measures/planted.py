@@ -253,9 +253,8 @@ def _neighbours_keys() -> Any:
 def _neighbours_block() -> Any:
     original = ring._around
 
-    def around(own: Any, where: Any, direct: Any) -> Any:
-        for block, kv in original(own, where, direct):
-            yield block, kv if block == where.index else kv.roll(1, dims=2)
+    def around(own: Any, where: Any, pattern: Any, compute: Any, *sums: Any) -> None:
+        original(own, where, pattern, lambda block, kv: compute(block, kv if block == where.index else kv.roll(1, dims=2)), *sums)
 
     return replaced(ring, "_around", around)
 

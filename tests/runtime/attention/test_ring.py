@@ -1,12 +1,17 @@
-"""Ring attention: exact at any degree, balanced in token pairs, computes no masked tile, sends each KV head once per hop."""
+"""Ring attention: exact at any degree, balanced in token pairs, computes no masked tile, sends each KV head once per hop.
+
+Messages travel while tiles are computed.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import LAYOUTS, plan_of
@@ -98,6 +103,49 @@ def test_planted_bug_is_noticed(ranks, name: str) -> None:
     _, expected = reference_step(build_model(ModelCase()), rows)
     for gradients in ranks(num_ranks).run(step_with_bug, name, plan_of(layout, lengths, num_ranks, 1), rows):
         assert max(relative_error(gradients[key], expected[key]) for key in expected) > 1e-3
+
+
+class Recorded:
+    """A message on its way that records when somebody waits for it."""
+
+    def __init__(self, work: Any, events: list[str]) -> None:
+        self.work, self.events = work, events
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        self.work.wait()
+
+
+def recorded_step(plan: Any, rows: Any) -> list[str]:
+    """Order in which a step on this rank posts messages, computes tiles and waits; repetitions count once."""
+    from helpers.ranks.rank_steps import step_on_rank
+
+    from hf_longctx.plan.core.serialize import plan_to_json
+
+    events: list[str] = []
+    batch, forward, backward = dist.batch_isend_irecv, rows_module.tile_forward, rows_module.tile_backward
+
+    def post(operations: Any) -> list[Recorded]:
+        events.append("post")
+        return [Recorded(work, events) for work in batch(operations)]
+
+    def computing(tile: Any) -> Any:
+        return lambda *arguments: (events.append("compute"), tile(*arguments))[1]
+
+    with (
+        patch.object(dist, "batch_isend_irecv", post),
+        patch.object(rows_module, "tile_forward", computing(forward)),
+        patch.object(rows_module, "tile_backward", computing(backward)),
+    ):
+        step_on_rank(ModelCase(num_layers=1), plan_to_json(plan), rows)
+    return [event for event, _ in itertools.groupby(events)]
+
+
+def test_messages_travel_while_tiles_are_computed(ranks) -> None:
+    lengths, hop = [67], ["post", "compute", "wait"]
+    found = ranks(3).run(recorded_step, plan_of([[(3, (0,))]], lengths, 3, 1), random_rows(lengths))
+    # the last gradients come home when all tiles are done
+    assert found == [[*hop, *hop, "compute", *hop, *hop, *hop, "post", "wait"]] * 3
 
 
 lengths_of_documents = st.lists(st.integers(1, 90), min_size=1, max_size=6)
