@@ -203,7 +203,8 @@ def chunk_samples(
         tokens, num_documents = float(max(chunk.num_tokens, shape.degree)), len(chunk.spans)
         traffic = mean_traffic(costs.model, costs.cluster, shape, tokens, is_backward, num_documents=num_documents)
         num_pairs = pairs.of_chunk(chunk) if has_attention else 0.0
-        seconds = timing.backward_s if is_backward else timing.forward_s
+        measured_s = timing.backward_s if is_backward else timing.forward_s
+        seconds = costs.without_overlap(measured_s, chunk, shape, is_backward)
         return PassSample(chunk.num_tokens, num_pairs, shape.degree, traffic, seconds, num_tiles(shape, num_documents))
 
     chosen = [timing for timing in timings if is_held_out is None or timing.probe.is_held_out == is_held_out]

@@ -24,7 +24,8 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
     """This rank's measured chunks, each with the work and traffic that `costs` counts for it.
 
     All ranks of a group use the same keys for a chunk. The time that activation policies add (recomputing, waiting for copies) is
-    subtracted. That time is predicted, and then scaled by measured / predicted seconds of the chunk's forward.
+    subtracted. That time is predicted, and then scaled by measured / predicted seconds of the chunk's forward. The time that
+    rings hide is added (`CostModel.without_overlap`).
     """
     seconds = _without_policies(plan, rank, intervals, costs)
 
@@ -35,7 +36,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
         traffic = mean_traffic(costs.model, costs.cluster, group.shape, tokens, action.kind == "B", num_documents=num_documents)
         tiles = num_tiles(group.shape, num_documents)
         part = _part_of(costs.model, group, action)
-        seconds_of = seconds[round_index, str(action)]
+        seconds_of = costs.without_overlap(seconds[round_index, str(action)], chunk, group.shape, action.kind == "B")
         num_pairs = costs.model.attention_pairs(_layers_of(group, action)).of_chunk(chunk)
         return PassSample(chunk.num_tokens, num_pairs, group.degree, traffic, seconds_of, tiles, part)
 

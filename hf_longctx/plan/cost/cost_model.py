@@ -9,7 +9,8 @@ takes
 This is the formula of FlexSP (arXiv 2412.01523, section 4.1) with two changes: its s^2 is replaced by the pairs of a layer,
 averaged over layers (`attention_pairs.py`), and its all-to-all term by the bytes that a rank sends over each kind of link
 (`traffic.py`). So one set of coefficients prices every method of attention, and a group of some degree uses the cheapest
-method that the model's heads allow.
+method that the model's heads allow. Bytes that a ring sends while it computes tiles count only if they take longer than these
+tiles (`CostModel.hidden_s`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
-from hf_longctx.plan.cost.traffic import Traffic, added_products, expert_traffic, group_shapes, mean_traffic
+from hf_longctx.plan.cost.traffic import (
+    Traffic,
+    added_products,
+    expert_traffic,
+    group_shapes,
+    hop_bytes,
+    mean_traffic,
+    ring_leaves_node,
+)
 
 # factor on the exchange time of groups larger than `favoured_degree`, to make the planner avoid them
 _AVOIDED = 1e3
@@ -131,7 +140,10 @@ class CostModel:
         return self.shard_ranks if is_split else 0
 
     def best_shape(self, degree: int, num_tokens: float, num_documents: float = 1.0) -> GroupShape:
-        """The shape in which `degree` ranks share a chunk at the lowest cost; raises ValueError if the method has none."""
+        """The shape in which `degree` ranks share a chunk at the lowest cost; raises ValueError if the method has none.
+
+        Communication counts in full, also where a ring hides it, because rings need more memory and cannot run slices.
+        """
         shapes = group_shapes(degree, self.method, self.model, self.cluster)
         if not shapes:
             raise ValueError(
@@ -159,7 +171,7 @@ class CostModel:
     def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
         """Seconds of one pass of `chunk` over all layers, if every layer had `pairs` (None: its own).
 
-        Leaves out the communication that `exchange_line` counts.
+        Leaves out the communication that `exchange_line` counts, and subtracts the part of it that is hidden.
         """
         pairs = self.model.attention_pairs() if pairs is None else pairs
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
@@ -167,7 +179,46 @@ class CostModel:
         seconds = (costs.pair_s * pairs.of_chunk(chunk) + costs.token_s * tokens) / shape.degree + costs.chunk_s
         if is_backward:
             seconds += float(self.rescan_s(tokens / shape.degree))
+        if shape.num_blocks > 1:
+            seconds -= self.chunk_hidden_s(chunk, shape, is_backward)
         return seconds + self.document_s(shape, is_backward) * len(chunk.spans)
+
+    def chunk_hidden_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
+        """Sum of `hidden_s` over the documents of a chunk."""
+        return float(self.hidden_s([float(span.num_tokens) for span in chunk.spans], shape, is_backward).sum())
+
+    def hidden_s(self, lengths: Sequence[float] | FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
+        """Seconds by which every document shortens one pass over all layers, because a ring computes while it sends.
+
+        In each hop a rank computes an equal share of the document's pairs. Meanwhile the keys and values of the next hop travel,
+        and in the backward the gradients of the hop before; the last gradients travel alone. Each document counts as if it were
+        alone, which is a lower bound for several: the tiles of one may hide messages of another. So are the links that the best
+        placement uses. The start of a message is never hidden.
+        """
+        tokens = np.asarray(lengths, dtype=np.float64)
+        blocks = shape.num_blocks
+        if blocks == 1:
+            return np.zeros_like(tokens)
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        byte_s = costs.network_byte_s if ring_leaves_node(shape, self.cluster) else costs.link_byte_s
+        keys_s, gradients_s = (byte_s * num_bytes * tokens for num_bytes in hop_bytes(self.model, shape, 1.0))
+        seen = self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
+        hop_s = costs.pair_s * tokens * seen / shape.degree / blocks
+        keys_hidden_s: FloatArray = np.minimum(hop_s, keys_s)
+        if not is_backward or blocks == 2:
+            return (blocks - 1) * keys_hidden_s
+        both_s: FloatArray = np.minimum(hop_s, keys_s + gradients_s)
+        return 2 * keys_hidden_s + (blocks - 3) * both_s + np.minimum(hop_s, gradients_s)
+
+    def without_overlap(self, seconds: float, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
+        """Measured seconds of a pass of `chunk`, as if its ring had not computed while it sent.
+
+        Coefficients are fitted to these. The added time is predicted, and then scaled by measured / predicted seconds.
+        """
+        hidden_s = self.chunk_hidden_s(chunk, shape, is_backward) if shape.num_blocks > 1 else 0.0
+        if not hidden_s:
+            return seconds
+        return seconds * (1 + hidden_s / self._pass_s(chunk, shape, self.model.num_layers, is_backward, 0, None))
 
     def rescan_s(self, own_tokens: float | FloatArray) -> FloatArray:
         """Seconds of scans that backward runs forward again in all layers, where a rank has so many tokens of a chunk.
@@ -254,6 +305,8 @@ class CostModel:
         total, seen = np.zeros_like(tokens), self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * seen + costs.token_s * tokens) / shape.degree
+        if shape.num_blocks > 1:
+            total -= sum(self.hidden_s(tokens, shape, is_backward) for is_backward in (False, True))
         # short sequences that fill a block of a scan only together are not counted here
         total += self.rescan_s(tokens / shape.degree)
         # bytes sent are linear in the number of tokens; messages, tiles and states do not depend on it

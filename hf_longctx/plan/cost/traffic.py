@@ -117,7 +117,7 @@ def mean_traffic(
         return to_experts
     num_states = sum(model.states.layers)
     num_attending = model.num_attending
-    element, gradient = (num_bytes * num_attending for num_bytes in _value_bytes(model))
+    element = _value_bytes(model)[0] * num_attending
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
@@ -132,18 +132,31 @@ def mean_traffic(
     messages += model.index.num_chosen * (neighbours > 0) + (0 if is_backward else model.index.num_indexes)
     hops = shape.num_blocks - 1
     if hops:
-        travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
-        passed = travelling * sum(heads.kv) * model.kv_head_size / shape.ulysses
-        ring = hops * passed * element + num_documents * passed_on + (0 if neighbours else index_keys)
+        keys, gradients = hop_bytes(model, shape, num_tokens)
+        ring = hops * keys + num_documents * passed_on + (0 if neighbours else index_keys)
         messages += hops * num_attending
         if is_backward:
-            ring += hops * passed * gradient
+            ring += hops * gradients
             messages += hops * num_attending
         if shape.degree > near_ranks:
             network += ring
         else:
             link += ring
     return Traffic(link + to_experts.link_bytes, network + to_experts.network_bytes, messages + to_experts.messages)
+
+
+def hop_bytes(model: ModelSpec, shape: GroupShape, num_tokens: float) -> tuple[float, float]:
+    """Bytes that a rank of a ring sends in one hop over all layers: keys and values, and their gradients."""
+    heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
+    travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
+    values = travelling * sum(heads.kv) * model.kv_head_size / shape.ulysses * model.num_attending
+    element, gradient = _value_bytes(model)
+    return values * element, values * gradient
+
+
+def ring_leaves_node(shape: GroupShape, cluster: ClusterSpec) -> bool:
+    """Whether hops of a ring of this shape go to other nodes, wherever its ranks are."""
+    return shape.degree > _most_near_ranks(shape.degree, cluster)
 
 
 def expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is_backward: bool) -> Traffic:

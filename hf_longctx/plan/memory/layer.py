@@ -230,7 +230,7 @@ class LayerBytes:
 
     def _plain_forward(self) -> int:
         """Most bytes in the forward of a layer that keeps everything."""
-        return self.held + self._sizes[0] * self.tokens + self._scores + self._choice + self._travelling
+        return self.held + self._sizes[0] * self.tokens + self._hops_ahead + self._scores + self._choice + self._travelling
 
     @property
     def _travelling(self) -> int:
@@ -246,7 +246,8 @@ class LayerBytes:
         # outputs of several documents are concatenated
         joined = a * self.tokens if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
-        attention += self._exchange + self._cut_bytes + self._unrotated + self._scores + self._choice + self._latents
+        attention += self._exchange + self._hops_ahead + self._cut_bytes + self._unrotated
+        attention += self._scores + self._choice + self._latents
         # rotary embedding: the queries, and three more tensors of their size
         rotation = (2 * d + 4 * a + 2 * k) * self.tokens
         return max(rotation, attention) + (a * self.tokens if self.model.gates_output else 0)
@@ -282,6 +283,27 @@ class LayerBytes:
         """Bytes of one copy of the queries, keys and values that are sent between ranks."""
         _, a, k, _ = self._sizes
         return (a + 2 * k) * self.tokens if self.load.is_shared else 0
+
+    def _hops(self, num_sums: int) -> int:
+        """Bytes of what travels around a ring while a hop is computed: keys and values of two hops, and `num_sums` gradient sums.
+
+        All but the last of the zigzag pieces travel.
+        """
+        blocks, (_, _, k, _) = self.load.num_blocks, self._sizes
+        if blocks == 1:
+            return 0
+        return -(-2 * k * (2 + num_sums * self._wide) * self.tokens * (2 * blocks - 1) // (2 * blocks))
+
+    @property
+    def _hops_ahead(self) -> int:
+        """Bytes of `_hops` in the forward, and of the output of a tile before it is merged, in at least fp32."""
+        _, a, _, _ = self._sizes
+        return self._hops(0) + (a * self._wide * self.tokens if self.load.num_blocks > 1 else 0)
+
+    @property
+    def _hops_back(self) -> int:
+        """Bytes of `_hops` in the backward: sums that are computed, and, if there are several hops, that leave and arrive."""
+        return self._hops(3 if self.load.num_blocks > 2 else 2)
 
     def _mlp_backward(self) -> int:
         """Bytes in the MLP's backward, gradients of inner tensors included; the second matrix has released its input."""
@@ -327,7 +349,7 @@ class LayerBytes:
         d, a, k, _ = self._sizes
         load = self.load
         if self.is_plain and not load.sliced_tokens and not self._has_own_attention:
-            return self._fused_attention_backward()
+            return self._fused_attention_backward() + self._hops_back
         # gradients of the residual and of the output; then for a lone document sums over heads in fp32, else gradients of the
         # queries, keys and values of all documents
         is_lone = len(load.documents) == 1 and not load.sliced_tokens
@@ -358,7 +380,7 @@ class LayerBytes:
         longest = max(load.documents, default=0)
         # values, outputs and their gradients are copied where values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
-        return outside + most + self._choice + self._score_blocks(longest, longest + load.front_tokens)
+        return outside + most + self._hops_back + self._choice + self._score_blocks(longest, longest + load.front_tokens)
 
     @property
     def _packed_rows(self) -> int:

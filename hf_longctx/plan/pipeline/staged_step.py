@@ -260,8 +260,10 @@ def pipeline_s(
     num_stages, num_parts = len(parts), len(parts[0])
     seconds = np.empty((num_parts, num_stages, len(chunks), 2))
     for is_backward in (False, True):
+        hidden_s = np.array([costs.chunk_hidden_s(chunk, shape, is_backward) for chunk in chunks])
         found = {
-            pairs: _layer_and_head_s(costs, shape, is_backward, tokens, counts, documents) for pairs, counts in num_pairs.items()
+            pairs: _layer_and_head_s(costs, shape, is_backward, tokens, counts, documents, hidden_s)
+            for pairs, counts in num_pairs.items()
         }
         for stage, ranges in enumerate(parts):
             for place, part in enumerate(ranges):
@@ -280,14 +282,20 @@ def pipeline_s(
 
 
 def _layer_and_head_s(
-    costs: CostModel, shape: GroupShape, is_backward: bool, tokens: FloatArray, pairs: FloatArray, documents: FloatArray
+    costs: CostModel,
+    shape: GroupShape,
+    is_backward: bool,
+    tokens: FloatArray,
+    pairs: FloatArray,
+    documents: FloatArray,
+    hidden_s: FloatArray,
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of one layer and of the output head for every chunk, as `CostModel.part_s` counts them."""
     each = costs.coefficients.backward if is_backward else costs.coefficients.forward
     fixed_s, sent_s = costs.exchange_line(shape, is_backward)
     head_s = each.token_s * costs.head_share(is_backward) * tokens / shape.degree
     whole_s = (each.pair_s * pairs + each.token_s * tokens) / shape.degree + each.chunk_s
-    whole_s = whole_s + costs.document_s(shape, is_backward) * documents + fixed_s + sent_s * tokens
+    whole_s = whole_s + costs.document_s(shape, is_backward) * documents + fixed_s + sent_s * tokens - hidden_s
     if is_backward:
         whole_s = whole_s + costs.rescan_s(tokens / shape.degree)
     return (whole_s - head_s) / costs.model.num_layers, head_s

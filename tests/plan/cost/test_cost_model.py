@@ -50,17 +50,51 @@ def test_a_ulysses_group_divides_the_work_and_pays_for_two_exchanges() -> None:
 
 
 def test_a_ring_pays_for_keys_and_values_that_others_see_and_in_backward_for_fp32_gradients() -> None:
-    # 10 tokens per rank, of which 3 / 4 travel, with keys and values of 2 KV heads: one hop of 30 bytes
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == 300 + 100 + 7 * 30 + 1000
-    # backward: one hop of keys and values, and one of their gradients with four bytes per element
-    expected = (5 * 200 + 20 * 20) / 2 + 300 + 9 * (30 + 4 * 30) + 2 * 4000
+    # 10 tokens per rank, of which 3 / 4 travel, with keys and values of 2 KV heads: one hop of 30 bytes, which take 210. Half of
+    # the 2 * 200 / 2 of attention hides 100 of them
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == 300 + 100 + 7 * 30 + 1000 - 100
+    # backward: one hop of keys and values, of whose 270 half of 5 * 200 / 2 hides 250, and one of their gradients with four
+    # bytes per element, which nothing hides
+    expected = (5 * 200 + 20 * 20) / 2 + 300 + 9 * (30 + 4 * 30) + 2 * 4000 - 250
     assert COSTS.backward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == expected
 
 
 def test_a_hybrid_pays_for_both_with_fewer_heads_around_the_ring() -> None:
-    # blocks of 2: 5 tokens per rank, 5 * 12 / 2 bytes within a block; around the two blocks 7.5 tokens of one KV head: 15 bytes
+    # blocks of 2: 5 tokens per rank, 5 * 12 / 2 bytes within a block; around the two blocks 7.5 tokens of one KV head: 15 bytes,
+    # of whose 105 half of the 100 of attention are hidden
     shape = GroupShape(4, 2)
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), shape, 1) == 150 + 100 + 7 * (30 + 15) + 3 * 1000
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), shape, 1) == 150 + 100 + 7 * (30 + 15) + 3 * 1000 - 50
+
+
+def round_by_round(num_blocks: int, tile_s: float, keys_s: float, gradients_s: float) -> float:
+    """Seconds of a ring in which every round computes one block's tiles, if there are any, while its messages travel."""
+    total_s = 0.0
+    for hop in range(num_blocks + 1):
+        computed = tile_s if hop < num_blocks else 0.0
+        sent = (keys_s if hop + 1 < num_blocks else 0.0) + (gradients_s if hop >= 2 else 0.0)
+        total_s += max(computed, sent)
+    return total_s
+
+
+@pytest.mark.parametrize("shape", [GroupShape(2), GroupShape(3), GroupShape(4), GroupShape(8), GroupShape(8, 2)], ids=str)
+@pytest.mark.parametrize("num_tokens", [16, 160, 400, 1600, 8000])
+def test_each_hop_takes_the_longer_of_its_tiles_and_its_messages(shape: GroupShape, num_tokens: int) -> None:
+    costs = replace(
+        COSTS,
+        cluster=ClusterSpec(8, 4, HARDWARE),
+        coefficients=CostCoefficients(replace(FORWARD, pair_s=0.02), replace(BACKWARD, pair_s=0.05), 0.0, "test"),
+    )
+    chunk, blocks = Chunk(0, (Span(0, 0, num_tokens),)), shape.num_blocks
+    for is_backward, rates in ((False, costs.coefficients.forward), (True, costs.coefficients.backward)):
+        byte_s = rates.network_byte_s if shape.degree > 4 else rates.link_byte_s
+        # keys and values of the KV heads that a rank runs, of all but the last of the zigzag pieces
+        keys_s = byte_s * num_tokens / blocks * (1 - 1 / (2 * blocks)) * 4 / shape.ulysses
+        gradients_s = 4 * keys_s if is_backward else 0.0
+        tile_s = rates.pair_s * num_tokens**2 / 2 / shape.degree / blocks
+        one_by_one = blocks * tile_s + (blocks - 1) * (keys_s + gradients_s)
+        hidden_s = one_by_one - round_by_round(blocks, tile_s, keys_s, gradients_s)
+        assert costs.chunk_hidden_s(chunk, shape, is_backward) == pytest.approx(hidden_s, rel=1e-9, abs=1e-9)
+        assert costs.without_overlap(1.0, chunk, shape, is_backward) >= 1.0
 
 
 def test_bytes_to_other_nodes_go_over_the_network() -> None:
@@ -69,7 +103,7 @@ def test_bytes_to_other_nodes_go_over_the_network() -> None:
     # two of three neighbours are on the other node
     assert nodes.forward_s(chunk, FOUR, 1) == pytest.approx(150 + 100 + (7 * 1 + 70 * 2) / 3 * 60 + 2000)
     # a ring across nodes runs at the speed of the network, a block inside a node at that of its links
-    assert nodes.forward_s(chunk, GroupShape(4, 2), 1) == 150 + 100 + 7 * 30 + 70 * 15 + 3000
+    assert nodes.forward_s(chunk, GroupShape(4, 2), 1) == 150 + 100 + 7 * 30 + 70 * 15 + 3000 - 50
     assert nodes.forward_s(chunk, GroupShape(2), 1) == COSTS.forward_s(chunk, GroupShape(2), 1)
 
 

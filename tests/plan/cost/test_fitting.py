@@ -59,8 +59,10 @@ def measured(
             spans.append(Span(sequence, prefix, prefix + length))
         chunk, shape = Chunk(0, tuple(spans)), SHAPES[degrees[place % len(degrees)]]
         seconds = [
-            one_pass(chunk, shape, MODEL.num_layers) * (1 + draw.uniform(-noise, noise))
-            for one_pass in (costs.forward_s, costs.backward_s)
+            costs.without_overlap(
+                one_pass(chunk, shape, MODEL.num_layers) * (1 + draw.uniform(-noise, noise)), chunk, shape, back
+            )
+            for back, one_pass in ((False, costs.forward_s), (True, costs.backward_s))
         ]
         samples.append(sample_of(chunk, shape, costs, *seconds))
     return samples
