@@ -131,6 +131,14 @@ class LongContextConfig:
             "adapters (LoRA) and replicated parameters."
         },
     )
+    compile_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "Let torch.compile make one kernel each of norms, gated activations and rotary embeddings, in the classes of "
+            "transformers that compute them as Llama or Gemma do. Needs a C++ compiler on CPU and Triton on a GPU; without, a "
+            "logged line says that layers run their own code. Not for the callback without attach."
+        },
+    )
     parameters: Literal["replicated", "sharded", "gathered_per_round"] = field(
         default="replicated",
         metadata={
@@ -353,6 +361,7 @@ KINDS: dict[str, Kind] = {
     "stages": NumStages(),
     "interleave": Whole(1, "give the layer ranges of every pipeline stage, 1 for one each", most=2**20),
     "lend_stages": Flag(),
+    "compile_layers": Flag(),
     "parameters": Word(PARAMETERS),
     "shard_ranks": Whole(2, "give at least 2 ranks, or parameters='replicated'", is_optional=True, most=2**20),
     "expert_ranks": Whole(2, "give at least 2 ranks, or leave it out", is_optional=True, most=2**20),

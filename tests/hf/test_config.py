@@ -167,6 +167,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "stages": 2,
         "interleave": 1,
         "lend_stages": True,
+        "compile_layers": True,
         "parameters": "sharded",
         "shard_ranks": 2,
         "expert_ranks": 2,

@@ -36,7 +36,7 @@ sim.memory_use  sim.others
 sim.forecast
 sim.output
 runtime.core
-runtime.parameters  runtime.tiles  runtime.dropout
+runtime.parameters  runtime.tiles  runtime.dropout  runtime.fused
 runtime.activations
 runtime.attention
 runtime.states
@@ -66,7 +66,7 @@ OUTSIDE = {
     "plan.solver": "numpy (pulp) (highspy)",
     "sim": "numpy (matplotlib) (pyarrow) (yaml)",
     "kernels": "torch triton",
-    "runtime": "torch numpy psutil (flash_attn)",
+    "runtime": "torch numpy psutil (flash_attn) (liger_kernel)",
     "hf": (
         "torch numpy transformers accelerate datasets peft tqdm psutil xxhash safetensors huggingface_hub pyarrow jinja2 "
         "packaging (matplotlib) (bitsandbytes) (trl)"

@@ -27,6 +27,7 @@ from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.document_rope import forget_documents
+from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.models.states.patching import family_of_mixer, mixers_of
@@ -82,6 +83,7 @@ class RunPlace:
     mesh: the ranks over which parameters are sharded; None if they are not. fp32_gradients: gradients of weights in half
     precision add up in fp32. count: sums a number over all ranks. token_loss: the run's loss of a token; None for cross-entropy.
     task: the labels of the copy's rows; they are classes. value_loss: the run's loss if its own labels are numbers, else None.
+    fused: kernels of layers, with which the copy runs under plans, and not when it runs plainly.
     """
 
     pool: GroupPool
@@ -92,6 +94,7 @@ class RunPlace:
     token_loss: TokenLoss | None = None
     task: HeadTask = NEXT_TOKEN
     value_loss: ValueLoss | None = None
+    fused: FusedLayers | None = None
 
     def labels_of(self, row: Mapping[str, list[int]]) -> list[int]:
         """The labels of the logits that `logits_of` returns for a row."""
@@ -248,12 +251,15 @@ class Specimen:
         executor = StepExecutor(
             stage, self.pool, self.device, self.place.fp32_gradients, stages, token_loss=self.place.token_loss
         )
+        fused = self.place.fused or FusedLayers("")
+        fused.bind(self.stage.model)
         engine = self._activations.engine(self.stage.model, rank_plan)
         try:
             with trace.hooked():
                 result = executor.run(rank_plan, batch["chunks"], self.place.count(batch["num_label_tokens"]), engine=engine)
         finally:
             self._activations.close()
+            fused.close()
         own = {site: module for site, module in self._own_sites.items() if site != EMBEDDING}
         return CopyRun(float(result.loss), self._take_gradients(self.stage.model, 1), trace, self._places(self.stage.model, own))
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
 from hf_longctx.hf.models.cutting import stage_problems
+from hf_longctx.hf.models.fused.choice import liger_problems
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.indexed.patching import indexed_attention
 from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
@@ -39,10 +40,9 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "activation_checkpointing": ((False, None), "leave it out: plans recompute where memory is short (activations='auto')"),
     "deepspeed": ((None, ""), "start without a DeepSpeed config and set LongContextConfig(parameters='sharded')"),
-    "torch_compile": ((False,), "leave it out; compiled models are not supported yet"),
+    "torch_compile": ((False,), "leave it out, and set LongContextConfig(compile_layers=True), which compiles parts of layers"),
     "average_tokens_across_devices": ((True,), "leave it True: a step's loss is the mean over the label tokens of all ranks"),
     "auto_find_batch_size": ((False,), "leave it out; tokens_per_rank bounds memory"),
-    "use_liger_kernel": ((False,), "leave it out; models that it patches are not tested"),
     "parallelism_config": ((None,), "leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
     "dataloader_in_order": ((True,), "leave it True: plans must be used in order on every rank"),
 }
@@ -74,12 +74,15 @@ _TRAINER_ARGUMENTS = {
 _OF_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 
-def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True) -> list[str]:
+def argument_problems(
+    args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True, compile_layers: bool = False
+) -> list[str]:
     """Problems with trainer settings that do not work under plans yet, or would mean something else there.
 
     draws_batches: whether plans draw the batches and sum the gradients, instead of the trainer's own loader and DDP.
+    compile_layers: the run's setting of this name.
     """
-    problems = version_problems()
+    problems = version_problems() + liger_problems(args, compile_layers, draws_batches)
     for name, (allowed, remedy) in _ARGUMENTS.items():
         value = getattr(args, name, allowed[0])
         if value not in allowed:
@@ -130,7 +133,7 @@ def run_problems(
     if isinstance(model, nn.Module) and head_kind(model) != "next_token":
         for name in _OF_LOGITS:
             given.pop(name, None)
-    problems = argument_problems(args, given, not keeps_loader) + trainer_problems(trainer, args, config)
+    problems = argument_problems(args, given, not keeps_loader, config.compile_layers) + trainer_problems(trainer, args, config)
     problems += placement_problems(model, config, args, trainer_arguments)
     has_tokens = trainer_arguments.get("compute_metrics") is not None and len(given) == len(trainer_arguments)
     return problems if keeps_loader else problems + evaluation_problems(args, has_tokens)
@@ -171,7 +174,7 @@ def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[
     if launch.compile_backend not in ("no", ""):
         problems.append(
             f"the accelerate configuration compiles the model (dynamo_backend {launch.compile_backend!r}), which is not "
-            f"supported yet; leave dynamo out of it"
+            f"supported yet; leave dynamo out of it, and set LongContextConfig(compile_layers=True)"
         )
     if launch.uses_deepspeed:
         problems.append(

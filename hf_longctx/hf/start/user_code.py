@@ -10,6 +10,7 @@ from torch import nn
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.fused.choice import kernel_problems
 from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.layers import output_head
 from hf_longctx.hf.models.windows import decoder_layers
@@ -18,7 +19,7 @@ from hf_longctx.runtime.execution.checks import hooked_weights
 
 def user_code_problems(model: Any, config: LongContextConfig) -> list[str]:
     """Reasons why hooks on `model`, its replaced forward or what its layers share would be trained wrong; empty if none would."""
-    problems = weight_hook_problems(model) + _forward_problems(model)
+    problems = kernel_problems(model) + weight_hook_problems(model) + _forward_problems(model)
     return problems + _head_hook_problems(model, config) + _sharing_problems(model, config)
 
 

@@ -347,7 +347,8 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
 
 def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     """Problems with a built trainer: settings that plans would ignore."""
-    problems = argument_problems(trainer.args, {"model_init": trainer.model_init}) + _signal_problems(trainer.args)
+    problems = argument_problems(trainer.args, {"model_init": trainer.model_init}, compile_layers=config.compile_layers)
+    problems += _signal_problems(trainer.args)
     if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
     problems += collator_problems(trainer.data_collator, trainer.train_dataset, head_kind(cast(Any, trainer.model)))
@@ -398,6 +399,8 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
             f"parameters={config.parameters!r} needs LongContextTrainer, since here the trainer's own DDP holds the parameters; "
             f"use it, or leave parameters out"
         )
+    if config.compile_layers:
+        problems.append("compile_layers=True needs plans of whole steps; call attach(trainer), or use LongContextTrainer")
     if config.tokens_per_step is not None:
         problems.append(
             f"tokens_per_step={config.tokens_per_step} needs the trainer's loader; call attach(trainer), or leave it out and set "

@@ -23,6 +23,7 @@ from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.dropout.embedding_noise import key_noise, rest_noise
+from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.heads.kinds import num_outputs
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
@@ -33,6 +34,7 @@ from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
+from hf_longctx.hf.start.layer_kernels import fused_layers
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
@@ -103,7 +105,8 @@ class Run:
     reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
     lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
     cross-entropy. dropout: keys of the model's dropout modules; None if it has none. noise_alpha: alpha of the noise that the
-    embedding adds in training (NEFTune); None without noise.
+    embedding adds in training (NEFTune); None without noise. fused: kernels of layers, bound while an executor is
+    in use.
     """
 
     config: LongContextConfig
@@ -119,6 +122,7 @@ class Run:
     recorder: DataRecorder
     report: RunReport
     undo: ExitStack
+    fused: FusedLayers
     all_stages: tuple[StageModel, ...] = ()
     token_loss: TokenLoss | ValueLoss | None = None
     dropout: DropoutKeys | None = None
@@ -138,6 +142,7 @@ class Run:
         """An executor for the placed model; the executor owns gradient buffers."""
         stage = replace(self.stage, model=model)
         all_stages = [replace(each, model=model) for each in self.all_stages]
+        self.fused.bind(model)
         routers, device = self.routers.balance(model), self.args.device
         return StepExecutor(stage, self.pool, device, fp32_gradients, all_stages, routers, self.token_loss)
 
@@ -149,6 +154,7 @@ class Run:
     def release_model(self) -> None:
         """Gives the model its own layers and routers back, until the next plan binds them again. Idempotent."""
         self.activations.close()
+        self.fused.close()
         self.routers.close()
         if self.dropout is not None:
             self.dropout.rest()
@@ -207,6 +213,8 @@ def start_run(request: RunRequest) -> Run:
             undo.callback(rest_noise, model)
         if (dropout := keys_of(model)) is not None:
             dropout.seed = args.seed
+        fused, kernels = fused_layers(model, args, config.compile_layers, control)
+        undo.callback(fused.close)
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
         if test is None or request.datasets is None:
@@ -228,13 +236,14 @@ def start_run(request: RunRequest) -> Run:
         undo.callback(activations.close)
         undo.callback(routers.close)
         opening = opening_line(setup, args, model)
+        if kernels:
+            opening = f"{opening}\n{kernels}"
         if token_loss is not None:
             opening = f"{opening}\nloss of a token: {loss_name(token_loss)}"
         if test is not None:
             count = partial(count_over_ranks, group=control)
-            passed = test.run(
-                RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, *probed(token_loss, task)), forward
-            )
+            place = RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, *probed(token_loss, task))
+            passed = test.run(replace(place, fused=fused), forward)
             opening = f"{opening}\n{passed}"
         if budget is not None and host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank:
             # now, since it takes long: what the longest rows need, alone and together in one step
@@ -255,6 +264,7 @@ def start_run(request: RunRequest) -> Run:
             recorder=DataRecorder(),
             report=RunReport(config, source, opening),
             undo=undo.pop_all(),
+            fused=fused,
             all_stages=all_stages,
             token_loss=token_loss,
             dropout=dropout,
@@ -276,8 +286,10 @@ def reference_run(run: Run, model: Any) -> Run:
         ActivationRuntime(run.args.device, 0, run.source.set_copy_rate, is_last),
         RouterRuntime(run.args.device),
     )
+    fused = FusedLayers(run.fused.maker)
+    run.undo.callback(fused.close)
     run.undo.callback(activations.close)
-    return replace(run, stage=stage, activations=activations, routers=routers, all_stages=(), dropout=None)
+    return replace(run, stage=stage, activations=activations, routers=routers, fused=fused, all_stages=(), dropout=None)
 
 
 def _warn_of_forward(forward: str, args: TrainingArguments, loss: TokenLoss | ValueLoss | None) -> None:

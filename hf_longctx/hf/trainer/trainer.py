@@ -37,6 +37,7 @@ from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
 from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
+from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
@@ -161,7 +162,11 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         # the model's embedding adds noise by token instead
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
-            with self._stop.during_training(self.args, lambda: self.state.global_step), self._ending_saving():
+            with (
+                self._stop.during_training(self.args, lambda: self.state.global_step),
+                self._ending_saving(),
+                without_liger(self.args),
+            ):
                 self._open_saving()
                 run = self.longctx_run
                 chosen = self._choose_checkpoint(resume_from_checkpoint, self.longctx_config, run.control)
@@ -419,7 +424,7 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         """Checks the arguments of a trainer of TRL, before it makes its model and sets ready; returns the control group."""
         control = meet(self.longctx_config)
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        problems = argument_problems(args, given, draws_batches=not is_scored(type(self)))
+        problems = argument_problems(args, given, not is_scored(type(self)), self.longctx_config.compile_layers)
         problems += trainer_problems(type(self), args, self.longctx_config)
         problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
         raise_together(problems, control)

@@ -44,10 +44,12 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "fp16_full_eval": (True, "fp16_full_eval=True is not supported yet; leave it out"),
     "gradient_checkpointing": (True, "checkpointing=True is not supported yet; set it to False (TRL's default"),
     "activation_checkpointing": (True, "activation_checkpointing=True is not supported yet; leave it out"),
-    "torch_compile": (True, "torch_compile=True is not supported yet; leave it out"),
+    "torch_compile": (
+        True,
+        "torch_compile=True is not supported yet; leave it out, and set LongContextConfig(compile_layers=True)",
+    ),
     "average_tokens_across_devices": (False, "average_tokens_across_devices=False is not supported yet; leave it True"),
     "auto_find_batch_size": (True, "auto_find_batch_size=True is not supported yet; leave it out"),
-    "use_liger_kernel": (True, "use_liger_kernel=True is not supported yet; leave it out"),
     "dataloader_in_order": (False, "dataloader_in_order=False is not supported yet; leave it True"),
     "fsdp": (
         True,
@@ -89,7 +91,7 @@ def test_several_gpus_in_one_process_are_refused_with_the_launch_command(tmp_pat
 
 
 def test_all_problems_are_listed_at_once(tmp_path) -> None:
-    problems = argument_problems(arguments(tmp_path, fp16=True, auto_find_batch_size=True, use_liger_kernel=True), {})
+    problems = argument_problems(arguments(tmp_path, fp16=True, auto_find_batch_size=True, torch_compile=True), {})
     assert len(problems) == 3
 
 

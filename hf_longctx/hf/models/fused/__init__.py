@@ -1,0 +1,1 @@
+"""Finds norms, gated activations and rotary embeddings of a model, and lets them run as single kernels."""

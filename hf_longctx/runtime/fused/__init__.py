@@ -1,0 +1,1 @@
+"""Elementwise functions of layers as single kernels: compiled by torch, or taken from Liger."""

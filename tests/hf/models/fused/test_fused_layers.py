@@ -1,0 +1,151 @@
+"""Layers with kernels: gradients of plain transformers under every policy, and the model's own code where kernels do not fit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.measures.engine_steps import EngineStep
+from helpers.models.reference import random_rows, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.policies import replayed
+from helpers.trainers.trainer_runs import make_trainer, plain_training, train_on_rank
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_longctx.hf.models.fused import find
+from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models.fused.choice import kernel_problems
+from hf_longctx.hf.models.fused.find import fusable_modules
+from hf_longctx.hf.start import layer_kernels
+from hf_longctx.plan.core.types import LayerPolicy
+from hf_longctx.runtime.activations.host_tier import HostTier
+
+CPU = torch.device("cpu")
+LORA = (("r", 4), ("target_modules", ["q_proj", "up_proj", "down_proj"]))
+# norms of a promoted model have a forward of their own, so that MLPs and rotary embeddings are compared to 1e-12
+CASES = {
+    "promoted": (ModelCase(promoted=True), 1e-12),
+    "norms": (ModelCase(), 1e-6),
+    "LoRA": (ModelCase(promoted=True, lora=LORA), 1e-12),
+}
+POLICIES: dict[str, LayerPolicy] = {
+    "kept": LayerPolicy(),
+    "recomputed": replayed(1.0),
+    "some kept, some offloaded": replayed(0.3, 0.4, mlp=0.5, input_host=0.5),
+}
+
+
+def traced() -> FusedLayers:
+    """Kernels that are traced and derived as ever, without the compiler of C++."""
+    return FusedLayers("compile", backend="aot_eager")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_plain_transformers_under_every_policy(case: str) -> None:
+    settings, tolerance = CASES[case]
+    fused = traced()
+    plain, model = build_model(settings), build_model(settings)
+    fused.bind(model)
+    models = iter([plain, model])
+    step = EngineStep(HostTier.on(CPU, 2**20), [5, 13, 8, 3], lambda: next(models))
+    for policy in POLICIES.values():
+        loss, _ = step.forward((policy, policy))
+        loss.backward()
+        assert step.error() <= tolerance
+    step.engine.unbind()
+    # 3 functions, forward and backward; norms also train no weight under adapters
+    assert sum(function.num_compiled for function in fused._functions.values()) == (6 if case == "norms" else 4)
+    fused.close()
+    before, after = ([name for name, module in each.named_modules() if "forward" in vars(module)] for each in (plain, model))
+    assert before == after
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "qwen3"])
+def test_kernels_are_found_by_the_code_of_the_class(family: str) -> None:
+    model = build_model(ModelCase(family))
+    kinds = {found.kind for found in fusable_modules(model)}
+    assert kinds == {"norm", "gated", "rotary"}
+    assert all(found.is_centred == (family == "gemma") for found in fusable_modules(model) if found.kind == "norm")
+
+
+def test_what_a_user_changed_runs_its_own_code() -> None:
+    class Doubled(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(hidden_states)
+
+    models = [build_model(ModelCase()) for _ in range(2)]
+    seen: list[int] = []
+    for model in models:
+        norm = model.model.norm
+        model.model.norm = Doubled(norm.weight.numel(), norm.variance_epsilon).to(torch.float64)
+        first, second = model.model.layers
+        first.mlp.act_fn.register_forward_hook(lambda module, inputs, output: seen.append(1) or output * 3)
+        second.mlp.act_fn = nn.Tanh()
+    fused = traced()
+    fused.bind(models[1])
+    ids = torch.arange(9).unsqueeze(0)
+    losses = [model(input_ids=ids, labels=ids).loss for model in models]
+    for loss in losses:
+        loss.backward()
+    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-6)
+    gradients = [[p.grad for p in model.parameters()] for model in models]
+    assert max(relative_error(found, right) for found, right in zip(*gradients, strict=True)) <= 1e-5
+    assert len(seen) == 2
+
+
+def test_a_wrong_kernel_is_noticed(monkeypatch) -> None:
+    fused, model = traced(), build_model(ModelCase())
+    assert fused.problem(model, CPU, torch.float64) == ""
+    monkeypatch.setattr(find, "_ACTIVATIONS", {**find._ACTIVATIONS})
+    wrong = traced()
+    wrong._made = lambda found: lambda *inputs: inputs[0] * inputs[1] * 1.001  # type: ignore[method-assign]
+    assert "differs from the model's own code" in wrong.problem(model, CPU, torch.float64)
+
+
+def train_compiled(config: dict[str, Any]) -> Any:
+    made = layer_kernels.FusedLayers
+    layer_kernels.FusedLayers = partial(made, backend="aot_eager")  # type: ignore[misc,assignment]
+    try:
+        return train_on_rank(ModelCase(promoted=True), random_rows([61, 13, 50, 5, 44, 8, 21, 34]), config, {"max_steps": 4})
+    finally:
+        layer_kernels.FusedLayers = made  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("config", [{"tokens_per_rank": 40, "degrees": [1, 2]}, {"parameters": "sharded", "tile_tokens": 8}])
+def test_training_on_groups_and_shards_follows_one_plain_process(ranks, config: dict[str, Any]) -> None:
+    expected_losses, expected = plain_training(ModelCase(promoted=True), random_rows([61, 13, 50, 5, 44, 8, 21, 34]), 4)
+    for losses, _, weights in ranks(2).run(train_compiled, {"compile_layers": True, **config}):
+        assert losses == pytest.approx(expected_losses, rel=1e-9)
+        assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-9
+
+
+def test_without_a_compiler_layers_run_their_own_code(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(layer_kernels, "FusedLayers", partial(FusedLayers, backend="no such backend"))
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(ModelCase(), random_rows([9, 5]), str(tmp_path), {"compile_layers": True}, {"max_steps": 1})
+    assert "compile_layers=True is left out, and layers run their own code" in caplog.text
+    trainer.train()
+    assert trainer.longctx_run.fused.maker == ""
+
+
+def test_kernels_that_a_user_put_into_the_model_are_refused() -> None:
+    model = build_model(ModelCase())
+    assert kernel_problems(model) == []
+    compiled = copy.deepcopy(model)
+    compiled.model.norm.forward = torch.compile(compiled.model.norm.forward, backend="eager")
+    assert "model.norm was compiled by torch.compile" in kernel_problems(compiled)[0]
+    from_hub = copy.deepcopy(model)
+    from_hub._use_kernels = True
+    assert "use_kernels=True" in kernel_problems(from_hub)[0]
+
+
+def test_liger_is_refused_where_it_cannot_be_exact(tmp_path) -> None:
+    arguments = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}
+    with pytest.raises(ValueError, match="its rotary embedding writes over queries and keys"):
+        make_trainer(ModelCase(), random_rows([9, 5]), tempfile.mkdtemp(dir=tmp_path), {"compile_layers": True}, arguments)
