@@ -16,8 +16,6 @@ from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 logger = logging.getLogger(__name__)
 
 _LEFT_OUT = "left out: its rotary embedding, which writes over what plans keep, and its losses, which plans compute in tiles"
-    "left out: its rotary embedding, which writes over what plans keep, and its losses, since plans compute the loss in tiles"
-)
 
 
 def fused_layers(

@@ -46,7 +46,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "activation_checkpointing": (True, "activation_checkpointing=True is not supported yet; leave it out"),
     "torch_compile": (
         True,
-        "torch_compile=True is not supported yet; leave it out, and set LongContextConfig(compile_layers=True)",
+        "torch_compile=True is not supported yet; leave it out, and set LongContextConfig(compile",
     ),
     "average_tokens_across_devices": (False, "average_tokens_across_devices=False is not supported yet; leave it True"),
     "auto_find_batch_size": (True, "auto_find_batch_size=True is not supported yet; leave it out"),
