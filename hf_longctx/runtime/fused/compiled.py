@@ -101,8 +101,8 @@ def _derivative(function: Function, num_outputs: int, needs: tuple[bool, ...]) -
             values = iter(needed)
             return function(*(next(values) if place < len(needs) and needs[place] else x for place, x in enumerate(inputs)))
 
-        _, pull_back = torch.func.vjp(of_needed, *(x for x, need in zip(inputs, needs, strict=False) if need))
-        found: tuple[Tensor, ...] = pull_back(gradients[0] if num_outputs == 1 else gradients)
+        traced: Any = torch.func.vjp(of_needed, *(x for x, need in zip(inputs, needs, strict=False) if need))
+        found: tuple[Tensor, ...] = traced[1](gradients[0] if num_outputs == 1 else gradients)
         return found
 
     return derivative

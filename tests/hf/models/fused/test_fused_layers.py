@@ -18,7 +18,6 @@ from helpers.trainers.trainer_runs import make_trainer, plain_training, train_on
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_longctx.hf.models.fused import find
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.fused.choice import kernel_problems
 from hf_longctx.hf.models.fused.find import fusable_modules
@@ -30,9 +29,9 @@ CPU = torch.device("cpu")
 LORA = (("r", 4), ("target_modules", ["q_proj", "up_proj", "down_proj"]))
 # norms of a promoted model have a forward of their own, so that MLPs and rotary embeddings are compared to 1e-12
 CASES = {
-    "promoted": (ModelCase(promoted=True), 1e-12),
-    "norms": (ModelCase(), 1e-6),
-    "LoRA": (ModelCase(promoted=True, lora=LORA), 1e-12),
+    "promoted": (ModelCase(promoted=True), 1e-12, 4),
+    "norms": (ModelCase(), 1e-6, 6),
+    "LoRA": (ModelCase(promoted=True, lora=LORA), 1e-12, 5),
 }
 POLICIES: dict[str, LayerPolicy] = {
     "kept": LayerPolicy(),
@@ -48,7 +47,7 @@ def traced() -> FusedLayers:
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_plain_transformers_under_every_policy(case: str) -> None:
-    settings, tolerance = CASES[case]
+    settings, tolerance, num_compiled = CASES[case]
     fused = traced()
     plain, model = build_model(settings), build_model(settings)
     fused.bind(model)
@@ -59,8 +58,8 @@ def test_gradients_are_those_of_plain_transformers_under_every_policy(case: str)
         loss.backward()
         assert step.error() <= tolerance
     step.engine.unbind()
-    # 3 functions, forward and backward; norms also train no weight under adapters
-    assert sum(function.num_compiled for function in fused._functions.values()) == (6 if case == "norms" else 4)
+    # forward and backward of each function; under adapters, the first layer's MLP is derived by one of its inputs alone, too
+    assert sum(function.num_compiled for function in fused._functions.values()) == num_compiled
     fused.close()
     before, after = ([name for name, module in each.named_modules() if "forward" in vars(module)] for each in (plain, model))
     assert before == after
@@ -93,16 +92,15 @@ def test_what_a_user_changed_runs_its_own_code() -> None:
     losses = [model(input_ids=ids, labels=ids).loss for model in models]
     for loss in losses:
         loss.backward()
-    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-6)
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
     gradients = [[p.grad for p in model.parameters()] for model in models]
     assert max(relative_error(found, right) for found, right in zip(*gradients, strict=True)) <= 1e-5
     assert len(seen) == 2
 
 
-def test_a_wrong_kernel_is_noticed(monkeypatch) -> None:
+def test_a_wrong_kernel_is_noticed() -> None:
     fused, model = traced(), build_model(ModelCase())
     assert fused.problem(model, CPU, torch.float64) == ""
-    monkeypatch.setattr(find, "_ACTIVATIONS", {**find._ACTIVATIONS})
     wrong = traced()
     wrong._made = lambda found: lambda *inputs: inputs[0] * inputs[1] * 1.001  # type: ignore[method-assign]
     assert "differs from the model's own code" in wrong.problem(model, CPU, torch.float64)
