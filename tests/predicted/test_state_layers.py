@@ -236,7 +236,8 @@ _KEPT_ALONE = ("NemotronH", "Zaya")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_models_with_layers_of_several_kinds_hold_what_is_counted(name: str, is_kept: bool, dtype: torch.dtype) -> None:
     shape = MixedShape(name=name, layers=mixed_config(name).num_hidden_layers)
-    documents = (512,)
+    # Mamba's first scan loops over tokens in Python
+    documents = (256 if name in ("Mamba", "Zamba") else 512,)
     policy = None if is_kept else ActivationPolicy(0, 0, (offloading(),) * shape.layers, 0)
     held, host, forward_peak, backward_peak = measured(shape, dtype, documents, policy)
     found, before = predicted(shape, dtype, documents, policy)
