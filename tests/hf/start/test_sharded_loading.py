@@ -43,7 +43,8 @@ def trained(folder: str, rows: Any, is_whole: bool, config: dict[str, Any], lora
     args = training_arguments(
         f"{folder}/out", max_steps=3, per_device_train_batch_size=8 // torch.distributed.get_world_size(), **arguments
     )
-    settings = LongContextConfig(**{**SHARDED, **config}, report_steps=False, timeline_steps=0)
+    # the other run is only what this one is compared with
+    settings = LongContextConfig(**{**SHARDED, **config}, report_steps=False, timeline_steps=0, self_test=not is_whole)
     # grouped products of experts do not support fp64
     loading = {"experts_implementation": "eager"}
     load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(loaded, settings=settings)
@@ -204,7 +205,7 @@ def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: P
 
 def saved_and_resumed(folder: str, family: str, rows: Any, is_whole: bool) -> list[float]:
     """Saves a model before anything else, trains two steps, and returns the losses of two more in a second run."""
-    settings = LongContextConfig(**SHARDED, report_steps=False, timeline_steps=0)
+    settings = LongContextConfig(**SHARDED, report_steps=False, timeline_steps=0, self_test=not is_whole)
     load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(loaded, settings=settings)
     losses = []
     for steps in (2, 4):
