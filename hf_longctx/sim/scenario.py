@@ -111,7 +111,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     profile = read_profile(request.hardware)
     # a path is never a measured model, even if its last component is the name of one
     calibration = None if Path(request.model).exists() else profile.calibration(_short_name(request.model))
-    model, notes = _model(request, calibration)
+    model, notes = _model(request, profile.spec.name, calibration)
     if request.expert_ranks:
         request, model = _spread(request, model)
         notes.append(
@@ -206,7 +206,7 @@ def _short_name(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _model(request: Request, calibration: ModelCalibration | None) -> tuple[ModelSpec, list[str]]:
+def _model(request: Request, hardware: str, calibration: ModelCalibration | None) -> tuple[ModelSpec, list[str]]:
     if request.dtype and request.dtype not in BYTES_PER_ELEMENT:
         raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(BYTES_PER_ELEMENT)}")
     if calibration and request.dtype:
@@ -225,6 +225,7 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
         has_master_weights=not (request.bf16_updates or request.lora_rank),
         updates_on_host=request.optimizer_states == "host",
     )
+    model = replace(model, saves_kv_once=_shares_calls(model, hardware))
     sizes = Counter(window for window in model.windows if window)
     notes = [
         f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"
@@ -239,6 +240,13 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
     return _quantised(request, model), notes
+
+
+def _shares_calls(model: ModelSpec, hardware: str) -> bool:
+    """Whether short documents share calls of attention on hardware of this name, as `runtime.tiles.packs` decides on a GPU."""
+    head_dim = max(model.head_dim, model.value_head_dim)
+    is_taken = model.bytes_per_element == 2 and head_dim % 8 == 0 and head_dim <= 256
+    return "cpu" not in hardware.lower() and is_taken and not model.caps_scores and model.index.is_empty
 
 
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:

@@ -42,6 +42,25 @@ def test_without_measurements_the_formulas_are_used_and_said_so() -> None:
     assert scenario.costs.cluster.ranks_per_node == 8
 
 
+@pytest.mark.parametrize(
+    "model,hardware,dtype,is_once",
+    [
+        ("llama-3.2-1b", "h100", "", True),
+        ("llama-3.2-1b", "a100-40g", "bfloat16", True),
+        ("llama-3.2-1b", "h100", "float32", False),
+        ("llama-3.2-1b", "cpu", "", False),
+    ],
+)
+def test_keys_and_values_are_saved_once_where_a_run_would_save_them_once(
+    model: str, hardware: str, dtype: str, is_once: bool
+) -> None:
+    scenario = build_scenario(Request(model, hardware, 8, dtype=dtype), must_fit=False)
+    assert scenario.costs.model.saves_kv_once == scenario.memory.model.saves_kv_once == is_once
+    repeated = replace(scenario.memory, model=replace(scenario.memory.model, saves_kv_once=False))
+    tokens = (scenario.placement.kept_tokens(memory) for memory in (scenario.memory, repeated))
+    assert (next(tokens) > next(tokens)) == is_once
+
+
 def test_states_are_replicated_where_they_fit_and_else_sharded_and_said_so() -> None:
     assert build_scenario(SMALL).placement.parameters == "replicated"
     scenario = build_scenario(GPT)
