@@ -40,7 +40,8 @@ from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.tiles.packs import takes_packs
+from hf_longctx.runtime.tiles.packs import flash_problems, takes_packs
+from hf_longctx.runtime.tiles.registered import active_flash
 from hf_longctx.runtime.tiles.tile import attention_backend
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ def choose_setup(
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     on_host = config.optimizer_states == "host"
     spec = model_spec(model, is_autocast=args.bf16)
+    head_dim = max(spec.head_dim, spec.value_head_dim)
+    raise_together(flash_problems(args.device, _attention_dtype(args, model), head_dim), control)
     spec = replace(
         spec,
         has_master_weights=config.fp32_master_weights,
@@ -390,7 +393,8 @@ def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) 
     if spec.caps_scores or spec.value_head_dim or is_chosen:
         line = f"attention: {name} for all tiles"
     if spec.saves_kv_once:
-        line = f"attention: FlashAttention 2 of torch for documents of up to {PACKED_TOKENS:,} tokens, several in one call; "
+        flash = active_flash() or "FlashAttention 2"
+        line = f"attention: {flash} of torch for documents of up to {PACKED_TOKENS:,} tokens, several in one call; "
         line += f"{name} for longer ones and for tiles of rings and slices"
     if (num_parts := len(setup.ranges[0])) > 1:
         line = f"{line} | {setup.num_stages} stages interleaved, {num_parts} layer ranges each"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.sharding import LENGTHS_PER_OCTAVE, length_step
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 
 # tokens per rank of the shortest and of the longest slice that is tried
@@ -18,9 +19,11 @@ MOST_SLICE_TOKENS = 16 * 1024
 
 
 def slice_bounds(num_tokens: int, num_slices: int, rates: SpanRates) -> tuple[int, ...]:
-    """Token bounds from 0 to `num_tokens` of slices that take equal time; fewer slices if some would be empty.
+    """Token bounds from 0 to `num_tokens` of slices that take about equal time; fewer slices if some would be empty.
 
-    Later tokens see more tokens before them (unless all layers have windows), so slices get shorter towards the end.
+    Later tokens see more tokens before them (unless all layers have windows), so slices get shorter towards the end. Slices of
+    many tokens, except the last, get the nearest length for which attention's operators plan, at most a sixty-fourth away. The
+    next bound does not move with it, so that errors do not add up: a pipeline of four stages loses less than 1 % of a step.
     """
     if num_slices < 1 or num_tokens < 1:
         raise ValueError(f"{num_tokens} tokens cannot be cut into {num_slices} slices; both must be at least 1")
@@ -31,8 +34,14 @@ def slice_bounds(num_tokens: int, num_slices: int, rates: SpanRates) -> tuple[in
             tokens = num_tokens * index / num_slices
         else:
             tokens = rates.tokens_in(total_s * index / num_slices)
-        bounds.append(min(num_tokens, max(bounds[-1], round(tokens))))
+        bounds.append(min(num_tokens, bounds[-1] + _planned_length(max(0, round(tokens) - bounds[-1]))))
     return tuple(sorted({*bounds, num_tokens}))
+
+
+def _planned_length(num_tokens: int) -> int:
+    """The length nearest to `num_tokens` for which operators plan; a length stays where these are too far apart."""
+    step = length_step(num_tokens)
+    return num_tokens if num_tokens < LENGTHS_PER_OCTAVE * step else round(num_tokens / step) * step
 
 
 def sliced_group(group: SequenceGroup, num_slices: int, rates: SpanRates) -> SequenceGroup:

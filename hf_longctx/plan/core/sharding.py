@@ -274,6 +274,16 @@ PACKED_TOKENS, PACKED_ROWS = 8192, 16384
 _ROWS_PER_DOCUMENT = 128
 
 
+# lengths of attention's tiles for which operators plan: so many between two powers of two, but multiples of `LEAST_LENGTH_STEP`
+LENGTHS_PER_OCTAVE, LEAST_LENGTH_STEP = 32, 128
+
+
+def length_step(num_tokens: int, per_octave: int = 0) -> int:
+    """Distance between the two lengths around `num_tokens` for which operators plan. per_octave: 0 for `LENGTHS_PER_OCTAVE`."""
+    octave = 2 ** max(0, (num_tokens - 1).bit_length() - 1)
+    return max(LEAST_LENGTH_STEP, octave // (per_octave or LENGTHS_PER_OCTAVE))
+
+
 def packed_rows(num_tokens: int, num_documents: int = 1) -> int:
     """Rows of documents that share a call of attention, as they count for `PACKED_ROWS`."""
     return num_tokens + _ROWS_PER_DOCUMENT * num_documents

@@ -22,7 +22,7 @@ from hf_longctx.runtime.attention.kv_book import KeyRun
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
-from hf_longctx.runtime.tiles.tile import tile_backward, tile_forward
+from hf_longctx.runtime.tiles.tile import plan_keys, tile_backward, tile_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,11 @@ def no_keys_yet(q_hTD: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 def merge_tile(out_hTE: Tensor, lse_hT: Tensor, q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> None:
     """Computes one tile of a piece and merges it into the output and LSE of its rows, in place."""
+    for part in _parts(q_hTD, piece, tile, rule):
+        _merge_part(out_hTE, lse_hT, q_hTD, piece, part, rule)
+
+
+def _merge_part(out_hTE: Tensor, lse_hT: Tensor, q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> None:
     found = _forward(q_hTD, piece, tile, rule)
     targets = [_tile_tokens(x, tile.rows, tile) for x in (out_hTE, lse_hT)]
     # for one block or a single head these are views of the targets, otherwise copies
@@ -159,7 +164,7 @@ def rows_backward(
 ) -> Tensor:
     """Gradient of the rows' queries, [h, T, D], in at least fp32; gradients of keys and values are added to the pieces' sums."""
     dq_hTD: Tensor | None = None
-    for piece, tile in [(keys, tile) for keys in pieces for tile in keys.tiles]:
+    for piece, tile in [(keys, part) for keys in pieces for each in keys.tiles for part in _parts(q_hTD, keys, each, rule)]:
         dq, dk, dv = _backward(gradient_hTE, q_hTD, out_hTE, lse_hT, piece, tile, rule)
         if dq_hTD is None and tile.num_rows == q_hTD.shape[1]:
             dq_hTD = dq.to(lse_hT.dtype)
@@ -170,6 +175,18 @@ def rows_backward(
             rule.readers.fold_into(_tile_tokens(total, tile.keys, tile), _as_blocks(gradient, tile))
     assert dq_hTD is not None
     return dq_hTD
+
+
+def _parts(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> tuple[PatternTile, ...]:
+    """The tile in one or two parts that share its rows, so that a backend can use its plans again; see `tile.plan_keys`."""
+    if tile.mask != "full" or tile.num_blocks > 1:
+        return (tile,)
+    k, v = (x[:, tile.keys] for x in piece.kv)
+    num_keys = plan_keys(TileInputs(q_hTD[:, tile.rows], k, v, rule.scores, causal=False, chosen=rule.chosen_TK))
+    if not num_keys:
+        return (tile,)
+    middle = tile.keys.start + num_keys
+    return replace(tile, keys=slice(tile.keys.start, middle)), replace(tile, keys=slice(middle, tile.keys.stop))
 
 
 def _forward(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> tuple[Tensor, Tensor]:

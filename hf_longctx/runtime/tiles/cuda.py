@@ -5,8 +5,12 @@ Traps of cuDNN behind torch 2.11 to 2.13, each guarded here:
 - torch caches a plan for each layout of queries, keys and values, and a backward plan also remembers how the output and its
   gradient lay in memory at its first call, without comparing that later. So both are always given in the queries' layout.
 - Versions up to 9.15.0 compute lengths wrongly that 128 does not divide; torch itself refuses them.
-- Making a plan takes tenths of a second, so causal tiles of many tokens are filled up with zeros to one of 16 lengths between two
-  powers of two. Tokens at the end change nothing: no other token sees their keys, and their own gradients are zero.
+- Making a plan takes tenths of a second, so lengths and layouts recur. Causal tiles and the queries of other tiles are filled up
+  with zeros to one of 32 lengths between two powers of two. Tokens at the end change nothing: no other token sees their keys, and
+  their own gradients are zero. Keys that all queries see cannot be filled up, so `attention.rows` splits such tiles: the first
+  `planned_keys` go to cuDNN, the others, at most a sixteenth, to an operator without plans. Such an operator also computes
+  tiles of fewer pairs of queries and keys than repay a plan. Heads of one tile lie side by side, or tokens do: their distance in
+  memory would else depend on the other tokens of a chunk, and plans with it.
 - TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 in the environment changes the layout of the LSE, so cuDNN is left out.
 
 Shapes are those of `tiles.plain`.
@@ -20,6 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_longctx.plan.core import sharding
 from hf_longctx.runtime.core.strides import dense_channels, dense_strides, laid_out
 from hf_longctx.runtime.tiles.plain import TileInputs
 
@@ -27,8 +32,10 @@ _HALF = (torch.bfloat16, torch.float16)
 # last version of cuDNN whose results are wrong for some lengths; majors of the compute capabilities that torch prefers it on
 _LAST_BAD_CUDNN, _CUDNN_MAJORS = 91500, (9, 10)
 _RAGGED = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
-# causal tiles of more tokens get one of few lengths
-_LEAST_ROUNDED, _LENGTHS_PER_OCTAVE = 2048, 16
+# lengths of keys that plans have between two powers of two, where no mask hides some
+_KEYS_PER_OCTAVE = 16
+# pairs of queries and keys that repay a plan: those of a causal tile of 8192 tokens
+_LEAST_PAIRS = 2**25
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:
@@ -64,11 +71,21 @@ def is_half(dtype: torch.dtype, head_dim: int, largest_head: int) -> bool:
 
 
 def planned_tokens(num_tokens: int) -> int:
-    """Number of tokens to which cuDNN's causal tiles of `num_tokens` tokens are filled up: at most a sixteenth more."""
-    if num_tokens <= _LEAST_ROUNDED:
-        return num_tokens
-    step = 2 ** ((num_tokens - 1).bit_length() - 1) // _LENGTHS_PER_OCTAVE
-    return -(-num_tokens // step) * step
+    """Number of tokens to which cuDNN's tiles are filled up: of many tokens, at most a thirty-second more."""
+    step = sharding.length_step(num_tokens)
+    return num_tokens if num_tokens <= sharding.LEAST_LENGTH_STEP else -(-num_tokens // step) * step
+
+
+def planned_keys(num_keys: int) -> int:
+    """Number of keys, at most `num_keys`, for which cuDNN plans a tile without a mask: all but a sixteenth of many; 0 for few."""
+    step = sharding.length_step(num_keys + 1, _KEYS_PER_OCTAVE)
+    return num_keys // step * step
+
+
+def repays_plan(num_queries: int, num_keys: int, causal: bool) -> bool:
+    """Whether a plan of cuDNN for these lengths is used often enough, or for long enough, to repay its making."""
+    num_pairs = num_queries * num_keys // (2 if causal else 1)
+    return num_pairs >= _LEAST_PAIRS and (causal or planned_keys(num_keys) == num_keys)
 
 
 def cudnn_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
@@ -87,24 +104,30 @@ def cudnn_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor)
 
 
 def _filled_tile(tile: TileInputs) -> TileInputs:
-    """A causal tile with tokens of zeros at its end, as many as its plan needs; other tiles as they are."""
-    planned = planned_tokens(tile.q.shape[1])
-    if not tile.causal or planned == tile.q.shape[1]:
-        return tile
-    return replace(tile, q=_filled(tile.q, planned), k=_filled(tile.k, planned), v=_filled(tile.v, planned))
+    """A tile with tokens of zeros at the end of its queries, and of its keys if it is causal, as many as its plan needs."""
+    num_queries = planned_tokens(tile.q.shape[1])
+    num_keys = num_queries if tile.causal else tile.k.shape[1]
+    q, k, v = _filled(tile.q, num_queries), _filled(tile.k, num_keys), _filled(tile.v, num_keys)
+    return replace(tile, q=_side_by_side(q), k=_side_by_side(k), v=_side_by_side(v))
 
 
 def _filled(x: Tensor, num_tokens: int) -> Tensor:
     """`x` [H, T, ...] with tokens of zeros at its end, which lies in memory as before."""
     if x.shape[1] == num_tokens:
         return x
-    tokens_first = x.dim() == 3 and x.stride(1) > x.stride(0)
-    shape = (num_tokens, x.shape[0], *x.shape[2:]) if tokens_first else (x.shape[0], num_tokens, *x.shape[2:])
+    is_tokens_first = x.dim() == 3 and x.stride(1) > x.stride(0)
+    shape = (num_tokens, x.shape[0], *x.shape[2:]) if is_tokens_first else (x.shape[0], num_tokens, *x.shape[2:])
     filled = x.new_empty(shape)
-    filled = filled.transpose(0, 1) if tokens_first else filled
+    filled = filled.transpose(0, 1) if is_tokens_first else filled
     filled[:, : x.shape[1]] = x
     filled[:, x.shape[1] :] = 0
     return filled
+
+
+def _side_by_side(x_HTD: Tensor) -> Tensor:
+    """The tensor without a gap between two heads, if each head is in one piece."""
+    is_tokens_first = x_HTD.stride(1) > x_HTD.stride(0)
+    return x_HTD if is_tokens_first or x_HTD.stride(0) == x_HTD.shape[1] * x_HTD.stride(1) else x_HTD.contiguous()
 
 
 def _first(x: Tensor, num_tokens: int) -> Tensor:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from hf_longctx.runtime.core.strides import dense_channels
 from hf_longctx.runtime.tiles.cuda import device_capability, takes_flash
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
+from hf_longctx.runtime.tiles.registered import REGISTERED_TILES, RegisteredFlash
 
 # capabilities with little shared memory, on which torch's own attention takes no larger heads for training
 _SMALL, _LARGEST_ON_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1)), 192
@@ -70,13 +72,24 @@ class PackInputs:
 
 
 def takes_packs(device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool) -> bool:
-    """Whether documents on this device can share a call. head_dim: the larger of the head sizes of queries and values."""
+    """Whether documents on this device can share a call. head_dim: the larger of the head sizes of queries and values.
+
+    Raises RuntimeError if the user has activated another FlashAttention in torch, and its results are wrong.
+    """
     # AMD devices return another layout of the LSE
     if device.type != "cuda" or is_capped or torch.version.hip is not None or not torch.backends.cuda.flash_sdp_enabled():
         return False
     capability = device_capability(device)
     is_too_large = capability in _SMALL and head_dim > _LARGEST_ON_SMALL
-    return takes_flash(device.type, capability, dtype, head_dim) and not is_too_large
+    return not is_too_large and _REGISTERED_PACKS.takes(device.type, capability, dtype, head_dim)
+
+
+def flash_problems(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Problems of the FlashAttention that the user has activated in torch, if plans would use it for such heads."""
+    if not takes_flash(device.type, device_capability(device), dtype, head_dim):
+        return []
+    problems = (checked.problem(dtype, head_dim) for checked in (REGISTERED_TILES, _REGISTERED_PACKS))
+    return [problem for problem in problems if problem]
 
 
 def pack_forward(pack: PackInputs) -> tuple[Tensor, Tensor]:
@@ -124,3 +137,36 @@ def _narrowed(x: Tensor, width: int) -> Tensor:
 
 def _tokens_first(x_HSD: Tensor) -> Tensor:
     return dense_channels(x_HSD).transpose(0, 1)
+
+
+def pack_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+    """Largest difference of three documents in one call from `tiles.plain`, with and without a window; NaN stays NaN."""
+    lengths, worst = (1, 70, 130), torch.zeros((), device=device)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(sum(lengths), heads, head_dim, generator=generator).to(device, dtype) for heads in (4, 4, 2, 2)]
+    gradient, q, k, v = (x.transpose(0, 1) for x in drawn)
+    bounds = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=device)
+    for window in (0, 40):
+        pack = PackInputs(q, k, v, bounds, max(lengths), head_dim**-0.5, window)
+        documents = zip(*(x.float().split(lengths, 1) for x in (gradient, q, k, v)), strict=True)
+        plain = [_plain_results(*document, pack.scale, window) for document in documents]
+        out, lse, *gradients = (torch.cat(parts, 1) for parts in zip(*plain, strict=True))
+        found = (*pack_forward(pack), *pack_backward(gradient, pack, out.to(dtype), lse))
+        for ours, expected in zip(found, (out, lse, *gradients), strict=True):
+            # torch.maximum keeps NaN
+            worst = torch.maximum(worst, (ours.float() - expected).abs().max() / expected.abs().max())
+    return float(worst)
+
+
+def _plain_results(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, ...]:
+    """Output, LSE and gradients of one document by matrices."""
+    seen = None
+    if window:
+        places = torch.arange(q.shape[1], device=q.device)
+        seen = places.unsqueeze(1) - torch.arange(window, device=q.device)
+    tile = TileInputs(q, k, v, Scores(scale), causal=True, chosen=seen)
+    out, lse = plain_forward(tile)
+    return out, lse, *plain_backward(gradient, tile, out, lse)
+
+
+_REGISTERED_PACKS = RegisteredFlash("calls of several documents", pack_error)

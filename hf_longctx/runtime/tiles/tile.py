@@ -4,8 +4,10 @@
 autograd does not expose: the gradient of one tile, given the merged output and LSE of all tiles of its queries. `BACKENDS` lists
 the operators that offer it, the fastest first; the first that accepts a tile computes it, forward and backward:
 
-    cudnn              bf16 and fp16 on CUDA of compute capability 9 and 10, head sizes of 8, 16 ... 128, two keys or more
-    flash_attention_2  bf16 and fp16 on CUDA from compute capability 8.0, head sizes of 8, 16 ... 256
+    cudnn              bf16 and fp16 on CUDA of compute capability 9 and 10, head sizes of 8, 16 ... 128, two keys or more; it
+                       plans for every new length, so tiles that do not repay this go to the next backend that takes them
+    flash_attention_2  bf16 and fp16 on CUDA from compute capability 8.0, head sizes of 8, 16 ... 256; before cudnn if the user
+                       has activated another FlashAttention in torch, which must agree with `plain` (`tiles.registered`)
     flash_attn_4       the package flash-attn-4, bf16 and fp16 on CUDA from compute capability 9.0, capped scores too
     flash_attn_2       the package flash-attn, bf16 and fp16 on CUDA from compute capability 8.0, capped scores too
     cpu_flash          any float dtype on CPU
@@ -37,11 +39,13 @@ from hf_longctx.runtime.tiles.cuda import (
     device_capability,
     flash_backward,
     flash_forward,
+    planned_keys,
+    repays_plan,
     takes_cudnn,
-    takes_flash,
 )
 from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4
 from hf_longctx.runtime.tiles.plain import Backward, Forward, TileInputs, as_heads, as_queries, plain_backward, plain_forward
+from hf_longctx.runtime.tiles.registered import REGISTERED_TILES, active_flash
 
 # device type, compute capability ((0, 0) without CUDA), dtype, head size -> whether the backend computes such tiles
 Takes = Callable[[str, tuple[int, int], torch.dtype, int], bool]
@@ -56,7 +60,8 @@ class TileBackend:
 
     groups_heads: several query heads may read one KV head; other backends get KV heads repeated, one per query head.
     min_keys: fewest keys of a tile that the operator accepts. caps: it supports a softcap. any_width: it accepts values whose
-    head size differs from that of queries and keys. chooses: it supports chosen keys.
+    head size differs from that of queries and keys. chooses: it supports chosen keys. plans: it makes a plan for every new length
+    and layout, which takes long.
     """
 
     name: str
@@ -68,6 +73,7 @@ class TileBackend:
     caps: bool = False
     any_width: bool = False
     chooses: bool = False
+    plans: bool = False
 
 
 def choose_backend(
@@ -78,13 +84,36 @@ def choose_backend(
     num_keys: int = 2,
     is_capped: bool = False,
     is_chosen: bool = False,
+    is_planned: bool = True,
 ) -> TileBackend:
-    """First backend that accepts a tile with these properties. head_dim: the larger of the head sizes of queries and values."""
+    """First backend that accepts a tile with these properties.
+
+    head_dim: the larger of the head sizes of queries and values. is_planned: a plan for the tile's lengths repays its making; if
+    not, a backend that plans is taken only where no other is but `plain`.
+    """
+    spare: TileBackend | None = None
     for backend in BACKENDS:
         is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped) and (backend.chooses or not is_chosen)
-        if is_possible and backend.takes(device_type, capability, dtype, head_dim):
+        if not is_possible or not backend.takes(device_type, capability, dtype, head_dim):
+            continue
+        if backend.plans and (not is_planned or active_flash()):
+            spare = backend
+        elif spare is None or backend is not BACKENDS[-1]:
             return backend
-    raise AssertionError("the last backend accepts every tile")
+    assert spare is not None, "the last backend accepts every tile"
+    return spare
+
+
+def plan_keys(tile: TileInputs) -> int:
+    """Number of keys at the front of a tile to give to a call of their own, so that a plan fits them; 0 for no such call."""
+    num_queries, num_keys = tile.q.shape[1], tile.k.shape[1]
+    front = 0 if tile.causal else planned_keys(num_keys)
+    if front in (0, num_keys) or not repays_plan(num_queries, front, causal=False):
+        return 0
+    device, head_dim = tile.q.device, max(tile.q.shape[-1], tile.v.shape[-1])
+    is_capped, is_chosen = tile.scores.softcap > 0, tile.chosen is not None
+    capability = device_capability(device)
+    return front if choose_backend(device.type, capability, tile.q.dtype, head_dim, front, is_capped, is_chosen).plans else 0
 
 
 def attention_backend(
@@ -187,7 +216,9 @@ def _backend_for(tile: TileInputs, name: str) -> TileBackend:
     if not name:
         device, head_dim = tile.q.device, max(tile.q.shape[-1], tile.v.shape[-1])
         capability = device_capability(device)
-        return choose_backend(device.type, capability, tile.q.dtype, head_dim, tile.k.shape[1], is_capped, is_chosen)
+        num_queries, num_keys = tile.q.shape[1], tile.k.shape[1]
+        is_planned = repays_plan(num_queries, num_keys, tile.causal)
+        return choose_backend(device.type, capability, tile.q.dtype, head_dim, num_keys, is_capped, is_chosen, is_planned)
     for backend in BACKENDS:
         if backend.name == name:
             if is_capped and not backend.caps:
@@ -232,8 +263,8 @@ def _cpu_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) 
 
 
 BACKENDS = (
-    TileBackend("cudnn", takes_cudnn, cudnn_forward, cudnn_backward, groups_heads=True, min_keys=2),
-    TileBackend("flash_attention_2", takes_flash, flash_forward, flash_backward, groups_heads=True),
+    TileBackend("cudnn", takes_cudnn, cudnn_forward, cudnn_backward, groups_heads=True, min_keys=2, plans=True),
+    TileBackend("flash_attention_2", REGISTERED_TILES.takes, flash_forward, flash_backward, groups_heads=True),
     # the packages come after torch's own operators, so they compute capped scores only, until they have been measured
     TileBackend("flash_attn_4", FLASH_4.takes, FLASH_4.forward, FLASH_4.backward, groups_heads=True, caps=True),
     TileBackend("flash_attn_2", FLASH_2.takes, FLASH_2.forward, FLASH_2.backward, groups_heads=True, caps=True),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.runtime.core.strides import dense_strides, has_strides
+from hf_longctx.runtime.tiles import cuda
 from hf_longctx.runtime.tiles import tile as tile_module
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
 
@@ -78,14 +79,18 @@ class CudnnPlans:
 
 
 @contextmanager
-def cudnn_on_the_cpu() -> Iterator[CudnnPlans]:
-    """Context in which every tile that cuDNN could take is given to it, and computed on the CPU."""
+def cudnn_on_the_cpu(least_pairs: int = 0) -> Iterator[CudnnPlans]:
+    """Context in which cuDNN's operators are computed on the CPU and get every tile of `least_pairs` pairs that repays a plan.
+
+    By default they get every tile.
+    """
     plans, library = CudnnPlans(), torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_cudnn_attention", plans.forward, "CPU")
     library.impl("_scaled_dot_product_cudnn_attention_backward", plans.backward, "CPU")
     cudnn, *others = tile_module.BACKENDS
     try:
-        with patch.object(tile_module, "BACKENDS", (replace(cudnn, takes=lambda *tile: True), *others)):
+        mine = replace(cudnn, takes=lambda *tile: True, plans=least_pairs > 0)
+        with patch.object(tile_module, "BACKENDS", (mine, *others)), patch.object(cuda, "_LEAST_PAIRS", least_pairs):
             yield plans
     finally:
         library._destroy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_longctx.plan.core import sharding
 from hf_longctx.runtime.tiles import cuda, plain
 from hf_longctx.runtime.tiles import tile as tile_module
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
@@ -271,27 +273,67 @@ def test_layouts_of_output_and_gradient_do_not_change_what_cudnn_computes() -> N
     assert (plans.calls, plans.misread) == (5, 0)
 
 
+@pytest.fixture
+def few_lengths() -> Iterator[None]:
+    """Plans of cuDNN for 24, 28, 32, 40, 48, 56 and 64 tokens between 20 and 64."""
+    with patch.object(sharding, "LEAST_LENGTH_STEP", 4), patch.object(sharding, "LENGTHS_PER_OCTAVE", 4):
+        yield
+
+
 @pytest.mark.parametrize("num_kv", [2, 6])
-def test_causal_tiles_of_many_lengths_have_few_plans_and_the_results_of_plain_matrices(num_kv: int) -> None:
-    # lengths from 21 to 52 are filled up to those that a quarter of 16 or 32 divides
-    with patch.object(cuda, "_LEAST_ROUNDED", 20), patch.object(cuda, "_LENGTHS_PER_OCTAVE", 4), cudnn_on_the_cpu() as plans:
+def test_causal_tiles_of_many_lengths_have_few_plans_and_the_results_of_plain_matrices(few_lengths: None, num_kv: int) -> None:
+    with cudnn_on_the_cpu() as plans:
         for num_tokens in range(21, 53):
             for is_tokens_first in (True, False):
                 tensors = [in_layout(x, is_tokens_first) for x in tile(num_tokens, num_tokens, torch.float64, num_kv)]
                 for ours, plain_one in zip(run(tensors, True, "cudnn"), run(tensors, True, "plain"), strict=True):
                     torch.testing.assert_close(ours, plain_one, rtol=1e-12, atol=1e-12)
-        # 24, 28, 32, 40, 48 and 56 tokens in two layouts
+        # six lengths in two layouts
         assert (len(plans.layouts), plans.misread) == (12, 0)
-        # tiles without a mask are as long as they are
-        assert run(tile(21, 30, torch.float64, num_kv), False, "cudnn")[0].shape[1] == 21
-        assert {layout[1][0][2] for layout in plans.layouts} >= {30}
+
+
+def test_queries_of_tiles_without_a_mask_are_filled_up_and_their_keys_are_not(few_lengths: None) -> None:
+    with cudnn_on_the_cpu() as plans:
+        for num_queries in range(25, 29):
+            tensors = tile(num_queries, 30, torch.float64, 2)
+            for ours, plain_one in zip(run(tensors, False, "cudnn"), run(tensors, False, "plain"), strict=True):
+                torch.testing.assert_close(ours, plain_one, rtol=1e-12, atol=1e-12)
+        assert {(layout[0][0][2], layout[1][0][2]) for layout in plans.layouts} == {(28, 30)}
+
+
+def test_heads_of_a_longer_chunk_have_the_plans_of_its_document(few_lengths: None) -> None:
+    with cudnn_on_the_cpu() as plans:
+        for num_others in (0, 5, 9):
+            tensors = [x[:, : 28 if num_others else None] for x in tile(28 + num_others, 28 + num_others, torch.float64, 2)]
+            for ours, plain_one in zip(run(tensors, True, "cudnn"), run(tensors, True, "plain"), strict=True):
+                torch.testing.assert_close(ours, plain_one, rtol=1e-12, atol=1e-12)
+        assert (len(plans.layouts), plans.misread) == (1, 0)
+
+
+def test_tiles_that_repay_no_plan_go_to_an_operator_without_plans() -> None:
+    def name(num_queries: int, num_keys: int, causal: bool, head_dim: int = 64) -> str:
+        is_planned = cuda.repays_plan(num_queries, num_keys, causal)
+        return choose_backend("cuda", HOPPER, torch.bfloat16, head_dim, num_keys, is_planned=is_planned).name
+
+    assert [name(n, n, True) for n in (8191, 8192, 9001)] == ["flash_attention_2", "cudnn", "cudnn"]
+    assert [name(4096, n, False) for n in (4096, 8191, 8192, 8193)] == ["flash_attention_2"] * 2 + ["cudnn", "flash_attention_2"]
+    # if there is no such operator, any plan is better than plain matrices
+    flash = next(row for row in BACKENDS if row.name == "flash_attention_2")
+    without = tuple(replace(row, takes=lambda *tile: False) if row is flash else row for row in BACKENDS)
+    with patch.object(tile_module, "BACKENDS", without):
+        assert (name(16, 16, True), name(16, 16, True, head_dim=256)) == ("cudnn", "plain")
 
 
 def test_lengths_of_plans_by_hand() -> None:
     lengths = (1, 2048, 2049, 8192, 8193, 9000, 131_073)
-    assert [cuda.planned_tokens(length) for length in lengths] == [1, 2048, 2176, 8192, 8704, 9216, 139_264]
+    assert [cuda.planned_tokens(length) for length in lengths] == [1, 2048, 2176, 8192, 8448, 9216, 135_168]
     found = {cuda.planned_tokens(n) for n in range(8193, 2**17 + 1)}
-    assert len(found) == 4 * 16 and all(cuda.planned_tokens(n) <= n * 17 / 16 for n in range(2048, 40_000))
+    assert len(found) == 4 * 32 and all(n <= cuda.planned_tokens(n) <= n * 17 / 16 for n in range(2048, 40_000))
+    lengths = (0, 127, 128, 2047, 2048, 8703, 8704, 131_071, 139_263)
+    assert [cuda.planned_keys(length) for length in lengths] == [0, 0, 128, 1920, 2048, 8192, 8704, 126_976, 131_072]
+    # every second length to which queries are filled up is one at which keys are split
+    assert {cuda.planned_keys(n) for n in range(8192, 2**17 + 1)} == {8192, *sorted(found)[1::2]}
+    assert all(n * 15 / 16 <= cuda.planned_keys(n) <= n for n in range(2048, 40_000))
 
 
 @pytest.mark.parametrize("num_kv", [1, 2, 6])
