@@ -280,7 +280,7 @@ LENGTHS_PER_OCTAVE, LEAST_LENGTH_STEP = 32, 128
 
 def length_step(num_tokens: int, per_octave: int = 0) -> int:
     """Distance between the two lengths around `num_tokens` for which operators plan. per_octave: 0 for `LENGTHS_PER_OCTAVE`."""
-    octave = 2 ** max(0, (num_tokens - 1).bit_length() - 1)
+    octave = 1 << max(0, (num_tokens - 1).bit_length() - 1)
     return max(LEAST_LENGTH_STEP, octave // (per_octave or LENGTHS_PER_OCTAVE))
 
 

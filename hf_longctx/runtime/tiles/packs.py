@@ -149,7 +149,7 @@ def pack_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float
     for window in (0, 40):
         pack = PackInputs(q, k, v, bounds, max(lengths), head_dim**-0.5, window)
         documents = zip(*(x.float().split(lengths, 1) for x in (gradient, q, k, v)), strict=True)
-        plain = [_plain_results(*document, pack.scale, window) for document in documents]
+        plain = [_plain_results(g, *qkv, scale=pack.scale, window=window) for g, *qkv in documents]
         out, lse, *gradients = (torch.cat(parts, 1) for parts in zip(*plain, strict=True))
         found = (*pack_forward(pack), *pack_backward(gradient, pack, out.to(dtype), lse))
         for ours, expected in zip(found, (out, lse, *gradients), strict=True):
@@ -158,7 +158,7 @@ def pack_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float
     return float(worst)
 
 
-def _plain_results(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, ...]:
+def _plain_results(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, ...]:
     """Output, LSE and gradients of one document by matrices."""
     seen = None
     if window:
