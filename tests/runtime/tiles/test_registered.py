@@ -104,7 +104,7 @@ def test_one_that_is_wrong_is_refused_by_its_name_until_the_user_takes_another()
             chosen()
     activate("Right", provider())
     assert chosen() == "flash_attention_2"
-    # the same name, registered once more
+    # registered once more under its name
     activate("Right", provider(change_dk=lambda dk: dk * float("nan")))
     with pytest.raises(RuntimeError, match=r"'Right'.* differs from plain matrices by nan"):
         chosen()
