@@ -25,7 +25,7 @@ D head size of queries and keys, E of values; inside the backends' own functions
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,6 +76,38 @@ class TileBackend:
     plans: bool = False
 
 
+def accepting(
+    device_type: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    num_keys: int = 2,
+    is_capped: bool = False,
+    is_chosen: bool = False,
+) -> Iterator[TileBackend]:
+    """Backends that accept a tile with these properties. head_dim: the larger of the head sizes of queries and values."""
+    for backend in BACKENDS:
+        is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped) and (backend.chooses or not is_chosen)
+        if is_possible and backend.takes(device_type, capability, dtype, head_dim):
+            yield backend
+
+
+def first_of(backends: Iterable[TileBackend], is_planned: bool = True) -> TileBackend:
+    """First of the backends that accept a tile.
+
+    is_planned: a plan for the tile's lengths repays its making; if not, a backend that plans is taken only where no other is but
+    the last one. A FlashAttention that the user has activated comes before such a backend, too.
+    """
+    spare: TileBackend | None = None
+    for backend in backends:
+        if backend.plans and (not is_planned or active_flash()):
+            spare = backend
+        elif spare is None or backend is not BACKENDS[-1]:
+            return backend
+    assert spare is not None, "the last backend accepts every tile"
+    return spare
+
+
 def choose_backend(
     device_type: str,
     capability: tuple[int, int],
@@ -84,24 +116,9 @@ def choose_backend(
     num_keys: int = 2,
     is_capped: bool = False,
     is_chosen: bool = False,
-    is_planned: bool = True,
 ) -> TileBackend:
-    """First backend that accepts a tile with these properties.
-
-    head_dim: the larger of the head sizes of queries and values. is_planned: a plan for the tile's lengths repays its making; if
-    not, a backend that plans is taken only where no other is but `plain`.
-    """
-    spare: TileBackend | None = None
-    for backend in BACKENDS:
-        is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped) and (backend.chooses or not is_chosen)
-        if not is_possible or not backend.takes(device_type, capability, dtype, head_dim):
-            continue
-        if backend.plans and (not is_planned or active_flash()):
-            spare = backend
-        elif spare is None or backend is not BACKENDS[-1]:
-            return backend
-    assert spare is not None, "the last backend accepts every tile"
-    return spare
+    """First backend that accepts a tile with these properties, if its lengths repay a plan; see `accepting`."""
+    return first_of(accepting(device_type, capability, dtype, head_dim, num_keys, is_capped, is_chosen))
 
 
 def plan_keys(tile: TileInputs) -> int:
@@ -218,7 +235,8 @@ def _backend_for(tile: TileInputs, name: str) -> TileBackend:
         capability = device_capability(device)
         num_queries, num_keys = tile.q.shape[1], tile.k.shape[1]
         is_planned = repays_plan(num_queries, num_keys, tile.causal)
-        return choose_backend(device.type, capability, tile.q.dtype, head_dim, num_keys, is_capped, is_chosen, is_planned)
+        found = accepting(device.type, capability, tile.q.dtype, head_dim, num_keys, is_capped, is_chosen)
+        return first_of(found, is_planned)
     for backend in BACKENDS:
         if backend.name == name:
             if is_capped and not backend.caps:

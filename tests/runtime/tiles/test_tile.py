@@ -20,7 +20,15 @@ from hf_longctx.plan.core import sharding
 from hf_longctx.runtime.tiles import cuda, plain
 from hf_longctx.runtime.tiles import tile as tile_module
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
-from hf_longctx.runtime.tiles.tile import BACKENDS, attention_backend, choose_backend, tile_backward, tile_forward
+from hf_longctx.runtime.tiles.tile import (
+    BACKENDS,
+    accepting,
+    attention_backend,
+    choose_backend,
+    first_of,
+    tile_backward,
+    tile_forward,
+)
 
 SCALE = 0.3
 SCORES = Scores(SCALE)
@@ -313,7 +321,7 @@ def test_heads_of_a_longer_chunk_have_the_plans_of_its_document(few_lengths: Non
 def test_tiles_that_repay_no_plan_go_to_an_operator_without_plans() -> None:
     def name(num_queries: int, num_keys: int, causal: bool, head_dim: int = 64) -> str:
         is_planned = cuda.repays_plan(num_queries, num_keys, causal)
-        return choose_backend("cuda", HOPPER, torch.bfloat16, head_dim, num_keys, is_planned=is_planned).name
+        return first_of(accepting("cuda", HOPPER, torch.bfloat16, head_dim, num_keys), is_planned).name
 
     assert [name(n, n, True) for n in (8191, 8192, 9001)] == ["flash_attention_2", "cudnn", "cudnn"]
     assert [name(4096, n, False) for n in (4096, 8191, 8192, 8193)] == ["flash_attention_2"] * 2 + ["cudnn", "flash_attention_2"]
