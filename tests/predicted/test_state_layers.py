@@ -21,7 +21,7 @@ from predicted.test_traffic import sent_on_rank
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.spec import model_spec, states_of
-from hf_longctx.hf.models.states import functions
+from hf_longctx.hf.models.states import functions, methods
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.planning.step_record import predicted_memory
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
@@ -360,6 +360,90 @@ def test_a_scan_that_finds_what_an_earlier_state_adds_saves_what_is_counted(name
     num_layers = sum(spec.states.layers)
     assert held["ring"] - held["lone"] == num_layers * 4 * spec.states.carry_wide * num_tokens
     assert held["slice"] - held["first slice"] == num_layers * 4 * spec.states.slice_wide * num_tokens
+
+
+def of_class(name: str, **settings: Any) -> Any:
+    """Config of two layers with 64 channels, unless `settings` say otherwise."""
+    common = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    return getattr(transformers, f"{name}Config")(**{**common, **settings})
+
+
+_FALCON = {**_SCAN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+# sizes that differ in every number which bytes depend on
+FALCONS = {
+    "FalconH1": of_class("FalconH1", **_FALCON, mamba_d_ssm=96),
+    "FalconH1 of wide states": of_class("FalconH1", **{**_FALCON, "mamba_d_state": 32}, hidden_size=128, mamba_d_ssm=192),
+    "FalconH1 of few heads": of_class("FalconH1", **{**_FALCON, "mamba_n_heads": 4, "mamba_n_groups": 1}, mamba_d_ssm=64),
+}
+DIVIDED = {
+    "xLSTM": of_class("xLSTM", num_heads=4, chunk_size=16),
+    "xLSTM of two heads": of_class("xLSTM", num_heads=2, chunk_size=64, hidden_size=128),
+    "xLSTM of wide keys": of_class("xLSTM", num_heads=4, chunk_size=32, hidden_size=96, qk_dim_factor=1.0),
+    "xLSTM of wide values": of_class("xLSTM", num_heads=2, chunk_size=8, v_dim_factor=2.0),
+    "xLSTM of five heads": of_class("xLSTM", num_heads=5, chunk_size=32, hidden_size=160, qk_dim_factor=0.75, v_dim_factor=1.5),
+    "Rwkv": of_class("Rwkv"),
+    "Rwkv of wide attention": of_class("Rwkv", attention_hidden_size=128, intermediate_size=96),
+    "Rwkv of a wide MLP": of_class("Rwkv", hidden_size=96, intermediate_size=512),
+}
+
+
+@pytest.mark.parametrize("name", [*FALCONS, *DIVIDED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_passing_states_on_saves_follows_from_sizes(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, num_tokens, called = (FALCONS | DIVIDED)[name], 512, []
+
+    def keep(read: Any, own: Any, weights: Any, scan: Any, *others: Any) -> torch.Tensor:
+        called.append(([x.detach().requires_grad_() for x in (*read, *own)], weights, scan))
+        return scan.run([*read, *own, *weights], None)[0]
+
+    for module in (functions, methods):
+        monkeypatch.setattr(module, "scan_documents", keep)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    patch_model(model)
+    spec, mixer = model_spec(model), next(iter(mixers_of(model).values()))
+    mixer(torch.randn(1, num_tokens, config.hidden_size, dtype=dtype), longctx=alone(num_tokens))
+    ((inputs, weights, scan),) = called
+
+    def passed() -> Any:
+        wide, first = scan.state_map.widened(inputs)
+        effect = scan.state_map.effect(inputs, weights, *scan.run([*wide, *weights], first))
+        return effect.output(torch.randn_like(effect.after).requires_grad_()), effect.carry
+
+    found = saved_elements(passed) - saved_elements(lambda: scan.run([*inputs, *weights], None))
+    load = Load(num_tokens, (num_tokens,), len(spec.states.layers))
+    ring = ByteModel(spec).chunk(replace(load, num_blocks=2, is_shared=True)).device - ByteModel(spec).chunk(load).device
+    # the state itself does not grow with the tokens
+    state = scan.run([*inputs, *weights], None)[1].numel()
+    assert found - 2 * state <= ring // sum(spec.states.layers) // 4 <= 1.02 * found
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block_bytes", [state_spec.BLOCK_BYTES, 2**17], ids=["whole", "blocks"])
+def test_layers_that_divide_by_sums_of_weights_save_the_bytes_that_are_counted(
+    name: str, dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, num_tokens = DIVIDED[name], 512
+    is_cut = block_bytes < state_spec.BLOCK_BYTES
+    monkeypatch.setattr(state_spec, "BLOCK_BYTES", block_bytes)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
+    patch_model(model)
+    is_rwkv, context = name.startswith("Rwkv"), alone(num_tokens)
+    first, second = (torch.randn(1, num_tokens, config.hidden_size, dtype=dtype, requires_grad=True) for _ in range(2))
+    block: Any = model.rwkv.blocks[0] if is_rwkv else model.backbone.blocks[0]
+
+    def layer() -> Any:
+        if is_rwkv:
+            return block.attention(first, longctx=context), block.feed_forward(second, longctx=context)
+        return block.mlstm_layer(first, longctx=context), block.ffn(second)
+
+    states = states_of(config)
+    # inputs of RWKV's MLP are tensors of its norm, and those of xLSTM's count as its own
+    found = saved_bytes(block, layer)[0] - (first.nbytes + second.nbytes * is_rwkv)
+    expected = states.saved_bytes(dtype.itemsize, num_tokens) * num_tokens
+    assert (num_tokens > states.block_tokens) == is_cut
+    assert 0.98 * found <= expected <= 1.03 * found
+    assert states.parameters == sum(weight.numel() for weight in block.parameters() if weight.dim() == 2)
 
 
 @pytest.mark.parametrize("shape", [GroupShape(4), GroupShape(4, 2)], ids=["ring", "hybrid"])

@@ -61,7 +61,8 @@ class StateLayerBytes(LayerBytes):
         states, load = self.model.states, self.load
         wide = max(4, self.model.bytes_per_element)
         if states.heads and passes_states(load.num_blocks, load.block_ranks, states.heads // states.scans):
-            return wide * states.carry_wide * self.tokens
+            copied = states.carry_copied if self.model.bytes_per_element < 4 else 0
+            return wide * (states.carry_wide + copied) * self.tokens
         return wide * states.slice_wide * (load.sliced_tokens if load.front_tokens else 0)
 
     def _plain_held(self) -> tuple[int, int]:

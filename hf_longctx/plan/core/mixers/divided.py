@@ -19,10 +19,11 @@ MEANS_SCAN = ScanSize(39, 16)
 def mlstm_scan(key_size: int, value_size: int, tile_tokens: int) -> ScanSize:
     """Elements that the scan of an mLSTM saves, with keys of k and values of v elements and tiles of t tokens.
 
-    Five t x t matrices of a tile, 5 t; queries and keys, 2 k; values, and what queries read, 2 v; fourteen numbers.
+    Four t x t matrices of a tile, 4 t; queries, keys and keys with their weights, 3 k; values, what queries read and the outputs,
+    3 v; a memory for each tile, k (v + 1) / t; thirteen numbers and two for each tile. A mask that all heads share is left out.
     """
     k, v, t = key_size, value_size, tile_tokens
-    return ScanSize(5 * t + 2 * k + 2 * v + 14, t)
+    return ScanSize(4 * t + 3 * k + 3 * v + -(-(k * (v + 1) + 2) // t) + 13, t)
 
 
 def rwkv(config: Mapping[str, Any]) -> StateSpec:
@@ -49,7 +50,8 @@ def rwkv(config: Mapping[str, Any]) -> StateSpec:
         out_size=1,
         carry_elements=1,
         carry_products=4 * channels,
-        carry_wide=5 * channels,
+        # two sums for each channel, and two numbers that all of them share
+        carry_wide=2 * channels + 2,
         saved_elements=9 * hidden + 3 * channels + 2 * inner,
         work_wide=4 * channels,
         scan_elements=MEANS_SCAN.token_elements,
@@ -62,7 +64,7 @@ def xlstm(config: Mapping[str, Any]) -> StateSpec:
 
     Saved outside the scan, for v elements of all values and m of the MLP. In the model's format: output of the scan, its norm,
     the gate and their product, 4 v; gates of the memory; the MLP's input and its gate, activation, value and product, 4 m. In
-    fp32: the norm's input and output, 2 v.
+    fp32: the norm's input and output, 2 v, and a number for each head.
     """
     hidden, heads, tile = int(config["hidden_size"]), int(config["num_heads"]), int(config.get("chunk_size") or 64)
     keys, values = int(hidden * config.get("qk_dim_factor", 0.5)), int(hidden * config.get("v_dim_factor", 1.0))
@@ -81,10 +83,11 @@ def xlstm(config: Mapping[str, Any]) -> StateSpec:
         out_size=value,
         carry_elements=1,
         carry_products=heads * key * (value + 1),
-        # queries, outputs before they are divided, and what queries read from an earlier state
-        carry_wide=2 * keys + 4 * values + 8 * heads,
+        # queries; outputs before they are divided, and what queries read from an earlier state; decays and largest weights
+        carry_wide=keys + 2 * values + 7 * heads,
+        carry_copied=heads,
         saved_elements=4 * values + 2 * heads + hidden + 4 * inner,
-        saved_wide=2 * values,
+        saved_wide=2 * values + heads,
         work_wide=heads * (2 * key + value + 4 * tile),
         scan_elements=mlstm_scan(key, value, tile).token_elements,
         tile_tokens=tile,

@@ -218,8 +218,9 @@ def mamba2(config: Mapping[str, Any]) -> StateSpec:
         out_wide=head,
         carry_elements=1,
         carry_products=heads * head * size,
-        # additions to outputs; steps and decays in five forms; in 16 bits, a copy of the weights that read the state
-        carry_wide=values + 5 * heads + groups * size,
+        # additions to outputs; steps and decays in four forms; in 16 bits one less, and a copy of what reads the state
+        carry_wide=values + 4 * heads,
+        carry_copied=groups * size - heads,
         saved_elements=2 * channels + (4 if has_norm else 3) * values + heads + is_falcon * hidden,
         saved_wide=(4 if has_norm else 1) * values,
         # in a model of fp32 the scan's inputs are saved with the tensor that they are parts of, and casts make no copy

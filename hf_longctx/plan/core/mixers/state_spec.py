@@ -39,8 +39,8 @@ class StateSpec:
 
     Where ranks pass states on: carry_elements, fp32 elements for each head that say how tokens change an earlier state. For a
     token whose document begins on another rank: carry_products, multiplications more of the scan; carry_wide, fp32 elements more
-    that are saved. slice_wide: fp32 elements more that are saved for a token of a slice after the first, where ranks do not pass
-    states on.
+    that are saved, and carry_copied more of them in a model of 16 bits. slice_wide: fp32 elements more that are saved for a token
+    of a slice after the first, where ranks do not pass states on.
 
     Saved per token for backward, by transformers' own torch functions, which plans run: saved_elements in the model's format and
     saved_wide in fp32 outside the scan. A scan in one piece saves scan_elements of each head and runs tile_tokens at once
@@ -66,6 +66,7 @@ class StateSpec:
     carry_elements: int = 0
     carry_products: int = 0
     carry_wide: int = 0
+    carry_copied: int = 0
     slice_wide: int = 0
     saved_elements: int = 0
     saved_wide: int = 0
