@@ -10,7 +10,7 @@ from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import most_tokens
+from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 # tokens per tile of norms, MLP and loss: the default of a run
@@ -97,7 +97,8 @@ class DeviceMemory:
         if budget is None:
             return kept
         room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
-        return max(kept, most_tokens(self.model, *room, is_shared=is_shared))
+        reruns = may_rerun(self.model, parameters)
+        return max(kept, most_tokens(self.model, *room, is_shared=is_shared, reruns=reruns))
 
     def kept_bytes(self, num_tokens: int, is_shared: bool) -> int:
         """Bytes besides the states on a rank that holds `num_tokens` tokens with everything kept."""

@@ -15,6 +15,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.greedy import plan_static
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
+from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.sim.capacity import Remedy, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
@@ -322,8 +323,9 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     ways = (memory, replace(memory, state_bytes_per_parameter=0))
     states = max(way.state_bytes(placement.parameters, placement.shard_ranks) for way in ways)
     device_bytes = memory.usable_bytes - states
+    reruns = may_rerun(memory.model, placement.parameters)
     return longest_rows(
-        scenario.costs, Budget(placement.degrees[-1], device_bytes, memory.host_bytes, trains_weights=not memory.lora_rank)
+        scenario.costs, Budget(placement.degrees[-1], device_bytes, memory.host_bytes, not memory.lora_rank, reruns)
     )
 
 

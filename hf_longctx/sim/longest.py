@@ -33,21 +33,23 @@ class LongestRow:
 class Budget:
     """Memory of one group of `degree` ranks: device bytes that states leave free, host bytes of each rank (0: none is counted).
 
-    trains_weights: false for LoRA, whose frozen weights have no gradients.
+    trains_weights: false for LoRA, whose frozen weights have no gradients. reruns: layers may run once more to make the next
+    layer's input, see `may_rerun`.
     """
 
     degree: int
     device_bytes: int
     host_bytes: int
     trains_weights: bool = True
+    reruns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Switches:
     """Switches of the activation engine for one row.
 
-    tile: tokens per tile of MLP and norms; loss_tile: tokens per tile of the loss (0: no tiles). host_bytes, keeps_attention: see
-    `lean_policy`. keeps_everything: nothing is recomputed, like Hugging Face without checkpointing.
+    tile: tokens per tile of MLP and norms; loss_tile: tokens per tile of the loss (0: no tiles). host_bytes, keeps_attention,
+    reruns: see `lean_policy`. keeps_everything: nothing is recomputed, like Hugging Face without checkpointing.
     """
 
     name: str
@@ -55,12 +57,14 @@ class _Switches:
     loss_tile: int = 0
     host_bytes: int = 0
     keeps_attention: bool = False
+    reruns: bool = False
     keeps_everything: bool = False
 
     def policy(self, costs: CostModel, num_tokens: int) -> ActivationPolicy:
         if self.keeps_everything:
             return ActivationPolicy(0)
-        return lean_policy(costs.model, num_tokens, self.host_bytes, self.tile, keeps_attention=self.keeps_attention)
+        ways = {"keeps_attention": self.keeps_attention, "reruns": self.reruns}
+        return lean_policy(costs.model, num_tokens, self.host_bytes, self.tile, **ways)
 
 
 def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
@@ -78,6 +82,8 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
             _Switches(f"+ {host / _GIB:.0f} GiB of host memory a rank", tile, tile, host),
             _Switches("  the same, attention kept", tile, tile, host, keeps_attention=True),
         ]
+    if budget.reruns:
+        rows.append(_Switches("+ inputs of every second layer alone", tile, tile, host, reruns=True))
     return tuple(_row(costs, budget, switches) for switches in rows)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span
+from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes
@@ -120,6 +120,12 @@ def predicted(
     return ByteModel(shape.spec(dtype)).chunk(load, policy), 16 * sum(documents)
 
 
+def reruns(host: float) -> tuple[LayerPolicy, LayerPolicy]:
+    """Policies of two layers, of which only the first keeps its input; the share `host` of it waits on the host."""
+    first = offloading(host=host)
+    return first, LayerPolicy((TensorShare("layer_input", recompute=1.0), *first.shares[1:]))
+
+
 WHOLE = (NUM_TOKENS,)
 # document lengths for cases in which tensors of a tile's or the weights' size would otherwise exceed a few percent
 LONG = (NUM_TOKENS // 4,) * 8
@@ -137,6 +143,10 @@ CASES = {
     "tiles-hidden": (WIDE_HIDDEN, offloading(), 256, WHOLE),
     "attention-kept": (Shape(), offloading(recompute=0.0), 256, WHOLE),
     "host": (Shape(), offloading(host=1.0, recompute=0.0), 256, LONG),
+    "reruns": (Shape(layers=8), reruns(0.0), 256, LONG),
+    "reruns-hidden": (replace(WIDE_HIDDEN, layers=8), reruns(0.0), 256, WHOLE),
+    "reruns-host": (replace(WIDE_HIDDEN, layers=8), reruns(1.0), 256, WHOLE),
+    "reruns-mlp": (WIDE_MLP, reruns(0.0), 0, WHOLE),
     "split": (Shape(layers=8), offloading(host=0.5, recompute=0.25), 256, LONG),
     "mlp-kept": (Shape(), offloading(mlp=0.5), 64, WHOLE),
     "qkv-kept": (Shape(), offloading(recompute=0.0, qkv=0.0), 256, WHOLE),
@@ -151,6 +161,7 @@ CASES = {
 }
 # cases that another element size changes: tensors that stay fp32 in norms and loss, tiles, shares on the host, heads, packs
 HALF_WIDTH = [
+    "reruns",
     *("recomputed-loss", "recomputed-qwen3", "tiles-mlp", "tiles-hidden", "host", "mlp-kept", "qkv-cut-heads"),
     *("plain-mlp", "plain-packed", "plain-qwen3"),
 ]
@@ -161,7 +172,8 @@ HALF_WIDTH = [
 )
 def test_held_bytes_and_peaks_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
     shape, one, tile_tokens, documents = CASES[name]
-    policy = None if one is PLAIN else ActivationPolicy(0, 0, (one,) * shape.layers, tile_tokens)
+    layers = shape.layers * (one,) if isinstance(one, LayerPolicy) else shape.layers // 2 * one
+    policy = None if one is PLAIN else ActivationPolicy(0, 0, layers, tile_tokens)
     held, host, forward_peak, backward_peak = measured(shape, dtype, documents, policy)
     found, before = predicted(shape, dtype, documents, policy)
     assert found.device - before == pytest.approx(held, rel=0.01)

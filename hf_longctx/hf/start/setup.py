@@ -35,7 +35,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.memory.capacity import most_tokens
+from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
@@ -202,7 +202,8 @@ class _SetupBasis:
         is_shared = degrees[-1] > 1
         budget = activation_budget(config, costs, ranges, is_shared, self.args.device, self.control, self.reference_bytes)
         activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
-        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, is_shared)
+        reruns = len(ranges) == 1 and may_rerun(costs.model, costs.parameters)
+        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, is_shared, reruns)
         planner = PlannerConfig(
             tokens_per_rank=tokens_per_rank,
             activations=activations,
@@ -224,16 +225,21 @@ class _SetupBasis:
         return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
 
     def _tokens_per_rank(
-        self, costs: CostModel, budget: ActivationBudget, activations: ActivationBudget | None, is_shared: bool
+        self,
+        costs: CostModel,
+        budget: ActivationBudget,
+        activations: ActivationBudget | None,
+        is_shared: bool,
+        reruns: bool,
     ) -> int:
         """Most tokens of a micro-batch on a rank: the setting, or what memory holds if that is less or nothing is set.
 
-        With activations="keep" the setting is trusted.
+        With activations="keep" the setting is trusted. reruns: see `most_tokens`.
         """
         config, fitting = self.config, budget.kept_tokens
         if activations is not None:
             room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
-            fitting = max(fitting, most_tokens(costs.model, *room, is_shared=is_shared))
+            fitting = max(fitting, most_tokens(costs.model, *room, is_shared=is_shared, reruns=reruns))
         if config.tokens_per_rank is None and fitting < 1:
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
             has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty

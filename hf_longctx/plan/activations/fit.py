@@ -155,11 +155,12 @@ def lean_group(
     tile_tokens: int,
     host_share: Callable[[int, int], int],
     keeps_attention: bool = False,
+    reruns: bool = False,
 ) -> SequenceGroup:
     """The group with every layer of every chunk recomputed, which needs the least device memory.
 
     host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk on
-    every stage. keeps_attention: see `lean_policy`.
+    every stage. keeps_attention, reruns: see `lean_policy`.
     """
     tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
     layers: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
@@ -170,6 +171,7 @@ def lean_group(
             for part, owned in enumerate(stage.parts):
                 size = num_tokens, owned.num_layers, host_share(num_tokens, owned.num_layers)
                 if size not in known:
-                    known[size] = lean_policy(model, num_tokens, size[2], tile_tokens, owned.num_layers, keeps_attention).layers
+                    ways = owned.num_layers, keeps_attention, reruns
+                    known[size] = lean_policy(model, num_tokens, size[2], tile_tokens, *ways).layers
                 layers[stage.stage, chunk.index, part] = known[size]
     return with_layers(group, layers, tile_tokens)

@@ -16,8 +16,9 @@ For attention, later tokens cost more to recompute, so t is not constant: the fi
 its pairs, and more than r^2 under a window. The program uses a convex piecewise linear curve, the lower hull of exact points,
 because the exact curve is not convex with several documents; outcomes are priced by the exact curve.
 
-The layer input, from which everything else is recomputed, cannot be recomputed itself. That is the only dependency: attention and
-MLP are replayed from the layer input on, and use whatever is kept of the classes in between.
+The layer input, from which everything else is recomputed, is not recomputed itself; policies of least memory do that
+(`plan/memory/capacity.py`). That is the only dependency: attention and MLP are replayed from the layer input on, and use whatever
+is kept of the classes in between.
 
 If the link is the only limit, h is SPPO's share of slice i, min(1, B T[i+1] / A_i) with A_i the slice's bytes (arXiv 2503.10377,
 section 5.2), with no exposed second and nothing recomputed. Splitting by shares under host and device limits is MEMO's idea
@@ -155,7 +156,7 @@ def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | N
         place, width, seconds = piece
         slot, item = places[place]
         num_bytes = width * item.num_bytes
-        return item.can_recompute, -seconds / num_bytes if num_bytes else 0.0, -slot
+        return item.can_recompute, -seconds / num_bytes if num_bytes and item.can_recompute else 0.0, -slot
 
     for place, width, seconds in sorted(pieces, key=urgency):
         slot, item = places[place]
@@ -248,7 +249,7 @@ class _Problem:
         self.byte_unit = max((item.num_bytes for _, item in self.items), default=0.0) or 1.0
         curves = zip(self.items, _segments_of(slots), strict=True)
         self.curves = [(place, segments) for place, ((_, item), segments) in enumerate(curves) if item.documents]
-        times = [item.recompute_s for _, item in self.items] + [slot.forward_s for slot in slots]
+        times = [item.recompute_s for _, item in self.items if item.can_recompute] + [slot.forward_s for slot in slots]
         self.second_unit = max([*times, self.byte_unit / limits.bytes_per_s * 1e-3])
 
     def solve(self, time_limit_s: float) -> FloatArray | None:
@@ -281,7 +282,7 @@ class _Problem:
         costs = np.zeros_like(upper)
         for place, (_, item) in enumerate(self.items):
             upper[2 * place], upper[2 * place + 1] = float(item.can_recompute), float(item.can_offload)
-            costs[2 * place] = item.recompute_s / self.second_unit
+            costs[2 * place] = item.can_recompute * item.recompute_s / self.second_unit
             costs[2 * place + 1] = _IDLE_COPY * item.num_bytes / self.limits.bytes_per_s / self.second_unit
         costs[2 * num_items + num_slots : num_columns] = 1.0
         self._add_curves(rows, num_columns)

@@ -99,19 +99,20 @@ def layer_slot(
     Recomputing a class takes as long as its part of the forward: by exact pairs for attention, for other classes by their share
     of the layer's parameters, and for the MLP with the travel of tokens to spread experts. The MLP's seconds include the output
     projection, since the MLP's replay runs through it. The output head belongs to no layer, so its share of a token's seconds is
-    left out. A layer with a state keeps no attention output, and its mixer is recomputed as a whole, with the share that
-    attention's projections have in the mean layer.
+    left out. Programs recompute no layer input. A layer with a state keeps no attention output, and its mixer is recomputed as a
+    whole, with the share that attention's projections have in the mean layer.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
     token_s, inside = forward.token_s * tokens / model.num_layers, 1 - costs.head_share(is_backward=False)
     qkv_part = model.mixing_share
     recompute_s: dict[TensorClass, float] = {
-        "layer_input": 0.0,
         "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
         "qkv": qkv_part * token_s * inside,
         "mlp": (1 - qkv_part) * token_s * inside + costs.expert_exchange_s(tokens) / model.num_layers,
     }
+    # another run of a whole layer makes the input of the next one
+    recompute_s = {"layer_input": sum(recompute_s.values()), **recompute_s}
     # classes of which a replay reuses nothing
     replayed = ("qkv",) * (not model.can_keep_qkv) + ("mlp",) * model.experts.are_spread
     saved = tuple(

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import (
-    ActivationPolicy,
-    LayerPolicy,
-    TensorShare,
-)
+from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, Parameters, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.saved_tensors import class_bytes
@@ -22,34 +18,44 @@ def lean_policy(
     tile_tokens: int,
     num_layers: int = 0,
     keeps_attention: bool = False,
+    reruns: bool = False,
 ) -> ActivationPolicy:
     """The policy with the least device memory for a chunk with `num_tokens` tokens on a rank: only layer inputs are kept.
 
     As many inputs as fit go to the host, those of the first layers first, since their backward runs last. keeps_attention:
-    attention outputs are kept and offloaded with the inputs, so that attention is not run again.
+    attention outputs are kept and offloaded with the inputs, so that attention is not run again. reruns: only every second layer
+    keeps its input, and runs once more to make the input of the next one.
     """
     num_layers = num_layers or model.num_layers
     input_bytes = class_bytes(model, "layer_input") * num_tokens
     if keeps_attention:
         input_bytes += class_bytes(model, "attention_output") * num_tokens
-    shares = (min(1.0, max(0.0, host_bytes / input_bytes - i)) if input_bytes else 0.0 for i in range(num_layers))
+    places = (layer // 2 if reruns else layer for layer in range(num_layers))
+    shares = (min(1.0, max(0.0, host_bytes / input_bytes - place)) if input_bytes else 0.0 for place in places)
     # shares are rounded down to whole tokens, so that they never exceed the limit
     parts = [int(share * num_tokens) / max(1, num_tokens) for share in shares]
-    recomputed = TensorShare("attention_output", recompute=1.0)
+    again = [TensorShare(name, recompute=1.0) for name in TENSOR_CLASSES]
     # equal layers share one object, which is counted once
     known = {
         part: LayerPolicy(
             (
                 TensorShare("layer_input", host=part, device=1 - part),
-                TensorShare("attention_output", host=part, device=1 - part) if keeps_attention else recomputed,
-                TensorShare("qkv", recompute=1.0),
-                TensorShare("mlp", recompute=1.0),
+                TensorShare("attention_output", host=part, device=1 - part) if keeps_attention else again[1],
+                *again[2:],
             )
         )
         for part in set(parts)
     }
     layers = [known[part] for part in parts]
+    if reruns:
+        layers[1::2] = [LayerPolicy(tuple(again))] * (num_layers // 2)
     return ActivationPolicy(0, 0, tuple(layers), tile_tokens)
+
+
+def may_rerun(model: ModelSpec, parameters: Parameters) -> bool:
+    """Whether layers of a run without stages may run once more to make the next layer's input: they meet no other ranks then."""
+    is_plain = model.states.is_empty and model.index.is_empty and not model.experts.num_experts
+    return is_plain and parameters == "replicated" and model.num_layers > 1
 
 
 def most_tokens(
@@ -60,16 +66,19 @@ def most_tokens(
     trains_weights: bool = True,
     is_shared: bool = False,
     groups_heads: bool = False,
+    reruns: bool = False,
 ) -> int:
     """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
 
     device_bytes: bytes of the device that weights, gradients and optimizer states leave free. is_shared: the rank belongs to a
-    group, whose exchanges take memory, and the result is its share of the document. groups_heads: see `Load`.
+    group, whose exchanges take memory, and the result is its share of the document. groups_heads: see `Load`. reruns: layers may
+    run once more to make the next layer's input, see `may_rerun`.
     """
 
     def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
         # copies that come back from the host take device memory too, so with few layers offloading may not pay
-        return tuple(lean_policy(model, num_tokens, limit, tile_tokens) for limit in {0, host_bytes})
+        ways = [(limit, again) for again in {False, reruns} for limit in {0, host_bytes}]
+        return tuple(lean_policy(model, num_tokens, limit, tile_tokens, reruns=again) for limit, again in ways)
 
     like = replace(Load.document(1, model.num_layers, trains_weights), is_shared=is_shared, groups_heads=groups_heads)
     return ByteModel(model).longest(device_bytes, host_bytes, policies, like)

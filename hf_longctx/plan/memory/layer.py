@@ -96,6 +96,9 @@ class LayerBytes:
         adapters = 0 if self.is_plain else model.adapters.layer_saved_bytes * self.tokens
         self.forward = self._forward() + adapters
         self.backward = max(self._mlp_backward(), self._norm_backward(), self._attention_backward()) + adapters
+        if again := self._recomputed("layer_input") * class_bytes(model, "layer_input"):
+            # the layer input lies beside all of these; before, the layer before makes it while this layer's gradient waits
+            self.backward = again + max(self.backward, self.forward)
 
     @cached_property
     def _sizes(self) -> tuple[int, int, int, int]:

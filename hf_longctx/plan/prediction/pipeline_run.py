@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -204,7 +204,7 @@ class ChunkSeconds:
         self._hops: dict[bool, list[float]] = {}
         self._saved: dict[tuple[int, LayerKind], tuple[SavedClass, ...]] = {}
         # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
-        self._layers: dict[tuple[int, int, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
+        self._layers: dict[tuple[int, int, LayerKind, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
     def passes(self, is_backward: bool, near: int, windows: Windows) -> FloatArray:
         """Seconds of every chunk, shape (chunks, 3): one layer (the mean over `windows`), the head, communication in one layer.
@@ -229,14 +229,18 @@ class ChunkSeconds:
             self._hops[leaves] = [self.costs.hop_s(count, leaves) for count in self.tokens]
         return self._hops[leaves]
 
-    def layer(self, chunk: int, layer: LayerPolicy, kind: LayerKind) -> tuple[float, float] | None:
-        """Seconds recomputed and seconds copied in a layer of this kind; None if the layer keeps everything."""
-        key = chunk, id(layer), kind
+    def layer(self, chunk: int, layer: LayerPolicy, kind: LayerKind, before: LayerKind) -> tuple[float, float] | None:
+        """Seconds recomputed and seconds copied in a layer of this kind; None if the layer keeps everything.
+
+        before: kind of the layer before it, whose other run makes a layer input that is recomputed.
+        """
+        key = chunk, id(layer), kind, before
         if key not in self._layers:
             found = None
             if not layer.keeps_everything:
                 shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk, kind)]
-                again_s = sum(item.recompute_part_s(share.recompute) for item, share in shares)
+                again_s = sum(item.recompute_part_s(share.recompute) for item, share in shares[1:])
+                again_s += self.saved(chunk, before)[0].recompute_part_s(shares[0][1].recompute)
                 copied = sum(item.num_bytes * share.host for item, share in shares)
                 found = again_s, copied / self.costs.cluster.hardware.copy_bytes_per_s
             self._layers[key] = layer, found
@@ -353,7 +357,7 @@ class StageSeconds:
             if self._has_copies(policy.layers):
                 self._under_seconds[key] = self._under(policy, is_backward, near, kinds or (ATTENTION,) * num_layers)
             else:
-                own = zip(policy.layers, kinds or (ATTENTION,) * num_layers, strict=False) if is_backward else ()
+                own = _with_kinds(policy.layers, kinds or (ATTENTION,) * num_layers) if is_backward else ()
                 again = (self.chunks.layer(policy.chunk, *each) for each in own)
                 self._under_seconds[key] = sum(of_layer[0] for of_layer in again if of_layer is not None), ()
         return self._under_seconds[key]
@@ -369,7 +373,7 @@ class StageSeconds:
         # in a model without windows all layers take equal seconds, which are stored under the key ()
         windows = tuple(kind.window for kind in kinds) if self.costs.model.windows else ()
         pass_s = float(self.chunks.passes(is_backward, near, windows)[policy.chunk, 0])
-        of_layers = [self.chunks.layer(policy.chunk, *each) for each in zip(policy.layers, kinds, strict=False)]
+        of_layers = [self.chunks.layer(policy.chunk, *each) for each in _with_kinds(policy.layers, kinds)]
         of_layers += [None] * (len(kinds) - len(policy.layers))
         again_s = plain_s = 0.0
         # copy steps of the pass: [seconds to compute consecutive layers, seconds to copy their tensors]
@@ -389,3 +393,10 @@ class StageSeconds:
             steps[-1][0] += plain_s
         has_host = any(copy_s for _, copy_s in steps)
         return again_s, tuple(CopyStep(*step) for step in steps) if has_host else ()
+
+
+def _with_kinds(
+    layers: Sequence[LayerPolicy], kinds: tuple[LayerKind, ...]
+) -> Iterator[tuple[LayerPolicy, LayerKind, LayerKind]]:
+    """Policy of each layer with its kind and that of the layer before it; of the first layer, its own kind twice."""
+    return zip(layers, kinds, (*kinds[:1], *kinds), strict=False)

@@ -12,9 +12,11 @@ projections find their records on the layer's binding. So per layer and step
     recomputed share, norms at most three times, and the MLP twice minus its kept share (a third time only if the layer saves
     tensors after it, as with a norm after the MLP).
 
-The layer input is always kept. The other tensors that a policy names (attention output with its LSE, outputs of the projections,
-inner tensors of the MLP) are kept for a share of the tokens. Kept tensors may wait on the host; those of a layer are fetched
-while the following layer is replayed. Layers that keep everything, and layers without any gradient, run unchanged.
+The layer input is kept, or it is the output of the layer before, which then runs once more from its own kept input, without a
+graph (`Rerun`); two layers in a row cannot both do this. The other tensors that a policy names (attention output with its LSE,
+outputs of the projections, inner tensors of the MLP) are kept for a share of the tokens. Kept tensors may wait on the host;
+those of a layer are fetched while the following layer is replayed. Layers that keep everything, and layers without any gradient,
+run unchanged.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, TensorShare
+from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, TensorShare
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -61,11 +64,31 @@ class LayerModules:
     meets_ranks: bool = False
 
 
+class Rerun:
+    """Recomputes a layer's output, which is the input of the next layer: from its input, without a graph.
+
+    The next layer's graph owns it. slot: of the layer that runs once more. run: its forward without a graph.
+    """
+
+    def __init__(self, slot: LayerSlot, run: Callable[[Tensor], Tensor], output: Tensor) -> None:
+        self.slot, self._run, self._output = slot, run, weakref.ref(output)
+
+    def gives(self, hidden_1TC: Tensor) -> bool:
+        """Whether a tensor is the output of the layer's first run, and not one that the model has made from it."""
+        return self._output() is hidden_1TC
+
+    def __call__(self) -> Tensor:
+        return self._run(self.slot.fetch_input())
+
+
 class LayerSlot:
     """State of one layer in one forward, until its backward: its policy and the tensors it holds.
 
-    previous: the slot of the nearest earlier layer that has one; that layer's backward comes next.
+    previous: the slot of the nearest earlier layer that has one; that layer's backward comes next. feeds_next: the next layer's
+    input is recomputed from this one's.
     """
+
+    feeds_next = False
 
     def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, previous: LayerSlot | None) -> None:
         self.tile_tokens, self._tier, self._previous = tile_tokens, tier, previous
@@ -76,6 +99,8 @@ class LayerSlot:
         # weak, since the layer's graph owns it and frees it after the layer's backward
         self._input: weakref.ref[SplitTensor] | None = None
         self.whole_input_bytes = 0
+        # of the layer before, until the first run of this layer has packed its input
+        self.rerun_before: Rerun | None = None
 
     @property
     def splits_mlp(self) -> bool:
@@ -94,22 +119,42 @@ class LayerSlot:
         return self.projections.share.recompute < 1
 
     @property
-    def splits_input(self) -> bool:
-        """Whether the layer input waits on the host for at least some tokens."""
-        return self._input_share.host > 0
+    def recomputes_input(self) -> bool:
+        """Whether the layer before runs once more to make the layer input."""
+        return self._input_share.recompute > 0
 
-    def pack_input(self, hidden_1TC: Tensor) -> SplitTensor | Tensor:
+    @property
+    def splits_input(self) -> bool:
+        """Whether hooks pack the layer input: some of it waits on the host, is recomputed, or is needed by the next layer."""
+        return self._input_share.host > 0 or self.recomputes_input or self.feeds_next
+
+    def pack_input(self, hidden_1TC: Tensor) -> SplitTensor | Rerun | Tensor:
         """Packs the layer input for the graph; called for every tensor among the layer's positional arguments."""
         if hidden_1TC.dim() != 3 or hidden_1TC.shape[0] != 1:
             return hidden_1TC
-        split = SplitTensor(hidden_1TC[0], self._input_share, self._tier)
+        rerun, self.rerun_before = self.rerun_before, None
+        if rerun is not None and rerun.gives(hidden_1TC):
+            return rerun
+        # where the layer before cannot give the input again, as below the first trained weight, the device keeps it
+        share = TensorShare("layer_input", device=1.0) if self.recomputes_input else self._input_share
+        split = SplitTensor(hidden_1TC[0], share, self._tier)
         self._input = weakref.ref(split)
         return split
 
-    def unpack_input(self, packed: SplitTensor | Tensor) -> Tensor:
+    def fetch_input(self) -> Tensor:
+        """The layer input for a run besides the replay, [1, T, C]; the caller owns a copy from the host."""
+        split = None if self._input is None else self._input()
+        assert split is not None
+        return split.fetch().unsqueeze(0)
+
+    def unpack_input(self, packed: SplitTensor | Rerun | Tensor) -> Tensor:
         """Unpacks the layer input when its replay begins, and starts to fetch the tensors that the previous layer will need."""
         if isinstance(packed, Tensor):
             return packed
+        if isinstance(packed, Rerun):
+            hidden_1TC = packed()
+            self.prefetch_previous()
+            return hidden_1TC
         hidden_TC = packed.fetch()
         self.prefetch_previous()
         return hidden_TC.unsqueeze(0)
@@ -138,7 +183,10 @@ class ChunkActivations:
         previous: LayerSlot | None = None
         for binding, layer in zip(bindings, policy.layers, strict=False):
             if not layer.keeps_everything:
-                previous = self.slots[binding.index] = LayerSlot(layer, policy.tile_tokens, tier, previous)
+                slot = self.slots[binding.index] = LayerSlot(layer, policy.tile_tokens, tier, previous)
+                if slot.recomputes_input and (before := self.slots.get(binding.index - 1)) is not None:
+                    before.feeds_next = True
+                previous = slot
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -236,7 +284,13 @@ class ActivationEngine:
             )
         for index, (layer, binding) in enumerate(zip(policy.layers, bindings, strict=False)):
             where, modules = f"chunk {policy.chunk}, layer {index}", binding.modules
-            refuse_unsupported_policy(layer, where)
+            before = policy.layers[index - 1] if index else None
+            refuse_unsupported_policy(layer, where, before)
+            if layer.share("layer_input").recompute and not _runs_alone(bindings[index - 1].modules):
+                raise ValueError(
+                    f"{where}: layer_input is recomputed by another run of the layer before, but that layer meets other ranks "
+                    f"for its weights or experts, once in every pass; keep layer_input, or offload it to the host"
+                )
             kept = 1 - layer.share("qkv").recompute
             if kept > 0 and not modules.projections and not layer.keeps_everything:
                 raise ValueError(
@@ -259,15 +313,29 @@ class ActivationEngine:
             self.head.unbind()
 
 
-def refuse_unsupported_policy(policy: LayerPolicy, where: str) -> None:
-    """Raises ValueError naming the first setting of a layer's policy that cannot be executed."""
-    if policy.keeps_everything:
+def refuse_unsupported_policy(policy: LayerPolicy, where: str, before: LayerPolicy | None) -> None:
+    """Raises ValueError naming the first setting of a layer's policy that cannot be executed.
+
+    before: policy of the layer before it; None for the first layer of a part.
+    """
+    if policy.keeps_everything or not (recomputed := policy.share("layer_input").recompute):
         return
-    if (recomputed := policy.share("layer_input").recompute) > 0:
+    if recomputed < 1:
         raise ValueError(
-            f"{where}: {recomputed:g} of layer_input is recomputed, but a layer is replayed from its input; keep it, or offload "
-            f"it to the host"
+            f"{where}: {recomputed:g} of layer_input is recomputed, but the layer before gives all of it or nothing; keep it, or "
+            f"offload it to the host"
         )
+    if before is None or before.keeps_everything or before.share("layer_input").recompute:
+        raise ValueError(
+            f"{where}: layer_input is recomputed, but the layer before "
+            f"{'is on another part' if before is None else 'does not keep its own input for that'}; keep it, or offload it to "
+            f"the host"
+        )
+
+
+def _runs_alone(modules: LayerModules) -> bool:
+    """Whether a layer meets no other ranks outside attention: its weights are whole, and so are its experts."""
+    return not modules.meets_ranks and not any(isinstance(parameter, DTensor) for parameter in modules.layer.parameters())
 
 
 def _replayed(policy: LayerPolicy) -> LayerPolicy:
@@ -367,8 +435,12 @@ class _LayerBinding:
         slot = context.activations.slots.get(self.index)
         if slot is None:
             return function(*inputs)
-        keywords = {**function.keywords, "longctx": replace(context, attention_record=slot.attention)}
-        layer_forward = partial(function.func, *function.args, **keywords)
+        if slot.recomputes_input and context.slices:
+            raise ValueError(
+                f"layer {self.index}: the layer input is recomputed, but the chunk has slices, whose keys and values another run "
+                f"of the layer before would write again; keep the layer input, or offload it to the host"
+            )
+        layer_forward = _forward_with(function, context, slot)
         contexts = partial(_both_contexts, self, slot, context.tokens)
         # preserve_rng_state=False: nothing in a layer is random, since dropout draws by token
         # these hooks see only the layer inputs, because inside the layer checkpointing puts its own hooks on top
@@ -376,7 +448,35 @@ class _LayerBinding:
         if not slot.splits_input:
             slot.whole_input_bytes = sum(x.numel() * x.element_size() for x in inputs if isinstance(x, Tensor))
         with hooks:
-            return checkpoint(layer_forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+            output = checkpoint(layer_forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        if slot.feeds_next and len(inputs) == 1 and isinstance(output, Tensor):
+            following = context.activations.slots[self.index + 1]
+            following.rerun_before = Rerun(slot, self._rerun(function, context, slot.tile_tokens), output)
+        return output
+
+    def _rerun(self, function: partial[Any], context: Any, tile_tokens: int) -> Callable[[Tensor], Tensor]:
+        """Forward of the layer without a graph, which leaves the records of its first run as they are."""
+        device = next(self.modules.layer.parameters()).device.type
+        autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+        def run(hidden_1TC: Tensor) -> Tensor:
+            # records that keep nothing
+            slot = LayerSlot(_NOTHING_KEPT, tile_tokens, None, None)
+            # backward does not restore autocast by itself
+            with torch.no_grad(), torch.autocast(*autocast), _Inside(self, slot, context.tokens, is_replay=False):
+                output: Tensor = _forward_with(function, context, slot)(hidden_1TC)
+            return output
+
+        return run
+
+
+_NOTHING_KEPT = LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in TENSOR_CLASSES))
+
+
+def _forward_with(function: partial[Any], context: Any, slot: LayerSlot) -> partial[Any]:
+    """A layer's forward whose attention finds the record of `slot`."""
+    keywords = {**function.keywords, "longctx": replace(context, attention_record=slot.attention)}
+    return partial(function.func, *function.args, **keywords)
 
 
 def _both_contexts(binding: _LayerBinding, slot: LayerSlot, tokens: DropoutTokens | None) -> tuple[_Inside, _Inside]:

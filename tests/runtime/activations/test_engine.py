@@ -18,6 +18,7 @@ from helpers.models.reference import TOLERANCE, random_rows, reference_step, rel
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import plan_of
 from helpers.plans.policies import replayed, same_policy
+from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_pool import RankFailure
 from helpers.ranks.rank_steps import check_step, rank_inputs, run_step
 from hypothesis import Phase, given, settings
@@ -315,8 +316,60 @@ def test_adapters_match() -> None:
     assert max(relative_error(gradient, expected[name]) for name, gradient in trained.items()) <= TOLERANCE
 
 
+INPUTS_HALVED = (
+    LayerPolicy((TensorShare("layer_input", device=1.0), *replayed(1.0).shares[1:])),
+    LayerPolicy((TensorShare("layer_input", recompute=1.0), *replayed(1.0).shares[1:])),
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("tile_tokens", [0, 8])
+def test_a_layer_input_that_the_layer_before_makes_again_gives_the_same_gradients(family: str, tile_tokens: int) -> None:
+    work = run(ModelCase(family, promoted=True), INPUTS_HALVED, tile_tokens, LENGTHS)
+    if family == "llama":
+        # the first layer runs three times, and its attention too; the second one twice
+        assert work.pairs == 5 * PAIRS
+        assert work.mlp_tokens == [3 * 52, 2 * 52]
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_groups_make_layer_inputs_again(ranks, method: str) -> None:
+    lengths = [41, 3, 19, 7]
+    plan = plan_of([[(2, (0, 1, 2, 3))]], lengths, 2, ulysses=1 if method == "ring" else 0)
+    layers = (replayed(0.0, mlp=0.5, input_host=0.5), INPUTS_HALVED[1])
+    check_step(ranks(2), ModelCase(), same_policy(plan, *layers, tile_tokens=8), lengths)
+
+
+def test_sharded_layers_do_not_make_inputs_again(ranks) -> None:
+    plan = plan_of([[(2, (0,))]], [23], 2, parameters="sharded")
+    with pytest.raises(RankFailure, match="that layer meets other ranks for its weights or experts"):
+        run_step(ranks(2), ModelCase(), same_policy(plan, *INPUTS_HALVED), random_rows([23]))
+
+
+def test_slices_do_not_make_inputs_again() -> None:
+    model = build_model(ModelCase(promoted=True))
+    plan = sliced_plan([24], [cut(0, [12, 12])[:1], cut(0, [12, 12])[1:]], "0F0 0F1 0B1 0B0")
+    with pytest.raises(ValueError, match="chunk has slices, whose keys and values"):
+        step(model, None, random_rows([24]), INPUTS_HALVED, 8, plan)
+
+
+def test_an_input_that_the_model_has_changed_is_kept() -> None:
+    # as if the model scaled hidden states between its layers
+    def scaled() -> Any:
+        model = build_model(ModelCase(promoted=True))
+        model.model.layers[1].register_forward_pre_hook(lambda module, inputs: (2 * inputs[0], *inputs[1:]))
+        return model
+
+    rows, model = random_rows(LENGTHS), scaled()
+    expected_loss, expected = reference_step(scaled(), rows)
+    loss, _ = step(model, None, rows, INPUTS_HALVED, 8)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert worst_error(model, expected) <= TOLERANCE
+
+
 REFUSED = {
     "input": (TensorShare("layer_input", recompute=0.25, device=0.75), "0.25 of layer_input is recomputed"),
+    "first input": (TensorShare("layer_input", recompute=1.0), "the layer before is on another part"),
     "host": (TensorShare("attention_output", host=0.5, device=0.5), "the engine was given no host memory"),
     "qkv host": (TensorShare("qkv", host=0.5, recompute=0.5), "the engine was given no host memory"),
 }

@@ -22,6 +22,7 @@ from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.memory.round_bytes import RoundBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.pipeline.activations.cells import recomputed_layer
@@ -261,8 +262,11 @@ class RoomMaker:
     def _lean(self, group: SequenceGroup) -> Iterator[list[SequenceGroup]]:
         """The group in least memory, with the host and without it, since copies need device memory too."""
         yield [self._lean_group(group, host_bytes) for host_bytes in (self.budget.host_bytes, 0)]
+        # slices would write their keys and values again
+        if len(group.chunks) == 1 and may_rerun(self.costs.model, self.costs.parameters):
+            yield [self._lean_group(group, host_bytes, reruns=True) for host_bytes in (self.budget.host_bytes, 0)]
 
-    def _lean_group(self, group: SequenceGroup, host_bytes: int) -> SequenceGroup:
+    def _lean_group(self, group: SequenceGroup, host_bytes: int, reruns: bool = False) -> SequenceGroup:
         left_bytes = host_bytes
 
         def host_share(num_tokens: int, num_layers: int) -> int:
@@ -272,7 +276,7 @@ class RoomMaker:
             left_bytes = max(0, share - num_layers * num_tokens * class_bytes(self.costs.model, "layer_input"))
             return share
 
-        return lean_group(group, self.costs.model, self.budget.tile_tokens, host_share)
+        return lean_group(group, self.costs.model, self.budget.tile_tokens, host_share, reruns=reruns)
 
     def _trial(self, group: SequenceGroup) -> Trial:
         """Predicts the run of the group alone and compares it with the budget.
