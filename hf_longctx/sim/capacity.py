@@ -90,15 +90,16 @@ class DeviceMemory:
         kept = self.tokens_per_rank(parameters, shard_ranks, is_shared)
         return ActivationBudget(kept, self.left_bytes(parameters, shard_ranks), self.host_bytes, TILE_TOKENS)
 
-    def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> int:
-        """Most tokens that fit on a rank, with policies or with everything kept. is_shared: ranks may share sequences."""
+    def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, degree: int) -> int:
+        """Most tokens that fit on a rank, with policies or with everything kept. degree: most ranks that may share a sequence."""
+        is_shared = degree > 1
         kept = self.tokens_per_rank(parameters, shard_ranks, is_shared)
         budget = self.budget(parameters, shard_ranks, is_shared)
         if budget is None:
             return kept
         room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
         reruns = may_rerun(self.model, parameters)
-        return max(kept, most_tokens(self.model, *room, is_shared=is_shared, reruns=reruns))
+        return max(kept, most_tokens(self.model, *room, is_shared=is_shared, reruns=reruns, block_ranks=degree))
 
     def kept_bytes(self, num_tokens: int, is_shared: bool) -> int:
         """Bytes besides the states on a rank that holds `num_tokens` tokens with everything kept."""
@@ -132,7 +133,7 @@ class Placement:
 
     def tokens_per_rank(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank that a plan may use."""
-        return self._bounded(memory.most_tokens_per_rank(self.parameters, self.shard_ranks, self.is_shared))
+        return self._bounded(memory.most_tokens_per_rank(self.parameters, self.shard_ranks, self.degrees[-1]))
 
     def _bounded(self, fitting: int) -> int:
         return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting

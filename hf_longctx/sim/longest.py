@@ -90,7 +90,8 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
 def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
     degree, load = budget.degree, Load.document(1, costs.model.num_layers, budget.trains_weights)
     # operators of GPUs that group heads run in half precision only
-    load = replace(load, is_shared=degree > 1, groups_heads=costs.model.bytes_per_element == 2)
+    block_ranks = min(degree, costs.model.num_heads)
+    load = replace(load, is_shared=degree > 1, groups_heads=costs.model.bytes_per_element == 2, block_ranks=block_ranks)
     tokens = ByteModel(costs.model).longest(
         budget.device_bytes, budget.host_bytes, lambda count: (switches.policy(costs, count),), load, switches.loss_tile
     )

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads.kinds import head_kind, head_of
 from hf_longctx.hf.models.states.patching import family_of_mixer, mixers_of
-from hf_longctx.hf.models.wrapped.text import text_layers
+from hf_longctx.hf.models.wrapped.text import text_layers, text_part
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.execution.spread_experts import spread_group
 
@@ -24,6 +24,8 @@ _MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
 # MLP classes that get more than hidden states, by an argument with a default
 _MLPS_OF_MORE = ("ZayaSparseMoeBlock",)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
+# attributes of the model around the layers: the norm of the last layer's output
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 # attributes of `self_attn` that project to queries, keys and values: three modules, or one module for all three
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 
@@ -86,6 +88,20 @@ def output_head(model: nn.Module) -> nn.Module:
             f"model of transformers"
         )
     return head
+
+
+def final_norm(model: nn.Module) -> nn.Module | None:
+    """The norm between the last layer and the output head of `model`; None if it is not found by its name."""
+    layers = {id(layer) for layer in text_layers(model)}
+    bodies = [module for module in text_part(model).modules() if any(id(child) in layers for child in _listed(module))]
+    found = [getattr(body, name, None) for body in bodies for name in _FINAL_NORMS]
+    norms = [norm for norm in found if isinstance(norm, nn.Module)]
+    return norms[0] if len(norms) == 1 else None
+
+
+def _listed(module: nn.Module) -> list[nn.Module]:
+    """Modules in the lists that a module holds."""
+    return [each for child in module.children() if isinstance(child, nn.ModuleList) for each in child]
 
 
 def head_problem(model: nn.Module) -> str:

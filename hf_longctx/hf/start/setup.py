@@ -203,7 +203,7 @@ class _SetupBasis:
         budget = activation_budget(config, costs, ranges, is_shared, self.args.device, self.control, self.reference_bytes)
         activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
         reruns = len(ranges) == 1 and may_rerun(costs.model, costs.parameters)
-        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, is_shared, reruns)
+        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, degrees[-1], reruns)
         planner = PlannerConfig(
             tokens_per_rank=tokens_per_rank,
             activations=activations,
@@ -229,17 +229,18 @@ class _SetupBasis:
         costs: CostModel,
         budget: ActivationBudget,
         activations: ActivationBudget | None,
-        is_shared: bool,
+        degree: int,
         reruns: bool,
     ) -> int:
         """Most tokens of a micro-batch on a rank: the setting, or what memory holds if that is less or nothing is set.
 
-        With activations="keep" the setting is trusted. reruns: see `most_tokens`.
+        With activations="keep" the setting is trusted. degree: ranks of the largest group. reruns: see `most_tokens`.
         """
         config, fitting = self.config, budget.kept_tokens
         if activations is not None:
             room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
-            fitting = max(fitting, most_tokens(costs.model, *room, is_shared=is_shared, reruns=reruns))
+            ways = {"is_shared": degree > 1, "reruns": reruns}
+            fitting = max(fitting, most_tokens(costs.model, *room, **ways, block_ranks=degree))
         if config.tokens_per_rank is None and fitting < 1:
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
             has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty

@@ -131,22 +131,21 @@ class ModelSpec:
 
     bytes_per_element: size of weights and saved activations. bytes_sent_per_element: size of queries, keys and values sent
     between ranks, smaller under autocast (0: bytes_per_element). gated_mlp: the MLP has gate, up and down, as in Llama, not only
-    up and down, as in GPT. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys are normalized.
-    can_keep_qkv: a replay can reuse queries, keys and values of the first run. adapters: trained weights where the model's own
-    are frozen. packed: frozen weights in fewer bits. value_head_dim: head size of values (0: head_dim). kv_rank: size of the
-    latent from which keys, except rope_head_dim of each, and values are projected (0: they are projected from hidden states).
-    query_rank: size of the latent of queries, likewise. caps_scores: attention has a softcap. windows: for each layer the most
-    tokens that a query sees, its own included, None for all before it, 0 in a layer without attention; () if all layers see
-    everything. states: layers that carry a state along the sequence. gates_output: attention's output is
-    multiplied by a gate, which is projected from hidden states. has_wide_norms: norms keep the product before their weight in
-    fp32. index: an index that chooses the keys of a token. experts: the routed experts of a mixture. keeps_all_stages:
-    every rank holds the weights of all pipeline stages, so that
-    stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
-    predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
-    input_size: elements that attention's projections read (0: hidden_size).
-    updates_on_host: these copies and the optimizer's states lie in host memory. saves_kv_once: where everything is kept, keys
-    and values are not saved once for every query head that reads them, as GPUs' operators in half precision allow, and short
-    documents share calls of attention.
+    up and down, as in GPT. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys are
+    normalized. can_keep_qkv: a replay can reuse queries, keys and values of the first run. tiles_final_norm: the norm before the
+    head runs in the tiles of the loss. adapters: trained weights where the model's own are frozen. packed: frozen weights in
+    fewer bits. value_head_dim: head size of values (0: head_dim). kv_rank: size of the latent from which keys, except
+    rope_head_dim of each, and values are projected (0: they are projected from hidden states). query_rank: size of the latent of
+    queries, likewise. caps_scores: attention has a softcap. windows: for each layer the most tokens that a query sees, its own
+    included, None for all before it, 0 in a layer without attention; () if all layers see everything. states: layers that carry
+    a state along the sequence. gates_output: attention's output is multiplied by a gate, which is projected from hidden states.
+    has_wide_norms: norms keep the product before their weight in fp32. index: an index that chooses the keys of a token.
+    experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline stages, so that
+    stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that predicts the
+    next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision. input_size: elements
+    that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's states lie in host
+    memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head that reads them, as
+    GPUs' operators in half precision allow, and short documents share calls of attention.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -169,6 +168,7 @@ class ModelSpec:
     learned_positions: bool = False
     qk_norms: bool = False
     can_keep_qkv: bool = True
+    tiles_final_norm: bool = True
     adapters: AdapterSpec = AdapterSpec()
     packed: PackedSpec = PackedSpec()
     value_head_dim: int = 0

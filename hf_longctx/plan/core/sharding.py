@@ -289,6 +289,24 @@ def packed_rows(num_tokens: int, num_documents: int = 1) -> int:
     return num_tokens + _ROWS_PER_DOCUMENT * num_documents
 
 
+# elements of queries up to which one call of attention's backward takes all heads of a rank
+PART_ELEMENTS = 2**28
+
+
+def heads_at_once(num_heads: int, per_kv: int, num_tokens: int, head_dim: int) -> int:
+    """Query heads that attention's backward takes at once, since it makes several tensors as large as theirs.
+
+    At least one; whole groups of `per_kv` readers of a KV head, or an equal part of one group. num_tokens: of queries or keys,
+    whichever are more.
+    """
+    most = max(1, PART_ELEMENTS // max(1, num_tokens * head_dim))
+    if most >= num_heads:
+        return num_heads
+    if most >= per_kv:
+        return most // per_kv * per_kv
+    return max(size for size in range(1, most + 1) if per_kv % size == 0)
+
+
 def lent_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
     """Pieces that `[stage][position]` holds of a slice that several stages run: the shard of its position, cut in zigzag.
 

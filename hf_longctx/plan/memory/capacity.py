@@ -67,12 +67,13 @@ def most_tokens(
     is_shared: bool = False,
     groups_heads: bool = False,
     reruns: bool = False,
+    block_ranks: int = 1,
 ) -> int:
     """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
 
     device_bytes: bytes of the device that weights, gradients and optimizer states leave free. is_shared: the rank belongs to a
     group, whose exchanges take memory, and the result is its share of the document. groups_heads: see `Load`. reruns: layers may
-    run once more to make the next layer's input, see `may_rerun`.
+    run once more to make the next layer's input, see `may_rerun`. block_ranks: most ranks that may share the heads.
     """
 
     def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
@@ -81,4 +82,5 @@ def most_tokens(
         return tuple(lean_policy(model, num_tokens, limit, tile_tokens, reruns=again) for limit, again in ways)
 
     like = replace(Load.document(1, model.num_layers, trains_weights), is_shared=is_shared, groups_heads=groups_heads)
+    like = replace(like, block_ranks=min(block_ranks, model.num_heads))
     return ByteModel(model).longest(device_bytes, host_bytes, policies, like)

@@ -10,13 +10,14 @@ more memory, which is counted as one copy of the tensors that are sent.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import PACKED_ROWS, packed_rows
+from hf_longctx.plan.core.sharding import PACKED_ROWS, heads_at_once, packed_rows
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
@@ -364,15 +365,19 @@ class LayerBytes:
         for before, document in pairwise((0, *load.documents)):
             # gradients of the document before, with those of keys and values summed over heads in fp32
             found = (a + 2 * k * self._wide) * before
+            # gradients of all heads beside the operator, where that takes only a share of the heads at once
+            share, whole = self._heads_at_once(document + load.front_tokens), 0
+            if share < 1:
+                whole = (a if is_lone else a + 2 * k * self._wide) * document
             if load.groups_heads:
                 # gradients for expanded heads inside, and one of the queries in fp32
-                most = max(most, found + ((3 + self._wide) * a + 2 * k) * document)
+                most = max(most, found + whole + math.ceil(share * ((3 + self._wide) * a + 2 * k) * document))
                 continue
             expanded = 2 * a * document if a != k else 0
             # operators take dense queries, outputs and gradients and return gradients for expanded heads; inside they use one
             # more fp32 tensor as large as the queries
             inside = expanded + (6 + self._wide) * a * document
-            most = max(most, found + inside)
+            most = max(most, found + whole + math.ceil(share * inside))
         if self.model.saves_kv_once:
             most = max(most, self._call_bytes * self._packed_rows)
         if load.sliced_tokens:
@@ -384,6 +389,13 @@ class LayerBytes:
         # values, outputs and their gradients are copied where values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
         return outside + most + self._hops_back + self._choice + self._score_blocks(longest, longest + load.front_tokens)
+
+    def _heads_at_once(self, num_tokens: int) -> float:
+        """Share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of the keys."""
+        model, block = self.model, max(1, self.load.block_ranks)
+        heads = -(-model.num_heads // block)
+        per_kv = max(1, min(heads, model.num_heads // model.num_kv_heads))
+        return heads_at_once(heads, per_kv, num_tokens * block, model.head_dim) / heads
 
     @property
     def _packed_rows(self) -> int:
@@ -466,6 +478,10 @@ class OutsideBytes:
             tile = min(tile_tokens, tokens) * vocabulary
             # logits, their fp32 copy, log-probabilities; weight gradients of one tile, and their sum in fp32
             work = tile * (e + wide + (wide if e < 4 else 0)) + (e + wide) * weights
+            if model.tiles_final_norm:
+                # the norm saves its input; in its backward, gradients of input and output, and fp32 tensors of a tile
+                norm, inside = hidden, 0
+                normed = 4 * hidden + 24 * d * min(tile_tokens, tokens) + (wide * weights if load.keeps_gradients else 0)
             # the norm's output, and its gradient
             self.head = norm + hidden + (wide * weights if load.keeps_gradients else 0)
             self.forward = max(inside, norm + hidden + (hidden + work if load.keeps_gradients else tile * (e + 2 * wide)))

@@ -2,6 +2,8 @@
 
 `hf.models.activations` binds it to a model's output head; the executor asks it for losses and scores.
 
+The norm before the head runs in the same tiles, and saves its input only.
+
 The node runs inside the model's own forward, in place of the head, so it finds weights gathered (sharded parameters) or wrapped
 (adapters) just as the head does. If u is the cost of multiplying all tokens once by the head's weight, the node costs
 
@@ -28,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, tiles_of
+from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, tiles_of, tokenwise
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.core.loss import (
     IGNORE_INDEX,
@@ -70,15 +72,17 @@ class OutputHead:
     """Binds itself to the output head of one model, the module whose output is the logits; `unbind` restores it.
 
     Create it after adapters are added. While `summing`, the head returns the summed loss in place of logits; at other times it
-    runs unchanged.
+    runs unchanged. norm: the norm of hidden states before the head, which then runs in tiles of as many tokens; None: it is not
+    known.
     """
 
-    def __init__(self, head: nn.Module) -> None:
-        self.head = head
+    def __init__(self, head: nn.Module, norm: nn.Module | None = None) -> None:
+        self.head, self.norm = head, norm
         self._order: _Order | None = None
-        own = vars(head)
-        # the instance's own forward; empty if it used that of its class
-        self._before = (own["forward"],) if "forward" in own else ()
+        # each module with its instance's own forward; empty if it used that of its class
+        self._before = [(x, (vars(x)["forward"],) if "forward" in vars(x) else ()) for x in (head, norm) if x is not None]
+        if norm is not None:
+            self._bind_norm(norm)
         run = head.forward
 
         def forward(hidden_1TC: Tensor, *args: Any, **keywords: Any) -> Tensor:
@@ -88,12 +92,25 @@ class OutputHead:
             order.num_calls += 1
             return _summed(head, on_tiles(head, lambda x: run(x, *args, **keywords)), hidden_1TC, order)
 
-        own["forward"] = bound(head, forward)
+        vars(head)["forward"] = bound(head, forward)
+
+    def _bind_norm(self, norm: nn.Module) -> None:
+        run = norm.forward
+
+        def forward(x: Tensor, *args: Any, **keywords: Any) -> Any:
+            order = self._order
+            is_alone = x.dim() == 3 and x.shape[0] == 1 and not args and not keywords
+            if order is None or not order.tile_tokens or not is_alone:
+                return run(x, *args, **keywords)
+            return tokenwise(norm, run, x, order.tile_tokens)
+
+        vars(norm)["forward"] = bound(norm, forward)
 
     def unbind(self) -> None:
-        """Restores the head's forward."""
-        vars(self.head).pop("forward", None)
-        vars(self.head).update(("forward", own) for own in self._before)
+        """Restores the forwards of head and norm."""
+        for module, own in self._before:
+            vars(module).pop("forward", None)
+            vars(module).update(("forward", forward) for forward in own)
 
     @contextmanager
     def summing(self, targets: Targets, tile_tokens: int, keep_gradients: bool = False) -> Iterator[None]:

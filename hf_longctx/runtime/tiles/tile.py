@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_longctx.plan.core.sharding import heads_at_once
 from hf_longctx.runtime.core.strides import dense_channels
 from hf_longctx.runtime.tiles.cuda import (
     cudnn_backward,
@@ -156,13 +157,44 @@ def tile_backward(
     """Gradients of one tile's q, k and v, given the merged output and LSE of all tiles of these queries.
 
     Gradients of k and v are summed over the query heads that read a KV head, in at least fp32 unless the backend itself sums.
+    Long tiles run a few heads at a time (`heads_at_once`).
     """
+    num_heads, per_kv = tile.q.shape[0], tile.q.shape[0] // tile.k.shape[0]
+    at_once = heads_at_once(num_heads, per_kv, max(tile.q.shape[1], tile.k.shape[1]), tile.q.shape[2])
+    if at_once < num_heads:
+        return _backward_by_heads(gradient_HTE, tile, out_HTE, lse_HT, backend, at_once)
     chosen = _backend_for(tile, backend)
     padded = _of_one_width(chosen, tile)
     gradient, out = (x if chosen.any_width else _widened(x, padded.v.shape[-1]) for x in (gradient_HTE, out_HTE))
     dq, dk, dv = _backward(chosen, gradient, padded, out, lse_HT)
     head_dim, value_dim = tile.q.shape[-1], tile.v.shape[-1]
     return _narrowed(dq, head_dim), _narrowed(dk, head_dim), _narrowed(dv, value_dim)
+
+
+def _backward_by_heads(
+    gradient_HTE: Tensor, tile: TileInputs, out_HTE: Tensor, lse_HT: Tensor, backend: str, at_once: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a tile, `at_once` query heads after the other; those of a KV head add up over parts of its readers."""
+    per_kv = tile.q.shape[0] // tile.k.shape[0]
+    sums: list[Tensor] = []
+    for start in range(0, tile.q.shape[0], at_once):
+        heads = slice(start, min(start + at_once, tile.q.shape[0]))
+        kv = slice(start // per_kv, -(-heads.stop // per_kv))
+        part = replace(tile, q=tile.q[heads], k=tile.k[kv], v=tile.v[kv])
+        found = tile_backward(gradient_HTE[heads], part, out_HTE[heads], lse_HT[heads], backend)
+        if not sums:
+            # parts of one group of readers add up in at least fp32
+            wide = torch.promote_types(tile.k.dtype, torch.float32) if at_once < per_kv else found[1].dtype
+            dtypes = found[0].dtype, wide, wide
+            sums = [torch.empty_like(x, dtype=dtype) for x, dtype in zip((tile.q, tile.k, tile.v), dtypes, strict=True)]
+        sums[0][heads] = found[0]
+        for total, gradient in zip(sums[1:], found[1:], strict=True):
+            if start % per_kv:
+                total[kv] += gradient
+            else:
+                total[kv] = gradient
+    dq, dk, dv = sums
+    return dq, dk, dv
 
 
 def _of_one_width(backend: TileBackend, tile: TileInputs) -> TileInputs:

@@ -38,7 +38,10 @@ def test_classes_of_a_slot_share_the_seconds_of_its_forward() -> None:
     inside = 1 - costs.model.head_share
     assert 0.5 < inside < 1
     assert found["qkv"].recompute_s + found["mlp"].recompute_s == pytest.approx(forward.token_s * 32 * inside / num_layers)
-    assert 0 < found["qkv"].recompute_s < found["mlp"].recompute_s and found["layer_input"].recompute_s == 0
+    assert 0 < found["qkv"].recompute_s < found["mlp"].recompute_s
+    # another run of a whole layer makes the input of the next one, but no program chooses that
+    again = sum(found[name].recompute_s for name in ("attention_output", "qkv", "mlp"))
+    assert found["layer_input"].recompute_s == pytest.approx(again) and not found["layer_input"].can_recompute
     # attention alone depends on where its documents lie
     assert [item.documents for item in slot.saved if item.documents] == [((10, 50), (0, 14))]
     for is_backward, layer_s in ((False, slot.forward_s), (True, slot.backward_s)):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.hf.models.layers import output_head
+from hf_longctx.hf.models.layers import final_norm, output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.output_head import OutputHead, check_untouched
@@ -71,10 +71,13 @@ def tiled(
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss, and gradients of scale * loss, in tiles."""
     input_ids, labels = tokens(mask)
-    head = OutputHead(output_head(model))
+    norm = final_norm(model)
+    assert norm is not None and torch.is_floating_point(norm.weight)
+    head = OutputHead(output_head(model), norm)
     with head.summing(Targets(labels), tile_tokens, keep_gradients):
         loss = logits_of(model, input_ids)
     head.unbind()
+    assert "forward" not in vars(norm)
     check_untouched(loss)
     (loss * scale).backward()
     return float(loss.detach()), gradients(model)

@@ -357,6 +357,22 @@ def test_heads_beyond_the_grid_of_a_kernel_are_computed_in_parts(num_kv: int) ->
         torch.testing.assert_close(ours, whole, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("backend", ["cpu_flash", "plain"])
+@pytest.mark.parametrize("num_kv,most,calls", [(1, 1, 6), (1, 2, 3), (2, 2, 6), (2, 4, 2), (6, 4, 2), (6, 1, 6), (2, 6, 1)])
+@pytest.mark.parametrize("num_queries,num_keys,causal", [(7, 7, True), (5, 9, False)])
+def test_a_long_backward_takes_few_heads_at_once(
+    num_queries: int, num_keys: int, causal: bool, num_kv: int, most: int, calls: int, backend: str
+) -> None:
+    tensors = tile(num_queries, num_keys, torch.float64, num_kv)
+    expected = run(tensors, causal, backend)
+    elements = patch.object(sharding, "PART_ELEMENTS", most * max(num_queries, num_keys) * 8)
+    with elements, patch.object(tile_module, "_backward", wraps=tile_module._backward) as spied:
+        found = run(tensors, causal, backend)
+    assert spied.call_count == calls
+    for ours, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "meta"])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64], ids=str)
 def test_every_tile_has_a_backend(device_type: str, dtype: torch.dtype) -> None:
