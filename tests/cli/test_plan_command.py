@@ -64,7 +64,7 @@ def test_every_switch_of_the_engine_lengthens_the_longest_sequence(capsys) -> No
     machine = ["--gpus", "1", "--hardware", "h200", "--lora-rank", "16"]
     rows = longest(machine, capsys)
     tokens = [row["tokens"] for name, row in rows.items() if "attention kept" not in name]
-    assert tokens == sorted(set(tokens)) and len(tokens) == 5
+    assert tokens == sorted(set(tokens)) and len(tokens) == 6
     # keeping attention costs 12.6 KB of host memory per token and layer, and saves 1 / 4.5 of its seconds
     kept = [
         (row, list(rows.values())[place - 1]) for place, row in enumerate(rows.values()) if "attention kept" in row["switches"]
@@ -83,7 +83,7 @@ def test_adapters_leave_more_room_than_all_weights_and_ranks_add_up(capsys) -> N
     best = {name: max(row["tokens"] for row in longest(arguments, capsys).values()) for name, arguments in runs.items()}
     assert best["lora"] > 2 * best["all"]
     # exchanges within the group take memory
-    assert best["eight"] == pytest.approx(8 * best["lora"], rel=0.05)
+    assert best["eight"] == pytest.approx(8 * best["lora"], rel=0.15)
 
 
 def test_host_memory_that_is_not_known_is_not_counted(capsys) -> None:

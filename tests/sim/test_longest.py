@@ -12,7 +12,7 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.sim.longest import TILE_TOKENS, Budget, longest_rows
+from hf_longctx.sim.longest import TILE_TOKENS, Budget, _step_s, longest_rows
 
 MODEL = ModelSpec(16, 256, 1024, 8, 4, 32, 4096, 8192, bytes_per_element=2)
 COSTS = tiny_costs(1, MODEL)
@@ -28,6 +28,22 @@ def test_rows_fit_and_hold_no_token_more() -> None:
             found = ByteModel(MODEL).chunk(replace(Load.document(tokens, 16), groups_heads=True), policy)
             assert found.host <= host
             assert (found.device + found.workspace <= BUDGET.device_bytes) == fits
+
+
+@pytest.mark.parametrize("host_bytes", [0, 2**28])
+def test_inputs_of_every_second_layer_cost_half_a_forward_more(host_bytes: int) -> None:
+    budget = replace(BUDGET, host_bytes=host_bytes, reruns=True)
+    *before, last = longest_rows(COSTS, budget)
+    assert len(before) == (7 if host_bytes else 5) and last.tokens > 1.2 * max(row.tokens for row in before)
+    ways = {"groups_heads": True, "reruns": True}
+    assert last.tokens == most_tokens(MODEL, BUDGET.device_bytes, host_bytes, TILE_TOKENS, **ways)
+    # copies are hidden behind computing, so the same tokens with all inputs kept differ by the forwards of eight layers
+    policies = [lean_policy(MODEL, last.tokens, host_bytes, TILE_TOKENS, reruns=again) for again in (True, False)]
+    reruns_s, plain_s = (_step_s(COSTS, budget, policy, last.tokens) for policy in policies)
+    forward = COSTS.coefficients.forward
+    layers_s = forward.token_s * 15 / 16 * last.tokens + forward.pair_s * last.tokens**2 / 2
+    assert reruns_s - plain_s == pytest.approx(layers_s / 2, rel=1e-3)
+    assert policies[0].layers[1].share("layer_input").recompute == 1
 
 
 def test_the_row_with_host_memory_is_that_of_most_tokens() -> None:

@@ -167,9 +167,9 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     message = str(error.value)
     assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 314.5 GiB" in message
     assert "59.6 of the 74.5 GiB" in message
-    assert "8 times the ranks: --gpus 16 (up to 116,416 tokens)" in message
+    assert "8 times the ranks: --gpus 16 (up to 119,888 tokens)" in message
     # the change that it proposes works
-    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 116_416
+    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 119_888
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
 
@@ -234,10 +234,11 @@ def test_a_plan_has_the_budget_and_the_room_of_the_engine_s_longest_document() -
     scenario = build_scenario(replace(SMALL, num_ranks=1))
     assert scenario.budget is not None
     room = scenario.budget.device_bytes, scenario.budget.host_bytes, scenario.budget.tile_tokens
-    assert scenario.tokens_per_rank == most_tokens(scenario.costs.model, *room)
+    assert scenario.tokens_per_rank == most_tokens(scenario.costs.model, *room, reruns=True)
     # exchanges within a group take memory
     shared = build_scenario(replace(SMALL, degrees=(1, 8)))
-    assert shared.tokens_per_rank == most_tokens(scenario.costs.model, *room, is_shared=True) < scenario.tokens_per_rank
+    most = most_tokens(scenario.costs.model, *room, is_shared=True, reruns=True, block_ranks=8)
+    assert shared.tokens_per_rank == most < scenario.tokens_per_rank
 
 
 def test_a_model_config_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
