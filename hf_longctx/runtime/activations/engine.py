@@ -99,7 +99,7 @@ class LayerSlot:
         # weak, since the layer's graph owns it and frees it after the layer's backward
         self._input: weakref.ref[SplitTensor] | None = None
         self.whole_input_bytes = 0
-        # of the layer before, until the first run of this layer has packed its input
+        # belongs to the layer before, until the first run of this layer has packed its input
         self.rerun_before: Rerun | None = None
 
     @property
