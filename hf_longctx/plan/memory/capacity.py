@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, Parameters, TensorShare
@@ -58,22 +59,12 @@ def may_rerun(model: ModelSpec, parameters: Parameters) -> bool:
     return is_plain and parameters == "replicated" and model.num_layers > 1
 
 
-def most_tokens(
-    model: ModelSpec,
-    device_bytes: int,
-    host_bytes: int,
-    tile_tokens: int,
-    trains_weights: bool = True,
-    is_shared: bool = False,
-    groups_heads: bool = False,
-    reruns: bool = False,
-    block_ranks: int = 1,
-) -> int:
+def most_tokens(model: ModelSpec, device_bytes: int, host_bytes: int, tile_tokens: int, reruns: bool = False, **load: Any) -> int:
     """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
 
-    device_bytes: bytes of the device that weights, gradients and optimizer states leave free. is_shared: the rank belongs to a
-    group, whose exchanges take memory, and the result is its share of the document. groups_heads: see `Load`. reruns: layers may
-    run once more to make the next layer's input, see `may_rerun`. block_ranks: most ranks that may share the heads.
+    device_bytes: bytes of the device that weights, gradients and optimizer states leave free. reruns: layers may run once more to
+    make the next layer's input, see `may_rerun`. load: fields of `Load` such as is_shared, with which the result is a rank's
+    share of the document.
     """
 
     def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
@@ -81,6 +72,5 @@ def most_tokens(
         ways = [(limit, again) for again in {False, reruns} for limit in {0, host_bytes}]
         return tuple(lean_policy(model, num_tokens, limit, tile_tokens, reruns=again) for limit, again in ways)
 
-    like = replace(Load.document(1, model.num_layers, trains_weights), is_shared=is_shared, groups_heads=groups_heads)
-    like = replace(like, block_ranks=min(block_ranks, model.num_heads))
+    like = replace(Load.document(1, model.num_layers), **load)
     return ByteModel(model).longest(device_bytes, host_bytes, policies, like)

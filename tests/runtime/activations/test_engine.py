@@ -354,7 +354,7 @@ def test_slices_do_not_make_inputs_again() -> None:
 
 
 def test_an_input_that_the_model_has_changed_is_kept() -> None:
-    # as if the model scaled hidden states between its layers
+    # a model that scales hidden states between its layers
     def scaled() -> Any:
         model = build_model(ModelCase(promoted=True))
         model.model.layers[1].register_forward_pre_hook(lambda module, inputs: (2 * inputs[0], *inputs[1:]))
