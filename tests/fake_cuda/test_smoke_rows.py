@@ -23,6 +23,8 @@ def few_steps(*arguments: Any, max_steps: int, **settings: Any) -> TrainingArgum
 def test_row(name: str, computing: Computing, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (smoke, smoke_memory):
         monkeypatch.setattr(module, "TrainingArguments", few_steps)
+    if "sanitizer" in name:
+        pytest.skip("its process would not compute for the fake device; test_races.py runs policies under the sanitizer")
     row = smoke.timed(name, *ROWS[name])
     assert row.is_good, row
     assert not computing.plans.misread

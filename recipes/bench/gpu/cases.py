@@ -1,7 +1,8 @@
 """The cases that `matrix.py` measures: methods of training on one long document. Runs one case and returns its row.
 
-The methods are Hugging Face's (plain, checkpointed, with Liger, offloaded; for a fair comparison also with our loss in tiles)
-and ours (attention output on the device, on the host, split by the linear program, in slices).
+The methods are Hugging Face's (plain, checkpointed, with Liger, with flash-attn, offloaded; for a fair comparison also with our
+loss in tiles), torch's selective checkpointing that keeps attention, MLPs in tiles as in ALST (arXiv 2506.13996), and ours
+(attention output on the device, on the host, split by the linear program, in slices).
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 
 from hf_longctx.hf.calibration.shapes import shaped_config
@@ -167,6 +170,52 @@ def offloaded(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     return replace(plain(model, ids_1T, case), predicted=(0, predicted), saved_bytes=lambda: 0)
 
 
+def selective(model: Any, ids_1T: Tensor, case: Case) -> Runner:
+    """torch's selective checkpointing, which keeps what attention returns and recomputes all else."""
+    kept = partial(create_selective_checkpoint_contexts, _keeps_attention)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": kept})
+    spec = case.spec
+    # output in the dtype of the model, log-sum-exp in fp32
+    attention = spec.num_heads * (spec.head_dim * element_bytes(model) + 4)
+    predicted = (checkpointed_layer_bytes(spec) + attention) * spec.num_layers * ids_1T.shape[1]
+    # it keeps attention in a cache of its own, where our hooks do not look
+    return replace(plain(model, ids_1T, case), predicted=(predicted, 0), saved_bytes=lambda: 0)
+
+
+def element_bytes(model: Any) -> int:
+    """Bytes of an element of the model's activations."""
+    return int(next(model.parameters()).element_size())
+
+
+def _keeps_attention(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    is_attention = "_scaled_dot_product" in str(operator)
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def with_tiled_mlp(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[Any, Tensor, Case], Runner]:
+    """Gives a method MLPs that run tile by tile of the tokens, each tile recomputed in backward, as in ALST."""
+
+    def build(model: Any, ids_1T: Tensor, case: Case) -> Runner:
+        mlps = [layer.mlp for layer in model.model.layers]
+        for mlp in mlps:
+            mlp.forward = partial(_in_tiles, type(mlp).forward.__get__(mlp), case.tile_tokens)
+
+        def close() -> None:
+            for mlp in mlps:
+                del mlp.forward
+            found.close()
+
+        found = runner(model, ids_1T, case)
+        return replace(found, close=close)
+
+    return build
+
+
+def _in_tiles(forward: Callable[[Tensor], Tensor], tile_tokens: int, x_1TC: Tensor) -> Tensor:
+    tiles = [checkpoint(forward, tile, use_reentrant=False) for tile in x_1TC.split(tile_tokens, dim=1)]
+    return torch.cat(tiles, dim=1)
+
+
 def with_tiled_loss(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[Any, Tensor, Case], Runner]:
     """Gives a method our loss in tiles, so that its difference from ours is not due to logits."""
 
@@ -261,8 +310,12 @@ METHODS: dict[str, Callable[[Any, Tensor, Case], Runner]] = {
     "HF checkpointing": checkpointed,
     "HF checkpointing, tiled loss": with_tiled_loss(checkpointed),
     "HF checkpointing, Liger": checkpointed,
+    "HF checkpointing, flash-attn": checkpointed,
     "HF offload": offloaded,
     "HF offload, tiled loss": with_tiled_loss(offloaded),
+    "selective checkpointing, tiled loss": with_tiled_loss(selective),
+    "tiled MLP and loss": with_tiled_mlp(with_tiled_loss(checkpointed)),
+    "HF offload, tiled MLP and loss": with_tiled_mlp(with_tiled_loss(offloaded)),
     "ours, attention on the device": planned(replayed()),
     "ours, attention on the host": planned(replayed(attention_host=1.0)),
     "ours, all on the host": planned(replayed(attention_host=1.0, input_host=1.0)),
@@ -274,11 +327,20 @@ OURS = "ours, attention on the device"
 SPLIT = "ours, split by the program"
 
 
+def estimated_s(case: Case) -> float:
+    """Seconds that a case takes at six tenths of its hardware's rates, with a process's start and every forward run twice."""
+    hardware = read_profile(case.hardware).spec
+    passes = (case.steps + min(1.0, PROBE_TOKENS / case.num_tokens)) * 4 / 3
+    return 25.0 + passes * model_operations(case) / (0.6 * hardware.attention_flops_per_s)
+
+
 def cannot_run(case: Case) -> str:
     """Explains why this machine cannot measure the case; empty if it can try."""
     if "Liger" in case.method and importlib.util.find_spec("liger_kernel") is None:
         return "skipped: liger-kernel is not installed"
-    if ("Liger" in case.method or "offload" in case.method) and not torch.cuda.is_available():
+    if "flash-attn" in case.method and importlib.util.find_spec("flash_attn") is None:
+        return "skipped: flash-attn is not installed; --peer-venv names an environment that has it"
+    if any(word in case.method for word in ("Liger", "flash-attn", "offload")) and not torch.cuda.is_available():
         return "skipped: needs CUDA"
     if case.cap_gib and not torch.cuda.is_available():
         return "skipped: a cap of device memory needs CUDA"
@@ -362,8 +424,9 @@ def build(case: Case, device: torch.device) -> Any:
     config = shaped_config(replace(spec, max_positions=1 << 21))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    attention = "flash_attention_2" if "flash-attn" in case.method else "sdpa"
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if case.is_frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)

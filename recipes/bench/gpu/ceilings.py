@@ -10,7 +10,6 @@ really does. A row that fails says why, and the others still run. Without CUDA, 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.recipes.bench.gpu.cases import TOY
+from hf_longctx.recipes.bench.gpu.rows import append_row
 from hf_longctx.recipes.bench.gpu.timing import median_s, wall_s
 from hf_longctx.recipes.bench.one_document import attention_kernel
 from hf_longctx.runtime.activations.host_tier import HostTier
@@ -70,16 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="a named shape of the catalogue (default: llama-3.1-8b)")
     parser.add_argument("--toy", action="store_true", help="measure sizes small enough for a CPU")
     parser.add_argument("--pin-gib", type=float, default=8.0, help="GiB of host memory to pin (default: 8)")
-    parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
+    parser.add_argument("--json", type=Path, default=None, help="also append each row to this file, as soon as it is done")
     options = parser.parse_args(arguments)
-    found = ceilings(sizes_of(options.model, options.toy, options.pin_gib), first_device())
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+    ceilings(sizes_of(options.model, options.toy, options.pin_gib), first_device(), file=options.json)
 
 
 def sizes_of(model: str, is_toy: bool, pin_gib: float = 8.0) -> Sizes:
     if is_toy:
-        return Sizes(TOY, 64, (64, 96), (32,), 1 << 16, 1 << 16, 2)
+        return Sizes(TOY, 64, (64, 96), (32,), 1 << 16, 1 << 17, 2)
     return Sizes(named_model(model), 16384, (8192, 32768, 131072), (4096, 8192, 16384), 1 << 30, int(pin_gib * 2**30), 7)
 
 
@@ -87,8 +85,11 @@ def first_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def ceilings(sizes: Sizes, device: torch.device, deadline_s: float = float("inf")) -> list[Ceiling]:
-    """Prints and returns all rows; starts no group of rows after `deadline_s` (on the clock of `time.monotonic`)."""
+def ceilings(sizes: Sizes, device: torch.device, deadline_s: float = float("inf"), file: Path | None = None) -> list[Ceiling]:
+    """Prints and returns all rows; starts no group of rows after `deadline_s` (on the clock of `time.monotonic`).
+
+    file: gets each row as soon as it is done.
+    """
     groups: list[tuple[str, Callable[[Sizes, torch.device], Iterator[Ceiling]], bool]] = [
         ("matrix products", products, False),
         ("copies inside the device", device_copies, False),
@@ -106,6 +107,8 @@ def ceilings(sizes: Sizes, device: torch.device, deadline_s: float = float("inf"
             for row in _rows(name, measure(sizes, device)):
                 print(row, flush=True)
                 found.append(row)
+                if file is not None:
+                    append_row(file, asdict(row))
     return found
 
 

@@ -1,27 +1,32 @@
-"""Checks every runtime path on one CUDA GPU, in bf16 against fp32 references; prints one table in at most five minutes.
+"""Checks every runtime path on one CUDA GPU, in bf16 against fp32 references; prints one table in at most four minutes.
 
-    python recipes/bench/gpu/smoke.py [--tokens 2048]
+    python recipes/bench/gpu/smoke.py [--tokens 2048] [--only WORD ...] [--budget-s 230] [--json FILE] [--toy]
 
 The rows are attention (packed documents, one by one and in one call, every tile backend, tiles of a ring, slices), kernels,
 copies on side streams, the pinned host memory, a planned step against the plain model, activation policies on whole documents
-and on slices, the loss in tiles, and two tiny training runs. Exits with status 1 if a row fails; without CUDA everything is
-skipped, with the reason.
+and on slices, one policy under torch's CUDA sanitizer, tiles at the limits of kernels, the loss in tiles, and two tiny training
+runs. Rows come as they are done, to `--json` as one JSON object per line. Exits with status 1 if a row fails or the time is up
+before all have run; without CUDA everything is skipped, with the reason, unless `--toy` runs what a CPU can at small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import datasets
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
@@ -37,7 +42,17 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
-from hf_longctx.recipes.bench.gpu.smoke_memory import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Check, document_model, memory_checks
+from hf_longctx.recipes.bench.gpu.rows import append_row, is_wanted
+from hf_longctx.recipes.bench.gpu.smoke_memory import (
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    POLICIES,
+    Check,
+    check_policy,
+    document_model,
+    memory_checks,
+)
 from hf_longctx.recipes.bench.one_document import largest_error
 from hf_longctx.runtime.attention.chunk import ChunkAttention
 from hf_longctx.runtime.attention.context import visible_tiles
@@ -60,6 +75,8 @@ from hf_longctx.runtime.tiles.tile import attention_backend, tile_backward, tile
 TOLERANCE = 2e-2
 SCALE = HEAD_DIM**-0.5
 WINDOW = AttentionPattern(window=100)
+# words in names of rows that no CPU can run
+ON_CUDA = ("in one call", "side stream")
 
 
 @dataclass(frozen=True)
@@ -82,19 +99,42 @@ class Row:
         return f"{self.name:44s} {state:7s} {error}  {self.seconds:6.2f} s  {self.note}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens in the attention rows (default: 2048)")
-    tokens = parser.parse_args().tokens
-    if not torch.cuda.is_available():
+    options = parse(arguments)
+    if options.sanitised:
+        print(sanitised_error())
+        return 0
+    if not (options.toy or torch.cuda.is_available()):
         print("skipped: torch sees no CUDA device, and all rows need one")
         return 0
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    rows = [timed(name, *check) for name, check in checks(tokens, torch.device("cuda")).items()]
-    failed = sum(not row.is_good for row in rows)
-    print(f"{len(rows) - failed} of {len(rows)} rows are ok")
-    return 1 if failed else 0
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, toy sizes"
+    print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = {key: check for key, check in checks(options.tokens, device).items() if is_wanted(key, options.only)}
+    if device.type == "cpu":
+        found = {key: check for key, check in found.items() if not any(word in key for word in ON_CUDA)}
+    deadline_s, rows = time.monotonic() + options.budget_s, []
+    for key, check in found.items():
+        if time.monotonic() > deadline_s:
+            break
+        rows.append(timed(key, *check))
+        if options.json is not None:
+            append_row(options.json, {**asdict(rows[-1]), "is_good": rows[-1].is_good})
+    failed, left = sum(not row.is_good for row in rows), len(found) - len(rows)
+    print(f"{len(rows) - failed} of {len(found)} rows are ok{f', {left} were not run: the time is up' if left else ''}")
+    return 1 if failed or left else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens in the attention rows (default: 2048)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose names have one of these words")
+    parser.add_argument("--budget-s", type=float, default=230.0, help="start no row after so many seconds (default: 230)")
+    parser.add_argument("--json", type=Path, default=None, help="also append each row to this file, as soon as it is done")
+    parser.add_argument("--toy", action="store_true", help="without CUDA, run the rows that a CPU can")
+    parser.add_argument("--sanitised", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
 
 
 def checks(tokens: int, device: torch.device) -> dict[str, Check]:
@@ -111,6 +151,7 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
         "inputs copied on a side stream": (partial(check_copies, tokens), 0.0),
         "planned step, bf16 weights, fp32 gradients": (partial(check_step, device), 0.1),
         "training, 20 steps, bf16 autocast": (partial(check_training, device), 0.9),
+        "policy under torch's CUDA sanitizer": (partial(check_sanitised, device), 0.1),
         **memory_checks(tokens, device, TOLERANCE),
     }
 
@@ -123,7 +164,8 @@ def timed(name: str, check: Callable[[], tuple[float, str]], tolerance: float) -
     # a failure in one row must not stop the others
     except Exception as failure:
         error, note = float("inf"), f"{type(failure).__name__}: {failure}".split("\n")[0]
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     row = Row(name, error, tolerance, time.perf_counter() - start, note)
     print(row, flush=True)
     return row
@@ -325,6 +367,26 @@ def check_step(device: torch.device) -> tuple[float, str]:
     found = [p.grad for p in model.parameters() if p.grad is not None]
     expected = [p.grad for p in plain.parameters() if p.grad is not None]
     return largest_error(found, expected), f"{len(found)} gradients"
+
+
+def check_sanitised(device: torch.device) -> tuple[float, str]:
+    """Checks a policy in a process with torch's CUDA sanitizer, which fails if two streams use a tensor without an order."""
+    if device.type != "cuda":
+        return 0.0, "needs CUDA"
+    command = [sys.executable, str(Path(__file__).resolve()), "--sanitised"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    return float(done.stdout.split()[-1]), "in a process of its own"
+
+
+def sanitised_error() -> float:
+    """Error of one policy under the sanitizer, whose hooks stay in the process once it is imported."""
+    sanitizer = importlib.import_module("torch.cuda._sanitizer")
+    # its hooks fail while the exception that ends a checkpoint early is in flight
+    with sanitizer.CUDASanitizerDispatchMode(), set_checkpoint_early_stop(False):
+        error, _ = check_policy(512, torch.device("cuda"), *POLICIES["four slices, attention kept on the host"])
+    return error
 
 
 def check_training(device: torch.device) -> tuple[float, str]:

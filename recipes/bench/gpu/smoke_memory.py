@@ -20,7 +20,7 @@ from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.recipes.bench.one_document import PlannedDocument, document_plan, largest_error, plain_step, replayed
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
-from hf_longctx.runtime.tiles.tile import BACKENDS, tile_backward, tile_forward
+from hf_longctx.runtime.tiles.tile import BACKENDS, MOST_HEADS, tile_backward, tile_forward
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 # name -> (policy of both layers, tile tokens, slices)
@@ -49,6 +49,14 @@ def memory_checks(tokens: int, device: torch.device, tolerance: float) -> dict[s
     """Rows about memory: name -> (function that returns the error and a note, largest error allowed)."""
     return {
         **{f"tile {row.name}": (partial(check_backend, tokens, device, row.name), tolerance) for row in BACKENDS},
+        **{
+            f"tile {row.name}, {odd} tokens": (partial(check_backend, odd, device, row.name), tolerance)
+            for row in BACKENDS
+            if row.name in ("cudnn", "flash_attention_2")
+            for odd in (127, 129)
+        },
+        "tile of more than 65,535 heads": (partial(check_heads, device, MOST_HEADS + 65), tolerance),
+        "tile of more than 2^31 elements": (partial(check_long_tile, device, 2**31 // (32 * 128) + 65), tolerance),
         "host tier: values back, blocks used again": (partial(check_tier, tokens, device), 0.0),
         "host slab is page-locked on CUDA": (partial(check_slab, device), 0.0),
         **{f"policy: {name}": (partial(check_policy, tokens, device, *how), 0.1) for name, how in POLICIES.items()},
@@ -73,6 +81,42 @@ def check_backend(tokens: int, device: torch.device, name: str) -> tuple[float, 
         )
         error = max(error, largest_error(found, expected))
     return error, ""
+
+
+def check_heads(device: torch.device, num_heads: int) -> tuple[float, str]:
+    """Checks a causal tile of more heads than the grid of a kernel has, against plain matrices in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(num_heads, 8, 8, generator=generator).bfloat16().to(device).float() for _ in range(4)]
+    found, expected = (
+        _through_tile(*(x.to(dtype) for x in exact), Scores(0.3), True, backend)
+        for dtype, backend in ((torch.bfloat16, ""), (torch.float32, "plain"))
+    )
+    return largest_error(found, expected), ""
+
+
+def check_long_tile(device: torch.device, num_queries: int, num_heads: int = 32, head_dim: int = 128) -> tuple[float, str]:
+    """Checks the last rows of a tile of many queries and few keys, so of tensors of many elements, against plain matrices.
+
+    Skipped where the device has too little free memory for ten such tensors. The gradient of all other rows is zero.
+    """
+    needed, free = 10 * 2 * num_heads * num_queries * head_dim, torch.cuda.mem_get_info()[0] if device.type == "cuda" else 2**30
+    if needed > free:
+        return 0.0, f"skipped: needs {needed / 2**30:.0f} GiB of the device, {free / 2**30:.0f} are free"
+    last, num_keys = slice(num_queries - 100, num_queries), 256
+    generator = torch.Generator(device).manual_seed(0)
+    q = torch.randn(num_heads, num_queries, head_dim, device=device, dtype=torch.bfloat16, generator=generator)
+    k, v = (torch.randn(2, num_keys, head_dim, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    gradient = torch.zeros_like(q)
+    gradient[:, last].normal_(generator=generator)
+    scores = Scores(head_dim**-0.5)
+    error = 0.0
+    names = [row.name for row in BACKENDS if row.name in ("cudnn", "flash_attention_2")] if device.type == "cuda" else [""]
+    for name in names:
+        out, lse, dq, dk, dv = _through_tile(gradient, q, k, v, scores, False, name)
+        plain = _through_tile(*(x.float() for x in (gradient[:, last], q[:, last], k, v)), scores, False, "plain")
+        error = max(error, largest_error([out[:, last], lse[:, last], dq[:, last], dk, dv], plain))
+        del out, lse, dq, dk, dv
+    return error, f"{num_heads * num_queries * head_dim:,} elements"
 
 
 def _through_tile(

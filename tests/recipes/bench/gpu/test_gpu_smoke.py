@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from hf_longctx.recipes.bench.gpu import smoke, smoke_memory
+from hf_longctx.recipes.bench.gpu.rows import read_rows
 from hf_longctx.runtime.activations import host_tier
 from hf_longctx.runtime.tiles import tile
 
@@ -45,6 +47,28 @@ def test_checks_hold_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip("an operator of CUDA")
     error, _ = check()
     assert error <= tolerance
+
+
+def test_rows_are_chosen_by_words_and_written_as_they_are_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    assert smoke.main(["--toy", "--tokens", "64", "--only", "layout", "slab", "--json", str(file)]) == 0
+    rows = read_rows(file)
+    assert len(rows) == 2 and all(row["is_good"] for row in rows) and "2 of 2 rows are ok" in capsys.readouterr().out
+    assert smoke.main(["--toy", "--tokens", "64", "--only", "layout", "--budget-s", "-1"]) == 1
+    assert "1 were not run: the time is up" in capsys.readouterr().out
+
+
+def test_a_wrong_last_row_of_a_long_tile_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    through = smoke_memory._through_tile
+
+    def wrong(gradient: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        out, *others = through(gradient, *arguments)
+        return (out if gradient.shape[1] == 100 else out.roll(1, 1), *others)
+
+    assert smoke_memory.check_long_tile(CPU, 300, 4, 16)[0] <= smoke.TOLERANCE
+    assert smoke_memory.check_long_tile(CPU, 2**22)[1].startswith("skipped: needs ")
+    monkeypatch.setattr(smoke_memory, "_through_tile", wrong)
+    assert not smoke_memory.check_long_tile(CPU, 300, 4, 16)[0] <= smoke.TOLERANCE
 
 
 def test_a_wrong_merge_fails_the_ring() -> None:
