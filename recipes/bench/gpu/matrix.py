@@ -245,7 +245,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="layers in B and D (default: 8); C and E have all")
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], help="tokens of a document in B")
     parser.add_argument("--step-tokens", type=int, default=131072, help="tokens of the document in C (default: 131072)")
-    parser.add_argument("--long-tokens", type=int, default=393216, help="tokens of the document in E (default: 393216)")
+    parser.add_argument("--long-tokens", type=int, default=327680, help="tokens of the document in E (default: 327680)")
     parser.add_argument("--frozen", action="store_true", help="train norms only, so that large weights are frozen as under LoRA")
     parser.add_argument("--host-gib", type=float, default=64.0, help="GiB of host memory for activations (default: 64)")
     parser.add_argument("--cap-gib", type=float, default=40.0, help="GiB of device memory in D (default: 40)")
