@@ -35,8 +35,7 @@ def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter]
     """Gathers whole weights by name, on the CPU of ranks with `is_kept`; returns an empty mapping on other ranks.
 
     Tied weights are one tensor. `only`: gather these parameters and nothing else. Collective over all ranks; only one weight at a
-    time is whole on every device, and ranks that keep none wait until each is gathered: if they ran ahead of the rank that copies
-    them to the host, their collectives would reach their time-outs.
+    time is whole on every device.
     """
     owners = dict(model.named_parameters(remove_duplicate=False))
     wanted = None if only is None else {id(parameter) for parameter in only}
@@ -48,12 +47,22 @@ def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter]
             continue
         if owner not in gathered:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            gathered[owner] = whole.cpu() if is_kept else torch.empty(0)
-            if not is_kept and whole.is_cuda:
-                torch.cuda.current_stream(whole.device).synchronize()
+            gathered[owner] = to_host(whole, is_kept)
         if is_kept:
             weights[name] = gathered[owner]
     return weights
+
+
+def to_host(whole: Tensor, is_kept: bool) -> Tensor:
+    """The gathered weight on the CPU of ranks with `is_kept`; an empty tensor on other ranks, after waiting for the weight.
+
+    If these ran ahead of the rank that copies it to the host, their next collectives would reach their time-outs.
+    """
+    if is_kept:
+        return whole.cpu()
+    if whole.is_cuda:
+        torch.cuda.current_stream(whole.device).synchronize()
+    return torch.empty(0)
 
 
 def load_weights(model: nn.Module, folder: str) -> None:

@@ -67,14 +67,14 @@ def save_stages(
     if stage.tied and stage.stage:
         weights.pop(stage.tied, None)
     error = ""
-    partial = _partial(folder, stage.stage)
+    partial = partial_folder(folder, stage.stage)
     try:
         if is_writer:
             shutil.rmtree(partial, ignore_errors=True)
             _save_own(stage.model, partial, weights, max_shard_size)
     except Exception as problem:
         error = f"rank {rank}: {type(problem).__name__}: {problem}"
-    _raise_everywhere(error, control, folder)
+    raise_everywhere(error, control, folder)
     if not is_joined:
         return
     try:
@@ -82,7 +82,7 @@ def save_stages(
             join_stages(Path(folder), stage.num_stages)
     except Exception as problem:
         error = f"rank {rank}: {type(problem).__name__}: {problem}"
-    _raise_everywhere(error, control, folder)
+    raise_everywhere(error, control, folder)
 
 
 def load_stage_weights(stage: StageModel, folder: str) -> None:
@@ -149,7 +149,7 @@ def _is_of(key: str, parameter: str) -> bool:
     return f".{parameter}." in key
 
 
-def _partial(folder: str | Path, stage: int) -> Path:
+def partial_folder(folder: str | Path, stage: int) -> Path:
     """Folder that a stage writes to; it is on the checkpoint's file system, so that files can be renamed instead of copied."""
     return Path(folder) / f"stage-{stage}.partial"
 
@@ -165,15 +165,20 @@ def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_s
     split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
         save_file({name: weights[name].contiguous() for name in names}, partial / file, metadata={"format": "pt"})
-    # write the configs as save_pretrained does; the class of a sharded model is named FSDP plus the plain name
+    save_configs(model, partial)
+
+
+def save_configs(model: Any, folder: Path) -> None:
+    """Writes the configs of a model as `save_pretrained` does; the class of a sharded one is named FSDP plus its plain name."""
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.save_pretrained(str(partial))
+    model.config.save_pretrained(str(folder))
     if model.can_generate():
-        model.generation_config.save_pretrained(str(partial))
+        model.generation_config.save_pretrained(str(folder))
 
 
-def _raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str) -> None:
+def raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str) -> None:
+    """Raises RuntimeError on every rank if there is an `error` on one, after waiting for the slowest. Collective."""
     if control is not None:
         # writing may take longer than the control group's time-out, so wait on the default group, whose time-out is long
         dist.barrier()
@@ -188,7 +193,7 @@ def join_stages(folder: Path, num_stages: int) -> None:
 
     For one rank, when all stages are written.
     """
-    partials = [_partial(folder, number) for number in range(num_stages)]
+    partials = [partial_folder(folder, number) for number in range(num_stages)]
     if missing := [partial for partial in partials if not partial.is_dir()]:
         raise FileNotFoundError(f"{missing[0]} does not exist; the ranks of all stages must write to one shared folder")
     if (partials[0] / ADAPTER_FILE).exists():

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hf_longctx.hf.checkpoints.adapters import load_adapters
 from hf_longctx.hf.checkpoints.deferred import read_deferred, source_of, without_placeholders
+from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
 from hf_longctx.hf.checkpoints.sharded import (
     gather_weights,
     has_optimizer_shards,
@@ -150,13 +151,14 @@ class Shards:
 
 
 class ShardedPlacement:
-    """One shard of the model on every rank."""
+    """One shard of the model on every rank. control: the process group for messages between all ranks."""
 
     num_stages = 1
-    writes_weights = False
 
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
+    def __init__(self, shards: Shards, control: dist.ProcessGroup | None) -> None:
+        self.shards, self.control = shards, control
+        # whether the last `save` wrote a large model file by file
+        self.writes_weights = False
 
     def prepare(self, model: Any) -> None:
         self.shards.divide(model)
@@ -165,9 +167,14 @@ class ShardedPlacement:
         return None
 
     def save(self, model: Any, folder: str, is_writer: bool, is_joined: bool = True) -> dict[str, Any] | None:
+        self.writes_weights = False
         if not is_sharded(model) and source_of(model) is None:
             return None
         self.prepare(model)
+        if not is_adapted(model) and (files := planned_files(model)):
+            save_files(model, files, Path(folder), is_writer, self.control)
+            self.writes_weights = True
+            return None
         return gather_weights(model, is_writer, saved_parameters(model) if is_adapted(model) else None)
 
     def join(self, folder: Path) -> None: ...

@@ -339,4 +339,4 @@ def _placement(
     shards = None if mesh is None else Shards(mesh, args.device, config.fp32_gradients, config.expert_ranks is not None)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool)
-    return ReplicatedPlacement() if shards is None else ShardedPlacement(shards)
+    return ReplicatedPlacement() if shards is None else ShardedPlacement(shards, pool.control)

@@ -1,0 +1,155 @@
+"""Checkpoints of sharded models in files of limited size: what plain transformers reads back, in the memory of one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from helpers.measures.allocations import measure
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import make_trainer, training_arguments
+from safetensors.torch import load_file
+
+from hf_longctx.hf.checkpoints import file_by_file
+from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
+from hf_longctx.hf.checkpoints.sharded import gather_weights
+from hf_longctx.hf.ranks.agreement import control_group
+from hf_longctx.hf.trainer.placement import Shards
+from hf_longctx.runtime.parameters.sharded import shard_mesh
+
+MIB = 2**20
+
+
+def shard(model: Any) -> None:
+    Shards(shard_mesh("cpu", dist.get_world_size(), 60.0), torch.device("cpu"), True).divide(model)
+
+
+def tiny_mixtral(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **changes))
+
+
+def wide_llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def saved(folder: str, family: str, file_bytes: int) -> tuple[int, int]:
+    """Peak bytes of tensors made while a sharded model was saved, and the number of its files."""
+    training_arguments(f"{folder}/out")
+    model = {"mixtral": tiny_mixtral, "tied": lambda: tiny_mixtral(tie_word_embeddings=True), "llama": wide_llama}[family]()
+    shard(model)
+    control, is_writer = control_group(60.0), dist.get_rank() == 0
+    whole = gather_weights(model, is_writer)
+    with patch.object(file_by_file, "FILE_BYTES", file_bytes):
+        files = planned_files(model)
+    assert files
+    peak, _, _ = measure(lambda: save_files(model, files, Path(folder), is_writer, control))
+    if is_writer:
+        loaded, report = getattr(transformers, type(model).__name__.removeprefix("FSDP")).from_pretrained(
+            folder, output_loading_info=True
+        )
+        assert not any(report.values()), report
+        found = loaded.state_dict()
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+        plain = {name: value for name, value in transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+        assert plain.keys() == whole.keys()
+    return peak, len(files)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "tied"])
+def test_weights_come_back_as_they_were(ranks, tmp_path: Path, family: str) -> None:
+    for _, num_files in ranks(2).run(saved, str(tmp_path), family, 30_000):
+        assert num_files > 3
+    # names and shapes of files are those that `save_pretrained` writes
+    (tmp_path / "stock").mkdir()
+    model = tiny_mixtral(tie_word_embeddings=family == "tied")
+    model.save_pretrained(tmp_path / "stock")
+    stock = load_file(tmp_path / "stock" / "model.safetensors")
+    found = {name: value for file in tmp_path.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert found.keys() == stock.keys() and all(torch.equal(found[name], stock[name]) for name in stock)
+    assert not list(tmp_path.glob("*.partial"))
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / name).read_text() == (tmp_path / "stock" / name).read_text()
+
+
+def test_the_writer_of_four_ranks_holds_one_file(ranks, tmp_path: Path) -> None:
+    (writer, num_files), *others = ranks(4).run(saved, str(tmp_path), "llama", 16 * MIB)
+    total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert num_files >= 6 and total > 100 * MIB
+    # one file, and weights of 8 MiB as they come from the ranks and as one tensor; threads of gloo may let go of some late
+    assert writer < total / 2, writer / MIB
+    assert all(peak < total / 2 for peak, _ in others), others
+
+
+def failed_save(folder: str) -> str:
+    training_arguments(f"{folder}/out")
+    model = tiny_mixtral()
+    shard(model)
+    control = control_group(60.0)
+    written: list[Path] = []
+
+    def full_disk(tensors: Any, file: Path) -> None:
+        written.append(file)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+
+    with patch.object(file_by_file, "FILE_BYTES", 30_000), patch.object(file_by_file, "_write", full_disk):
+        try:
+            save_files(model, planned_files(model), Path(folder), dist.get_rank() == 0, control)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_disk_that_fills_is_an_error_on_every_rank_and_the_old_files_stay(ranks, tmp_path: Path) -> None:
+    tiny_mixtral().save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    for error in ranks(2).run(failed_save, str(tmp_path)):
+        assert "could not be written; the previous one is unchanged" in error and "No space left on device" in error
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert not list(tmp_path.glob("model-*.safetensors"))
+
+
+def resumed(folder: str, file_bytes: int) -> dict[str, torch.Tensor]:
+    """Weights after four steps, the last two resumed from a checkpoint."""
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    config = {"parameters": "sharded", "tokens_per_rank": 64}
+    with patch.object(file_by_file, "FILE_BYTES", file_bytes):
+        for start in (None, f"{folder}/checkpoint-2"):
+            trainer = make_trainer(ModelCase(), random_rows([9, 20, 31, 12] * 4), folder, config, arguments)
+            trainer.train(resume_from_checkpoint=start)
+        trainer.save_model(f"{folder}/last")
+    return gather_weights(trainer.model, True)
+
+
+def test_a_trainer_saves_and_resumes_from_such_files(ranks, tmp_path: Path) -> None:
+    whole, _ = ranks(2).run(resumed, str(tmp_path / "one"), 10**9)
+    found, _ = ranks(2).run(resumed, str(tmp_path / "many"), 20_000)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert len(list((tmp_path / "many" / "checkpoint-2").glob("model-*.safetensors"))) > 1
+    assert (tmp_path / "one" / "checkpoint-2" / "model.safetensors").exists()
+    last = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many" / "last", dtype="auto").state_dict()
+    assert all(torch.equal(last[name], whole[name]) for name in whole)
+
+
+def test_models_that_save_in_their_own_way_are_left_to_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_by_file, "FILE_BYTES", 1000)
+    model = build_model(ModelCase())
+    assert planned_files(model)
+    kind = type(model)
+    own = type("Own", (kind,), {"save_pretrained": lambda self, *arguments, **keywords: None})
+    model.__class__ = own
+    assert not planned_files(model)
+    model.__class__ = kind
+    monkeypatch.setattr(file_by_file, "FILE_BYTES", 10**9)
+    assert not planned_files(model)
