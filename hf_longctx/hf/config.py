@@ -59,7 +59,7 @@ class LongContextConfig:
     )
     device_gib: float | None = field(
         default=None,
-        metadata={"help": "GiB of a device that a rank may use. Default: four fifths of its memory."},
+        metadata={"help": "GiB of a device that a rank may use, communicators included. Default: four fifths of its memory."},
     )
     host_gib: float | None = field(
         default=None,

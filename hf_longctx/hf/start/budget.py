@@ -6,14 +6,15 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.spec import usable_device_bytes
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
 from hf_longctx.hf.start.stages import Ranges
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
-from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators, usable_bytes
 
 # share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: what
 # plans need of it is pinned, at some tenths of a second per GiB
@@ -32,19 +33,21 @@ def activation_budget(
     config: LongContextConfig,
     costs: CostModel,
     ranges: Ranges,
-    is_shared: bool,
+    degrees: tuple[int, ...],
     device: torch.device,
     control: dist.ProcessGroup | None,
     reference_bytes: int = 0,
 ) -> ActivationBudget:
     """Bytes that every rank has left for activations beside the model's states; collective.
 
-    With stages, these are the states of the stage that has most of them. is_shared: ranks may share sequences. reference_bytes:
+    With stages, these are the states of the stage that has most of them. degrees: of sequence groups. reference_bytes:
     bytes of the weights of a reference model, which is divided among ranks as the model is. Raises ValueError if `host_gib`, or
     optimizer states on the host, ask for more host memory than is available.
     """
     spec, cluster = costs.model, costs.cluster
-    own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
+    lends = config.lend_stages and len(ranges) > 1
+    groups = num_communicators(cluster.num_ranks, block_sizes(degrees, costs), costs.shard_ranks, len(ranges), lends)
+    own_bytes = _own_device_bytes(config, cluster, groups if has_communicators(device) else 0)
     own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
     everyone = gather_objects((own_bytes, *own_host_bytes), control)
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
@@ -71,4 +74,16 @@ def activation_budget(
             f"host_gib is {config.host_gib} for each of {cluster.ranks_per_node} ranks of a node, which has "
             f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
         )
-    return byte_model.budget(left_bytes, host_bytes, config.tile_tokens, is_shared)
+    return byte_model.budget(left_bytes, host_bytes, config.tile_tokens, is_shared=degrees[-1] > 1)
+
+
+def has_communicators(device: torch.device) -> bool:
+    """Whether process groups take memory of the device."""
+    return device.type == "cuda" and dist.is_initialized() and dist.get_backend() != "gloo"
+
+
+def _own_device_bytes(config: LongContextConfig, cluster: ClusterSpec, num_communicators: int) -> int:
+    """Bytes of this rank's device for the model's states and for activations."""
+    if config.device_gib:
+        return max(0, int(config.device_gib * 2**30) - num_communicators * COMMUNICATOR_BYTES)
+    return usable_bytes(cluster.hardware.device_bytes, num_communicators)

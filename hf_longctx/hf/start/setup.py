@@ -199,8 +199,7 @@ class _SetupBasis:
             parameters=parameters,
             shard_ranks=shard_ranks,
         )
-        is_shared = degrees[-1] > 1
-        budget = activation_budget(config, costs, ranges, is_shared, self.args.device, self.control, self.reference_bytes)
+        budget = activation_budget(config, costs, ranges, degrees, self.args.device, self.control, self.reference_bytes)
         activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
         reruns = len(ranges) == 1 and may_rerun(costs.model, costs.parameters)
         tokens_per_rank = self._tokens_per_rank(costs, budget, activations, degrees[-1], reruns)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from hf_longctx.plan.core.types import Action
 # (action kind "F" for hidden states or "B" for gradients, whether messages wrap around)
 _Lane = tuple[str, bool]
 _LANES: tuple[_Lane, ...] = (("F", False), ("B", False), ("F", True), ("B", True))
+# blocks of threads, one on a multiprocessor each, of a message: NVLink and networks need few of them for one pair of ranks
+_LANE_CTAS = 4
 # (lane, rank at its other end)
 _Way = tuple[_Lane, int]
 
@@ -67,7 +70,7 @@ class Links:
         lanes: dict[_Way, dist.ProcessGroup] = {}
         for lane in _LANES:
             for pair in _pairs(place, is_wrap=lane[1]):
-                group = dist.new_group(list(pair), timeout=timeout)
+                group = dist.new_group(list(pair), timeout=timeout, pg_options=lane_options(timeout))
                 if place.rank in pair:
                     lanes[lane, pair[pair[0] == place.rank]] = group
         found: dict[str, dist.ProcessGroup] = {}
@@ -95,6 +98,20 @@ class Links:
             work = message(torch.zeros(1, device=device), peer, group=group)
             assert work is not None
             work.wait()
+
+
+def lane_options(timeout: timedelta) -> Any:
+    """Options for a group of two ranks that send each other messages one by one; None on other backends than NCCL.
+
+    A message that waits for its other end occupies as many multiprocessors as its communicator may use, by default up to 16.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _LANE_CTAS
+    # torch warns if it differs from the group's
+    options._timeout = timeout
+    return options
 
 
 def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
+from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators
 from hf_longctx.sim.capacity import DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import LengthBin, length_bins
+from hf_longctx.sim.scenario import Scenario
 
 _GIB = 2**30
 # characters of the longest bar
@@ -186,6 +189,20 @@ def _choice_row(choice: Choice, ours_s: float) -> tuple[str, ...]:
     return choice.name, _seconds(choice.step_s), verdict, _shortened(choice.layout or choice.detail)
 
 
+def _reserved(scenario: Scenario) -> list[tuple[str, str, str]]:
+    """Rows for the bytes of a device that plans leave free: communicators on devices that have them, and the rest."""
+    memory, placement, costs = scenario.memory, scenario.placement, scenario.costs
+    kept = memory.device_bytes - memory.usable_bytes
+    if costs.cluster.hardware.name == GENERIC_CPU.name or costs.cluster.num_ranks == 1:
+        return [("kept for workspace and the process", _gib(kept), "")]
+    number = num_communicators(costs.cluster.num_ranks, block_sizes(placement.degrees, costs), placement.shard_ranks)
+    taken = number * COMMUNICATOR_BYTES
+    return [
+        ("kept for communicators of NCCL", _gib(taken), f"{number} of {COMMUNICATOR_BYTES / 2**30:g} GiB"),
+        ("kept for workspace and the process", _gib(max(0, kept - taken)), ""),
+    ]
+
+
 def _memory(forecast: Forecast) -> list[str]:
     memory, placement = forecast.scenario.memory, forecast.scenario.placement
     states, tokens = memory.state_bytes(placement.parameters, placement.shard_ranks), forecast.peak_tokens
@@ -201,7 +218,7 @@ def _memory(forecast: Forecast) -> list[str]:
         ("weights, gradients, optimizer states", _gib(states), ""),
         peak,
         ("free", _gib(memory.usable_bytes - states - saved), ""),
-        ("kept for workspace and the process", _gib(memory.device_bytes - memory.usable_bytes), ""),
+        *_reserved(forecast.scenario),
         ("device", _gib(memory.device_bytes), ""),
     ]
     ways = [

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.cost_models import MODEL, cost_model
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.hf.start import budget
 from hf_longctx.hf.start.setup import choose_setup
+from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
+
+RANGES = ((LayerRange(0, MODEL.num_layers),),)
 
 
 def test_room_counts_the_exchanges_of_groups() -> None:
@@ -25,9 +30,9 @@ def test_room_counts_the_exchanges_of_groups() -> None:
         choose_setup(config, build_model(ModelCase()), arguments, degrees, None).planner for degrees in [(1,), (1, 2)]
     )
     for planner, is_shared in ((alone, False), (shared, True)):
-        budget = planner.activations
-        assert budget is not None and budget.kept_tokens == ByteModel(spec).kept_tokens(budget.device_bytes, is_shared) <= 40
-        room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
+        room_of = planner.activations
+        assert room_of is not None and room_of.kept_tokens == ByteModel(spec).kept_tokens(room_of.device_bytes, is_shared) <= 40
+        room = room_of.device_bytes, room_of.host_bytes, room_of.tile_tokens
         ways = {"is_shared": is_shared, "reruns": True, "block_ranks": 1 + is_shared}
         assert planner.tokens_per_rank == most_tokens(spec, *room, **ways)
     assert 40 < shared.tokens_per_rank < alone.tokens_per_rank
@@ -41,10 +46,10 @@ def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) ->
     spec = replace(model_spec(model), has_master_weights=True)
     assert spec.qk_norms == (family == "qwen3")
     config = LongContextConfig(device_gib=(ByteModel(spec).states() + 2**22) / 2**30, tile_tokens=16)
-    budget = choose_setup(config, model, arguments, (1,), None).planner.activations
-    assert budget is not None and budget.device_bytes == 2**22
-    least, more = (ByteModel(spec).kept_bytes(budget.kept_tokens + extra) for extra in (0, 1))
-    assert least <= budget.device_bytes < more
+    found = choose_setup(config, model, arguments, (1,), None).planner.activations
+    assert found is not None and found.device_bytes == 2**22
+    least, more = (ByteModel(spec).kept_bytes(found.kept_tokens + extra) for extra in (0, 1))
+    assert least <= found.device_bytes < more
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep"])
@@ -55,3 +60,14 @@ def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activ
     config = LongContextConfig(device_gib=gib, tile_tokens=16, tokens_per_rank=5000, activations=activations)
     planner = choose_setup(config, build_model(ModelCase()), arguments, (1,), None).planner
     assert (planner.tokens_per_rank < 500) == (activations == "auto") == ("tokens_per_rank 5000 is more than" in caplog.text)
+
+
+def test_communicators_take_a_part_of_the_memory_that_the_user_gave(monkeypatch) -> None:
+    # the default group, all four ranks, and pairs: three communicators of half a GiB
+    costs = cost_model("exchange", 4)
+    states = ByteModel(costs.model).most_states(RANGES, "replicated", 1)
+    config = LongContextConfig(device_gib=(states + 4 * 2**30) / 2**30)
+    for takes_memory, expected in ((False, 4 * 2**30), (True, 5 * 2**29)):
+        monkeypatch.setattr(budget, "has_communicators", lambda _, found=takes_memory: found)
+        found = budget.activation_budget(config, costs, RANGES, (1, 2), torch.device("cpu"), None)
+        assert found.device_bytes == expected

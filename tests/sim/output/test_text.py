@@ -44,6 +44,19 @@ def test_without_lengths_nothing_is_said_of_steps() -> None:
     assert "MEMORY" in text and "planned steps hold 168 tokens" in text and "LONGEST SEQUENCE" in text
 
 
+def test_communicators_are_a_row_of_the_memory_of_gpus() -> None:
+    # the default group, all ranks, pairs, and the ranks that share the parameters
+    row = r"kept for communicators of NCCL +2\.0+ +4 of 0\.5 GiB"
+    costs = scenario().costs
+    for name, has_row in (("NVIDIA H100", True), ("generic cpu", False)):
+        hardware = replace(costs.cluster.hardware, name=name)
+        cluster = replace(costs.cluster, hardware=hardware)
+        memory = replace(MEMORY, device_bytes=80 * 2**30, usable_bytes=64 * 2**30)
+        of = replace(scenario(), costs=replace(costs, cluster=cluster), memory=memory)
+        text = forecast_text(make_forecast(of, None, 1, 1, 0))
+        assert bool(re.search(row, text)) == has_row, text
+
+
 def test_gathers_are_told_beside_the_seconds_unless_they_were_measured() -> None:
     found = forecast()
     weights = WeightSeconds((0.5,) * 4, 0.25)

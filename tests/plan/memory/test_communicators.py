@@ -1,0 +1,67 @@
+"""The communicators that are counted are the groups that a run creates; enough of them lower the bytes of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators, usable_bytes
+from hf_longctx.runtime.parameters.sharded import shard_mesh
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+GIB = 2**30
+# ranks, degrees, ranks that share one copy of the parameters, stages, whether stages lend ranks
+RUNS: dict[str, tuple[int, tuple[int, ...], int, int, bool]] = {
+    "replicated": (4, (1, 2, 4), 1, 1, False),
+    "odd degrees": (4, (1, 2, 3), 1, 1, False),
+    "sharded": (4, (1, 2, 4), 4, 1, False),
+    "copies of shards": (4, (1, 2), 2, 1, False),
+    "stages": (4, (1, 2), 1, 2, False),
+    "sharded stages": (4, (1, 2), 2, 2, False),
+    "four stages": (4, (1,), 1, 4, False),
+    "lent stages": (4, (1,), 1, 4, True),
+    "two lent stages": (4, (1, 2), 1, 2, True),
+}
+
+
+def groups_of_a_run(number: int, degrees: tuple[int, ...], shard_ranks: int, num_stages: int, lends: bool) -> int:
+    """Number of groups that this rank is in, the default group included."""
+    found: list[Any] = []
+    new_group = dist.new_group
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        group = new_group(*arguments, **settings)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            found.append(group)
+        return group
+
+    # meshes are kept for equal arguments
+    timeout_s = 60.0 + number / 100
+    with patch.object(dist, "new_group", counted):
+        if shard_ranks > 1:
+            shard_mesh("cpu", shard_ranks, timeout_s, num_stages)
+        pool = GroupPool(degrees, timeout_s, num_stages=num_stages, lends=lends)
+    dist.barrier()
+    pool.close()
+    return 1 + len(found)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_communicators_are_the_groups_that_a_run_creates(ranks, name: str) -> None:
+    num_ranks, degrees, shard_ranks, num_stages, lends = RUNS[name]
+    found = ranks(num_ranks).run(groups_of_a_run, list(RUNS).index(name), degrees, shard_ranks, num_stages, lends)
+    assert num_communicators(num_ranks, degrees, shard_ranks, num_stages, lends) == max(found)
+
+
+def test_one_rank_has_no_communicator() -> None:
+    assert num_communicators(1, (1,)) == 0
+
+
+def test_half_of_what_is_not_usable_is_for_communicators() -> None:
+    # four fifths of 40 GiB are usable, so eight communicators of half a GiB fill half of the rest
+    assert COMMUNICATOR_BYTES == GIB // 2
+    assert usable_bytes(40 * GIB, 0) == usable_bytes(40 * GIB, 8) == 32 * GIB
+    assert usable_bytes(40 * GIB, 12) == 30 * GIB
