@@ -32,9 +32,12 @@ _BLOCK_T, _BLOCK_G = 4, 256
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox(counter: Words, key: int) -> Words:
-    """The four words of every counter; tensors of words are int64 and broadcast with each other. `key`: 64 bits."""
-    first, second = key & WORD, key >> 32 & WORD
+def philox(counter: Words, key: int, more: Tensor | int = 0) -> Words:
+    """The four words of every counter; tensors of words are int64 and broadcast with each other.
+
+    key: 64 bits. more: added to its high word, so that one call may draw with several keys.
+    """
+    first, second = key & WORD, (key >> 32) + more & WORD
     for _ in range(NUM_ROUNDS):
         product, other = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
         counter = (

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hf.models.context.hand_down import hand_context_down, leave_context_out
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
-from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts
+from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts, tokens_of
 from hf_longctx.hf.models.heads.serve import restore_head, serve_head
 from hf_longctx.hf.models.indexed.patching import chooses_by_plan, patch_indexers, restore_indexers
 from hf_longctx.hf.models.older.own_attention import is_served, restore_own_attention, serve_attention
@@ -31,6 +31,7 @@ from hf_longctx.hf.models.states.patching import mixers_of, num_calls, patch_mix
 from hf_longctx.hf.models.wrapped.text import restore_text, serve_text, text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
+from hf_longctx.runtime.dropout.keys import SITE, DropoutSite
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
@@ -143,19 +144,28 @@ def longctx_attention(
     """Attention with transformers' interface: query [B, H, T, D], key and value [B, G, T, D]; returns [B, T, H, D].
 
     `longctx` is the chunk's context; a call without it goes to `fallback` unchanged. Nothing is ignored silently: raises
-    ValueError for dropout, and for any keyword that would change attention and is not implemented.
+    ValueError for any keyword that would change attention and is not implemented.
     """
+    # some classes pass their rate in evaluation, too
+    dropout = dropout if module.training else 0.0
+    site: DropoutSite | None = vars(module).get(SITE)
     if longctx is None:
-        function = _fallback_function(module, fallback)
         if (chosen := kwargs.pop(_CHOSEN, None)) is not None:
             attention_mask = _only_chosen(attention_mask, chosen, query, key)
+        if dropout and site is not None and (tokens := tokens_of(site)) is not None:
+            rule = partial(tokens.drop_weights, rate=dropout, name=site.name)
+            return _dropped_attention(module, query, key, value, attention_mask, rule, scaling=scaling, **kwargs), None
+        function = _fallback_function(module, fallback)
         output: tuple[Tensor, Tensor | None] = function(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return output
     name = type(module).__name__
-    if dropout:
-        raise ValueError(f"{name}: attention dropout {dropout} is not supported yet; set it to 0.0")
+    if dropout and site is None:
+        raise ValueError(
+            f"{name} drops attention weights at a rate of {dropout}, but its config did not say so when the run started; set the "
+            f"rate in the config before the trainer is made"
+        )
     if not getattr(module, "is_causal", True):
         raise ValueError(
             f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; use a causal model"
@@ -186,10 +196,35 @@ def longctx_attention(
             f"{name} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' together with sinks'}; a cap must be "
             f"positive, and is not supported together with sinks"
         )
-    call = LayerCall(scale, module, pattern, sinks, softcap, None if chosen is None else chosen[0])
+    of_weights = (dropout, site.name) if dropout and site is not None else (0.0, "")
+    call = LayerCall(scale, module, pattern, sinks, softcap, None if chosen is None else chosen[0], *of_weights)
     output_BTHD = sequence_parallel_attention(query, key, value, call, longctx)
     # contiguous like the result of transformers' own functions: some classes take views of it, others would copy it themselves
     return output_BTHD.contiguous(), None
+
+
+def _dropped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    drop: Callable[[Tensor], Tensor],
+    **kwargs: Any,
+) -> Tensor:
+    """Attention [1, T, H, E] of one document without a plan, whose weights [1, H, T, T] `drop` drops: the class's eager function.
+
+    That function returns its weights; without dropout they are those of the softmax.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        # torch's own attention is causal without a mask
+        seen_TT = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril() if mask is None else mask
+        mask = torch.zeros(seen_TT.shape, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill(~seen_TT, torch.finfo(query.dtype).min).expand(1, 1, -1, -1)
+    _, weights_1HTT = _fallback_function(module, "eager")(module, query, key, value, mask, dropout=0.0, **kwargs)
+    assert weights_1HTT is not None
+    value_1HTE = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return (drop(weights_1HTT) @ value_1HTE).transpose(1, 2).contiguous()
 
 
 def _only_chosen(mask: Tensor | None, chosen_BTK: Tensor, query: Tensor, key: Tensor) -> Tensor:

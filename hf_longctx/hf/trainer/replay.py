@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import transformers
 from peft import AutoPeftModelForCausalLM
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts
+from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.start.losses import loss_name
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, STEP_FILE, ModelOrder, watched
 from hf_longctx.plan.core.serialize import plan_from_json
@@ -78,11 +78,12 @@ def _whole_model(source: Path) -> Any:
     return getattr(transformers, name, AutoModelForCausalLM).from_pretrained(source)
 
 
-def _dropout_of(model: nn.Module, content: dict[str, Any]) -> Callable[[int, Tensor], AbstractContextManager[None]]:
+def _dropout_of(model: Any, content: dict[str, Any]) -> Callable[[int, Tensor], AbstractContextManager[None]]:
     """Function of (number of a sequence in the step, its tokens [1, T]); in its context dropout draws the masks of the run."""
     if "dropout" not in content:
         return lambda document, ids_1T: nullcontext()
-    key_dropouts(model)
+    # attention weights are dropped by the attention function
+    patch_model(model)
     keys = keys_of(model)
     assert keys is not None
     keys.seed = content["dropout"]["seed"]

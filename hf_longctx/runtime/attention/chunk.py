@@ -94,8 +94,8 @@ class _ChunkAttention(torch.autograd.Function):
                     q, k, v = (x[:, rows] for x in (q_hSD, k_gSD, v_gSE))
                     out_hTE, lse_hT = run_forward(run_inputs(q, k, v, run.lengths(rows.stop), rule), sinks_h)
                 else:
-                    start = 0 if slice_ is None else slice_.start
-                    out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, rule.of_rows(rows), start, sinks_h)
+                    own_rule = rule.of_rows(rows, *run.place)
+                    out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, own_rule, run.place[1], sinks_h)
                 outs.append(out_hTE.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
@@ -124,7 +124,7 @@ class _ChunkAttention(torch.autograd.Function):
         for run in runs:
             tokens = run.tokens
             gradient_hTE, out_hTE = gradient_ShE[tokens].transpose(0, 1), out_ShE[tokens].transpose(0, 1)
-            q_hTD, lse_hT, rule = q_hSD[:, tokens], lse_hS[:, tokens], whole_rule.of_rows(tokens)
+            q_hTD, lse_hT, rule = q_hSD[:, tokens], lse_hS[:, tokens], whole_rule.of_rows(tokens, *run.place)
             if run.as_slice is not None:
                 found = _slice_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, run.as_slice, rule, call)
             else:
@@ -157,7 +157,8 @@ def _document_backward(
     tiles, readers = rule.pattern.own_tiles(0, q_hTD.shape[1]), rule.readers
     if len(tiles) == 1 and tiles[0].num_blocks == 1:
         k, v = map(readers.gather, (k_gTD, v_gTE))
-        tile = TileInputs(q_hTD, k, v, rule.scores, causal=True, chosen=rule.chosen_TK)
+        dropout = None if rule.dropout is None else rule.dropout.of_tile(tiles[0], 0)
+        tile = TileInputs(q_hTD, k, v, rule.scores, causal=True, chosen=rule.chosen_TK, dropout=dropout)
         dq, dk, dv = tile_backward(gradient_hTE, tile, out_hTE, lse_hT)
         return dq, readers.fold(dk), readers.fold(dv)
     dk_gTD, dv_gTE = (torch.zeros(x.shape, dtype=lse_hT.dtype, device=x.device) for x in (k_gTD, v_gTE))

@@ -20,6 +20,7 @@ from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.layout import GroupLayout
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.dropout.keys import DropoutKeys, DropoutTokens
+from hf_longctx.runtime.tiles.dropped import WeightDropout
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
@@ -158,8 +159,8 @@ class GroupContext:
     attention_record: keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed.
     lent_slice: the slice that ranks of several stages compute together; None for chunks that their stage runs alone.
     position_ids: [1, T], positions of this rank's tokens in their documents, as the model gets them; None if no model runs.
-    sequences: the plan's sequence of every piece of `documents`; -1 for dummy tokens. tokens: keys of this rank's tokens for
-        dropout; None in a model without it.
+    sequences: the plan's sequence of every piece of `documents`; -1 for dummy tokens. chunk_sequences: that of every document of
+        the chunk. tokens: keys of this rank's tokens for dropout; None in a model without it.
     """
 
     block: Block
@@ -178,6 +179,7 @@ class GroupContext:
     lent_slice: LentSlice | None = None
     position_ids: Tensor | None = None
     sequences: tuple[int, ...] = ()
+    chunk_sequences: tuple[int, ...] = ()
     tokens: DropoutTokens | None = None
 
     def __post_init__(self) -> None:
@@ -198,6 +200,20 @@ class GroupContext:
         pieces = [(count, sequence) for (count, _), sequence in zip(self.documents, self.sequences, strict=True)]
         tokens = keys.of_pieces(pieces, position_ids, [length for _, length in self.documents])
         return replace(self, position_ids=position_ids, tokens=tokens)
+
+    def weight_dropout(self, rate: float, name: str, heads: HeadShare) -> WeightDropout | None:
+        """Dropout at this rate of the attention weights of the layer `name`, for the heads of this rank; None at a rate of 0.
+
+        Raises RuntimeError if the context has no keys of tokens.
+        """
+        if not rate:
+            return None
+        if self.tokens is None:
+            raise RuntimeError(f"{name} are dropped at a rate of {rate:g}, but the context has no keys of tokens; call `placed`")
+        # a replay and a first run count calls anew
+        running = self.tokens.keys.tokens or self.tokens
+        numbers = tuple(self.tokens.first_document + sequence for sequence in self.chunk_sequences)
+        return WeightDropout(rate, running.call_key(name), running.step, numbers, heads.q_start, heads.num_q)
 
     def running(self) -> AbstractContextManager[None]:
         """Context around a forward of the model: its dropout modules get this rank's tokens."""

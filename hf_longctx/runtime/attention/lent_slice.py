@@ -107,7 +107,8 @@ class _LentAttention(torch.autograd.Function):
             start = slice_.start + piece.start
             own = split_kv(kv_gTW[:, piece.start : piece.stop], head_dim)
             rows = (q_hSD[:, piece.tokens], *own, (*front, KeyRun(slice_.start, kv_gTW[:, : piece.start])))
-            out_hPE, lse_hP = rows_forward(*rows, call.rule, start, sinks_h)
+            rule = call.rule.of_rows(piece.tokens, slice_.document, start)
+            out_hPE, lse_hP = rows_forward(*rows, rule, start, sinks_h)
             out_ShE[piece.tokens] = out_hPE.transpose(0, 1)
             lses.append(lse_hP)
         ctx.save_for_backward(q_hSD, out_ShE, torch.cat(lses, dim=1), sinks_h)
@@ -129,12 +130,12 @@ class _LentAttention(torch.autograd.Function):
             own, own_sum = (split_kv(x[:, piece.start : piece.stop], head_dim) for x in (kv_gTW, own_sum_gTW))
             before = KeyRun(slice_.start, kv_gTW[:, : piece.start])
             key_pieces = [
-                KeyPiece(own, call.rule.pattern.own_tiles(start, num_rows), own_sum),
+                KeyPiece(own, call.rule.pattern.own_tiles(start, num_rows), own_sum, start),
                 front_piece(before, call.rule.pattern, start, num_rows, head_dim, own_sum_gTW[:, : piece.start]),
                 *front_pieces(front, front_sum_gUW, slice_.start, call.rule.pattern, start, num_rows, head_dim),
             ]
-            lse_hP = lse_hS[:, rows]
-            dq_hSD[:, rows] = rows_backward(gradient_hPE, q_hSD[:, rows], out_hPE, lse_hP, key_pieces, call.rule)
+            lse_hP, rule = lse_hS[:, rows], call.rule.of_rows(rows, slice_.document, start)
+            dq_hSD[:, rows] = rows_backward(gradient_hPE, q_hSD[:, rows], out_hPE, lse_hP, key_pieces, rule)
         dsinks_h = None
         if sinks_h is not None:
             dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)

@@ -112,7 +112,7 @@ class _RingAttention(torch.autograd.Function):
                 if piece.tiles:
                     rows = query.tokens
                     row_inputs = (gradient_HTE[:, rows], q_HTD[:, rows], out_HTE[:, rows], lse_HT[:, rows])
-                    dq_HTD[:, rows] += rows_backward(*row_inputs, (piece,), rule.of_rows(rows))
+                    dq_HTD[:, rows] += rows_backward(*row_inputs, (piece,), rule.of_rows(rows, query.document, query.start))
             return total
 
         _around(own_kv, ring, rule.pattern, compute, own_sum)
@@ -130,8 +130,9 @@ def _around_the_ring(
     def compute(source: int, kv: Tensor) -> None:
         for query, key in ring.tiles(source, rule.pattern):
             piece, rows = _key_piece(query, key, kv, q_HTD.shape[2], rule.pattern), query.tokens
+            own_rule = rule.of_rows(rows, query.document, query.start)
             for tile in piece.tiles:
-                merge_tile(out_HTE[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, rule.of_rows(rows))
+                merge_tile(out_HTE[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, own_rule)
 
     _around(own_kv, ring, rule.pattern, compute)
     if sinks_H is not None:

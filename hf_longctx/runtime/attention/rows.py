@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.attention.heads import KVReaders, split_kv
 from hf_longctx.runtime.attention.kv_book import KeyRun
+from hf_longctx.runtime.tiles.dropped import WeightDropout
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
@@ -46,6 +47,7 @@ class AttentionRule:
     None: it sees every key that the pattern shows. Only with a causal pattern. Before attention runs, the rows are this rank's
     own tokens; `gather` turns their chosen keys into those of all tokens of the block. It is collective over the block.
     bounds: boundaries of the chunk's documents, if an operator of the device takes several documents and obeys the rule.
+    dropout: of attention weights, in the rows' document; None without.
     """
 
     readers: KVReaders
@@ -54,14 +56,19 @@ class AttentionRule:
     chosen_TK: Tensor | None = None
     gather: Callable[[Tensor], Tensor] | None = None
     bounds: PackBounds | None = None
+    dropout: WeightDropout | None = None
 
     def choosing(self, chosen_TK: Tensor | None) -> AttentionRule:
         """The rule for all tokens of the block, given what this rank's own tokens have chosen."""
         return replace(self, chosen_TK=None if chosen_TK is None or self.gather is None else self.gather(chosen_TK))
 
-    def of_rows(self, rows: slice) -> AttentionRule:
-        """The rule for a range of its rows."""
-        return self if self.chosen_TK is None else replace(self, chosen_TK=self.chosen_TK[rows])
+    def of_rows(self, rows: slice, document: int, start: int) -> AttentionRule:
+        """The rule for a range of its rows, which begins at position `start` of the chunk's document with this index."""
+        if self.chosen_TK is None and self.dropout is None:
+            return self
+        chosen_TK = None if self.chosen_TK is None else self.chosen_TK[rows]
+        dropout = None if self.dropout is None else self.dropout.of_rows(document, start)
+        return replace(self, chosen_TK=chosen_TK, dropout=dropout)
 
 
 def rows_forward(
@@ -213,7 +220,8 @@ def _backward(
 def _tile_inputs(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> TileInputs:
     q = _read(q_hTD, tile.rows, tile)
     k, v = (_ordered(_as_heads(rule.readers.gather(_tile_tokens(x, tile.keys, tile)), tile), tile) for x in piece.kv)
-    return TileInputs(q, k, v, rule.scores, causal=tile.mask != "full", chosen=_chosen(piece, tile, rule))
+    dropout = None if rule.dropout is None else rule.dropout.of_tile(tile, piece.first)
+    return TileInputs(q, k, v, rule.scores, causal=tile.mask != "full", chosen=_chosen(piece, tile, rule), dropout=dropout)
 
 
 def _chosen(piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> Tensor | None:

@@ -24,11 +24,15 @@ from hf_longctx.runtime.tiles.packs import PackInputs, pack_backward, pack_forwa
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens [start, stop) of a chunk. If they are a slice of a sequence, `as_slice` describes it; None for a whole sequence."""
+    """Tokens [start, stop) of a chunk. If they are a slice of a sequence, `as_slice` describes it; None for a whole sequence.
+
+    index: the document's index in the chunk.
+    """
 
     start: int
     stop: int
     as_slice: Slice | None = None
+    index: int = 0
 
     @property
     def tokens(self) -> slice:
@@ -45,7 +49,7 @@ def documents_of(cu_seqlens: tuple[int, ...], slices: tuple[Slice, ...]) -> tupl
     """Documents of a packed chunk with these boundaries: the ones named in `slices` are slices, the others whole sequences."""
     by_document = {slice_.document: slice_ for slice_ in slices}
     bounds = enumerate(itertools.pairwise(cu_seqlens))
-    return tuple(Document(start, stop, by_document.get(index)) for index, (start, stop) in bounds)
+    return tuple(Document(start, stop, by_document.get(index), index) for index, (start, stop) in bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,11 @@ class Run:
     def as_slice(self) -> Slice | None:
         """The slice, if the run is one."""
         return self.documents[0].as_slice
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Index of its first document in the chunk, and the position there of its first token."""
+        return self.documents[0].index, 0 if self.as_slice is None else self.as_slice.start
 
     def lengths(self, stop: int) -> list[int]:
         """Tokens of each document before token `stop` of the chunk, for documents that have any."""

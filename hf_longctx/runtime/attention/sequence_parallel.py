@@ -46,7 +46,8 @@ class LayerCall:
 
     scale, softcap: see `tiles.plain.Scores`. layer: the calling layer, by which slices find keys and values of earlier slices.
     pattern: which earlier tokens are visible. sinks_H: per head, the score of one more key with a value of zero that every
-    token sees. chosen_TK: keys that an index has chosen for this rank's tokens, see `rows.AttentionRule`.
+    token sees. chosen_TK: keys that an index has chosen for this rank's tokens, see `rows.AttentionRule`. dropout: share of the
+    attention weights that are dropped. name: of the layer in the model, for their masks.
     """
 
     scale: float
@@ -55,6 +56,8 @@ class LayerCall:
     sinks_H: Tensor | None = None
     softcap: float = 0.0
     chosen_TK: Tensor | None = None
+    dropout: float = 0.0
+    name: str = ""
 
 
 def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, context: GroupContext) -> Tensor:
@@ -78,9 +81,11 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
         mine = shares[context.block.index]
         sinks_h = call.sinks_H[mine.q_start : mine.q_stop].to(torch.promote_types(v_1GTE.dtype, torch.float32))
     head_dim = max(q_1HTD.shape[3], v_1GTE.shape[3])
-    shares_calls = call.chosen_TK is None and takes_packs(v_1GTE.device, v_1GTE.dtype, head_dim, call.softcap > 0)
+    is_masked = call.chosen_TK is not None or call.dropout > 0
+    shares_calls = not is_masked and takes_packs(v_1GTE.device, v_1GTE.dtype, head_dim, call.softcap > 0)
     bounds, gather = context.bounds if shares_calls else None, partial(gather_tokens, block=context.block)
-    rule = AttentionRule(readers, Scores(call.scale, call.softcap), call.pattern, call.chosen_TK, gather, bounds)
+    dropout = context.weight_dropout(call.dropout, call.name, shares[context.block.index])
+    rule = AttentionRule(readers, Scores(call.scale, call.softcap), call.pattern, call.chosen_TK, gather, bounds, dropout)
     if context.block.num_ranks == 1:
         return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call.layer)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)
@@ -108,7 +113,7 @@ def _attention(
     # if values had another head size, torch's own attention would fall back to plain matrices; and it would save keys and values
     # once for each query head, where operators for several documents save them once
     has_one_size = q_1hSD.shape[3] == v_1gSE.shape[3]
-    sees_all = rule.pattern == CAUSAL and rule.chosen_TK is None
+    sees_all = rule.pattern == CAUSAL and rule.chosen_TK is None and rule.dropout is None
     is_plain = rule.bounds is None and sees_all and sinks_h is None and not rule.scores.softcap and has_one_size
     if not context.slices and record is None and is_plain:
         return packed_attention(q_1hSD, k_1gSD, v_1gSE, rule.readers, rule.scores.scale, context.cu_seqlens)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_longctx.kernels.dropout_mask import WORD, keep_mask, random_words
+from hf_longctx.kernels.weight_mask import dropped_weights
 
 # attribute of a dropout module that holds its site
 SITE = "_longctx_dropout_site"
@@ -75,7 +76,7 @@ class DropoutKeys:
         counts = [count for count, _ in pieces]
         both_2T = torch.tensor([numbers, list(lengths) or counts]).repeat_interleave(torch.tensor(counts), dim=1)
         documents_T, lengths_T = both_2T.to(positions_1T.device, non_blocking=True)
-        return DropoutTokens(self, self.step, documents_T, positions_1T.view(-1), lengths_T)
+        return DropoutTokens(self, self.step, documents_T, positions_1T.view(-1), lengths_T, self._first_document)
 
     def site_key(self, name: str) -> int:
         """64 bits of the module `name` under the seed."""
@@ -89,7 +90,8 @@ class DropoutKeys:
 class DropoutTokens:
     """The tokens of one forward, layer or tile, in order: document, position and tokens of the whole document of each, int64.
 
-    calls: how often each module has run on these tokens, since every call of a module draws another mask.
+    first_document: number of the plan's first document. calls: how often each module has run on these tokens, since every call
+    of a module draws another mask.
     """
 
     keys: DropoutKeys
@@ -97,12 +99,13 @@ class DropoutTokens:
     documents_T: Tensor
     positions_T: Tensor
     lengths_T: Tensor
+    first_document: int = 0
     calls: dict[str, int] = field(default_factory=dict)
 
     def part(self, tokens: slice = slice(None)) -> DropoutTokens:
         """Some of the tokens (default: all), before any call."""
         documents_T, positions_T, lengths_T = (each[tokens] for each in (self.documents_T, self.positions_T, self.lengths_T))
-        return DropoutTokens(self.keys, self.step, documents_T, positions_T, lengths_T)
+        return DropoutTokens(self.keys, self.step, documents_T, positions_T, lengths_T, self.first_document)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -124,9 +127,30 @@ class DropoutTokens:
                 f"dropout {name} got a tensor of shape {tuple(x.shape)} for {num_tokens} tokens, so its masks cannot follow the "
                 f"tokens; set its rate to 0"
             )
-        call = self.calls[name] = self.calls.get(name, 0) + 1
-        dropped: Tensor = _Drop.apply(x, self, rate, self.keys.site_key(f"{name}:{call}" if call > 1 else name))
+        dropped: Tensor = _Drop.apply(x, self, rate, self.call_key(name))
         return dropped
+
+    def call_key(self, name: str) -> int:
+        """64 bits of a call of the module `name`, which is counted."""
+        call = self.calls[name] = self.calls.get(name, 0) + 1
+        return self.keys.site_key(f"{name}:{call}" if call > 1 else name)
+
+    def drop_weights(self, weights_1HTU: Tensor, rate: float, name: str) -> Tensor:
+        """Attention weights [1, H, T, T] with a share of `rate` dropped and the rest scaled by 1 / (1 - rate). name: their site.
+
+        For forwards of one document with the model's own attention. Raises RuntimeError for weights of other tokens.
+        """
+        num_tokens = len(self.positions_T)
+        shape = 1, weights_1HTU.shape[1], num_tokens, num_tokens
+        if weights_1HTU.shape != shape or bool((self.documents_T != self.documents_T[0]).any()):
+            raise RuntimeError(
+                f"dropout of {name} got a tensor of shape {tuple(weights_1HTU.shape)} for {num_tokens} "
+                f"tokens of one document, so its masks cannot follow the tokens; set its rate to 0"
+            )
+        positions_1T, heads = self.positions_T.unsqueeze(0), (0, weights_1HTU.shape[1])
+        settings = int(self.documents_T[0]), self.step, self.call_key(name), rate
+        dropped_1HTU = dropped_weights(positions_1T, positions_1T, heads, *settings).unsqueeze(0)
+        return weights_1HTU.masked_fill(dropped_1HTU, 0.0) * (1 / (1 - rate) if rate < 1 else 0.0)
 
     def uniform(self, num_channels: int, name: str) -> Iterator[tuple[slice, Tensor]]:
         """Numbers between 0 and 1 for the module `name`, evenly distributed: blocks of tokens, and the numbers of each [N, C].

@@ -179,6 +179,7 @@ class GroupPool:
             layout=layout,
             kv_book=KVBook() if kv_book is None else kv_book,
             sequences=tuple(chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else -1 for piece in own),
+            chunk_sequences=tuple(span.sequence for span in chunk.spans),
         )
 
 

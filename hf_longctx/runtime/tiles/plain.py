@@ -4,7 +4,7 @@ This is the last backend of `tiles.tile`, correct for every head size and every 
 `tiles.packages` checks others against.
 
 A block has as many query rows as the matrix of scores over all heads can hold in 2^25 elements, and at least one row. At most
-three such matrices exist at once: 384 MiB in fp32.
+three such matrices exist at once: 384 MiB in fp32, and a mask of a byte for each element where weights are dropped.
 
 Shapes: H query heads, G KV heads (H is a multiple of G; neighbouring query heads read one KV head), T query tokens, U key tokens,
 R = H/G * T query rows per KV head, D head size of queries and keys, E of values.
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hf_longctx.runtime.tiles.dropped import TileDropout
 
 # most elements of one score matrix, over all heads of a block of queries
 _BLOCK_VALUES = 2**25
@@ -35,7 +37,7 @@ class TileInputs:
     """One tile: q [H, T, D], k [G, U, D], v [G, U, E]. A `causal` tile is square: query i sees keys 0 to i; others see all.
 
     chosen: integers [T, K]; every query sees only the keys with these numbers, of those that it would see otherwise. Numbers
-    outside of [0, U) choose no key of this tile. None: no such choice.
+    outside of [0, U) choose no key of this tile. None: no such choice. dropout: of attention weights; None: all of them stay.
     """
 
     q: Tensor
@@ -44,6 +46,12 @@ class TileInputs:
     scores: Scores
     causal: bool
     chosen: Tensor | None = None
+    dropout: TileDropout | None = None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether single weights are left out."""
+        return self.chosen is not None or self.dropout is not None
 
 
 # tile -> output [H, T, E], LSE [H, T]
@@ -60,12 +68,15 @@ def plain_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
         raw, _ = _scored(tile, rows, keys)
         lse = raw.logsumexp(-1)
         # -inf minus -inf would be no number
-        out = raw.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_().to(v.dtype) @ v[:, keys]
+        weights = raw.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+        if tile.dropout is not None:
+            weights.masked_fill_(_dropped(tile, rows, keys), 0.0).mul_(tile.dropout.scale)
+        out = weights.to(v.dtype) @ v[:, keys]
         per_kv = q.shape[0] // k.shape[0]
         outs.append(as_heads(out, per_kv))
         lses.append(as_heads(lse, per_kv))
         # free this block's matrices before the next block makes its own
-        del raw
+        del raw, weights
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
@@ -80,15 +91,21 @@ def plain_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor)
         per_query = (gradient, q, out, lse.unsqueeze(-1))
         wide_gradient, queries, wide_out, lse_GR1 = (as_queries(x[:, rows], per_kv).to(wide) for x in per_query)
         weights = raw.sub_(lse_GR1).exp_()
-        dv[:, keys] += weights.transpose(1, 2) @ wide_gradient
         delta = (wide_gradient * wide_out).sum(-1, keepdim=True)
-        ds = (wide_gradient @ v[:, keys].to(wide).transpose(1, 2)).sub_(delta).mul_(weights).mul_(scores.scale)
+        dropped = None
+        if tile.dropout is not None:
+            dropped, wide_gradient = _dropped(tile, rows, keys), wide_gradient * tile.dropout.scale
+        dv[:, keys] += (weights if dropped is None else weights.masked_fill(dropped, 0.0)).transpose(1, 2) @ wide_gradient
+        ds = wide_gradient @ v[:, keys].to(wide).transpose(1, 2)
+        if dropped is not None:
+            ds.masked_fill_(dropped, 0.0)
+        ds.sub_(delta).mul_(weights).mul_(scores.scale)
         if slope is not None:
             ds.mul_(slope)
         dq[:, rows] = as_heads(ds @ k[:, keys].to(wide), per_kv)
         dk[:, keys] += ds.transpose(1, 2) @ queries
         # free this block's matrices before the next block makes its own
-        del raw, slope, weights, ds
+        del raw, slope, weights, dropped, ds
     return dq, dk, dv
 
 
@@ -116,6 +133,13 @@ def _scored(tile: TileInputs, rows: slice, keys: slice) -> tuple[Tensor, Tensor 
     if tile.chosen is not None:
         found.masked_fill_(~_is_chosen(tile.chosen[rows], k.shape[1]).repeat(per_kv, 1), float("-inf"))
     return found, slope
+
+
+def _dropped(tile: TileInputs, rows: slice, keys: slice) -> Tensor:
+    """Weights of a block of queries that are dropped, [G, H/G * rows, U]."""
+    assert tile.dropout is not None
+    num_heads, num_kv = tile.q.shape[0], tile.k.shape[0]
+    return as_queries(tile.dropout.mask(rows, keys, num_heads, tile.q.device), num_heads // num_kv)
 
 
 def _is_chosen(chosen_RK: Tensor, num_keys: int) -> Tensor:

@@ -11,7 +11,7 @@ the operators that offer it, the fastest first; the first that accepts a tile co
     flash_attn_4       the package flash-attn-4, bf16 and fp16 on CUDA from compute capability 9.0, capped scores too
     flash_attn_2       the package flash-attn, bf16 and fp16 on CUDA from compute capability 8.0, capped scores too
     cpu_flash          any float dtype on CPU
-    plain              matrices over blocks of queries (`tiles.plain`), correct everywhere, capped scores and chosen keys too
+    plain              matrices over blocks of queries (`tiles.plain`), correct everywhere; capped scores, chosen keys, dropout
 
 The two packages take part where they are installed and agree with `plain` (`tiles.packages`).
 
@@ -61,7 +61,7 @@ class TileBackend:
 
     groups_heads: several query heads may read one KV head; other backends get KV heads repeated, one per query head.
     min_keys: fewest keys of a tile that the operator accepts. caps: it supports a softcap. any_width: it accepts values whose
-    head size differs from that of queries and keys. chooses: it supports chosen keys. plans: it makes a plan for every new length
+    head size differs from that of queries and keys. masks: it leaves out single weights, by chosen keys or dropout. plans: it makes a plan for every new length
     and layout, which takes long.
     """
 
@@ -73,7 +73,7 @@ class TileBackend:
     min_keys: int = 1
     caps: bool = False
     any_width: bool = False
-    chooses: bool = False
+    masks: bool = False
     plans: bool = False
 
 
@@ -84,11 +84,11 @@ def accepting(
     head_dim: int,
     num_keys: int = 2,
     is_capped: bool = False,
-    is_chosen: bool = False,
+    is_masked: bool = False,
 ) -> Iterator[TileBackend]:
     """Backends that accept a tile with these properties. head_dim: the larger of the head sizes of queries and values."""
     for backend in BACKENDS:
-        is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped) and (backend.chooses or not is_chosen)
+        is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped) and (backend.masks or not is_masked)
         if is_possible and backend.takes(device_type, capability, dtype, head_dim):
             yield backend
 
@@ -116,10 +116,10 @@ def choose_backend(
     head_dim: int,
     num_keys: int = 2,
     is_capped: bool = False,
-    is_chosen: bool = False,
+    is_masked: bool = False,
 ) -> TileBackend:
     """First backend that accepts a tile with these properties, if its lengths repay a plan; see `accepting`."""
-    return first_of(accepting(device_type, capability, dtype, head_dim, num_keys, is_capped, is_chosen))
+    return first_of(accepting(device_type, capability, dtype, head_dim, num_keys, is_capped, is_masked))
 
 
 def plan_keys(tile: TileInputs) -> int:
@@ -129,16 +129,16 @@ def plan_keys(tile: TileInputs) -> int:
     if front in (0, num_keys) or not repays_plan(num_queries, front, causal=False):
         return 0
     device, head_dim = tile.q.device, max(tile.q.shape[-1], tile.v.shape[-1])
-    is_capped, is_chosen = tile.scores.softcap > 0, tile.chosen is not None
+    is_capped, is_masked = tile.scores.softcap > 0, tile.is_masked
     capability = device_capability(device)
-    return front if choose_backend(device.type, capability, tile.q.dtype, head_dim, front, is_capped, is_chosen).plans else 0
+    return front if choose_backend(device.type, capability, tile.q.dtype, head_dim, front, is_capped, is_masked).plans else 0
 
 
 def attention_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False, is_chosen: bool = False
+    device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False, is_masked: bool = False
 ) -> str:
     """Name of the backend for tiles of queries of this dtype and head size; tiles with a single key may need another one."""
-    return choose_backend(device.type, device_capability(device), dtype, head_dim, is_capped=is_capped, is_chosen=is_chosen).name
+    return choose_backend(device.type, device_capability(device), dtype, head_dim, is_capped=is_capped, is_masked=is_masked).name
 
 
 def tile_forward(tile: TileInputs, backend: str = "") -> tuple[Tensor, Tensor]:
@@ -255,26 +255,27 @@ def _parts(tile: TileInputs) -> list[tuple[slice, TileInputs]]:
     for first in range(0, num_kv, most_kv):
         kv = slice(first, min(first + most_kv, num_kv))
         heads = slice(kv.start * per_kv, kv.stop * per_kv)
-        parts.append((heads, replace(tile, q=tile.q[heads], k=tile.k[kv], v=tile.v[kv])))
+        dropout = None if tile.dropout is None else tile.dropout.of_heads(heads)
+        parts.append((heads, replace(tile, q=tile.q[heads], k=tile.k[kv], v=tile.v[kv], dropout=dropout)))
     return parts
 
 
 def _backend_for(tile: TileInputs, name: str) -> TileBackend:
     """The backend of this name; for an empty name the first that accepts the tile."""
-    is_capped, is_chosen = tile.scores.softcap > 0, tile.chosen is not None
+    is_capped, is_masked = tile.scores.softcap > 0, tile.is_masked
     if not name:
         device, head_dim = tile.q.device, max(tile.q.shape[-1], tile.v.shape[-1])
         capability = device_capability(device)
         num_queries, num_keys = tile.q.shape[1], tile.k.shape[1]
         is_planned = repays_plan(num_queries, num_keys, tile.causal)
-        found = accepting(device.type, capability, tile.q.dtype, head_dim, num_keys, is_capped, is_chosen)
+        found = accepting(device.type, capability, tile.q.dtype, head_dim, num_keys, is_capped, is_masked)
         return first_of(found, is_planned)
     for backend in BACKENDS:
         if backend.name == name:
             if is_capped and not backend.caps:
                 raise ValueError(f"attention backend {name!r} does not support capped scores; leave `backend` empty")
-            if is_chosen and not backend.chooses:
-                raise ValueError(f"attention backend {name!r} does not support chosen keys; leave `backend` empty")
+            if is_masked and not backend.masks:
+                raise ValueError(f"attention backend {name!r} does not support chosen keys and dropout; leave `backend` empty")
             return backend
     raise ValueError(f"there is no attention backend {name!r}; choose one of {', '.join(each.name for each in BACKENDS)}")
 
@@ -320,5 +321,5 @@ BACKENDS = (
     TileBackend("flash_attn_2", FLASH_2.takes, FLASH_2.forward, FLASH_2.backward, groups_heads=True, caps=True),
     # groups_heads is off: the operator would sum over the query heads of a KV head in the keys' dtype, `_summed` is wider
     TileBackend("cpu_flash", _takes_cpu, _cpu_forward, _cpu_backward),
-    TileBackend("plain", _takes_all, plain_forward, plain_backward, groups_heads=True, caps=True, any_width=True, chooses=True),
+    TileBackend("plain", _takes_all, plain_forward, plain_backward, groups_heads=True, caps=True, any_width=True, masks=True),
 )

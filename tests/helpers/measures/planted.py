@@ -20,6 +20,7 @@ from hf_longctx.hf.models import attention
 from hf_longctx.hf.models.states import functions, methods
 from hf_longctx.runtime.activations import engine
 from hf_longctx.runtime.attention import ring, sequence_parallel
+from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.core.loss import Targets
@@ -29,6 +30,7 @@ from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.process_groups import pool
 from hf_longctx.runtime.states import messages, passing, recurrence
+from hf_longctx.runtime.tiles.dropped import WeightDropout
 from hf_longctx.runtime.tiles.patterns import CAUSAL
 
 # bugs that every test of equality notices; `plant` knows more
@@ -95,6 +97,10 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "dropout by place in the tile": lambda: replaced(DropoutTokens, "part", _front),
         "dropout by sequence of the rank": _own_sequences,
         "dropout of replays at random": _random_replays,
+        "weights dropped by the rank's own head": lambda: _weights_dropped(first_head=0),
+        "weights dropped by place in the slice": lambda: replaced(WeightDropout, "of_rows", _rows_of_slices),
+        "weights dropped by document of the chunk": lambda: _weights_dropped(numbers=tuple(range(100))),
+        "weights dropped in another step": lambda: _weights_dropped(step=7),
     }
     with makers[bug]():
         yield
@@ -121,6 +127,20 @@ def _own_sequences() -> Any:
         return original(keys, [(count, place) for place, (count, _) in enumerate(pieces)], positions, lengths)
 
     return replaced(DropoutKeys, "of_pieces", of_pieces)
+
+
+def _weights_dropped(**wrong: Any) -> Any:
+    original = GroupContext.weight_dropout
+
+    def weight_dropout(context: Any, rate: float, name: str, heads: Any) -> Any:
+        dropout = original(context, rate, name, heads)
+        return None if dropout is None else replace(dropout, **wrong)
+
+    return replaced(GroupContext, "weight_dropout", weight_dropout)
+
+
+def _rows_of_slices(dropout: Any, document: int, first_row: int) -> Any:
+    return replace(dropout, document=document, first_row=0)
 
 
 def _random_replays() -> Any:

@@ -269,7 +269,8 @@ class ModelCase:
     balancing loss; None leaves it out. window: replaces the family's window in layers that have one; 0 keeps the family's.
     loss: the loss of a token by its name in `token_losses`; empty for cross-entropy. spread: experts are spread over the ranks
     that share one copy of sharded parameters. head: settings of a config with which the family's class for documents,
-    or with `classifier_dropout` for tokens, is built; empty for its causal language model.
+    or with `classifier_dropout` for tokens, is built; empty for its causal language model. dropout: rate of dropout of attention
+    weights.
     """
 
     family: str = "llama"
@@ -291,6 +292,7 @@ class ModelCase:
     loss: str = ""
     spread: bool = False
     head: tuple[tuple[str, Any], ...] = ()
+    dropout: float = 0.0
 
 
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -338,6 +340,7 @@ def _defaults(case: ModelCase) -> dict[str, Any]:
         "num_key_value_heads": case.num_kv_heads,
         "rope_parameters": ROPE[case.rope_type],
         "attn_implementation": case.attention,
+        **({"attention_dropout": case.dropout} if case.dropout else {}),
     }
 
 

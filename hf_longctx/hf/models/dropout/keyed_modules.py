@@ -4,8 +4,11 @@
 adapters. Rates are torch's, masks are not. In evaluation nothing is dropped. A forward without a plan drops as torch does, except
 while a training under plans is under way, since its masks would then depend on the plan.
 
-Masks follow tokens only if the module gets all tokens of a forward, or of one tile, in order. Dropout of attention weights,
-functional dropout in a layer and dropout on tokens that were sorted by experts is refused by name.
+Masks follow tokens only if the module gets all tokens of a forward, or of one tile, in order. Functional dropout in a layer and
+dropout on tokens that were sorted by experts is refused by name.
+
+Dropout of attention weights (`WEIGHT_FIELDS`) is in no module: the registered attention function gets its rate, and masks follow
+document, query, key and head (`runtime.tiles.dropped`). Attention layers have a site, which names their masks.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, keys_of
+from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, DropoutTokens, keys_of
 
 # fields of a config whose dropout is all in modules that see hidden states; the tests run each of them
 KEYED_FIELDS: dict[str, tuple[str, ...]] = {
@@ -32,11 +36,17 @@ KEYED_FIELDS: dict[str, tuple[str, ...]] = {
     "RoCBertForCausalLM": ("hidden_dropout_prob",),
     "StableLmForCausalLM": ("hidden_dropout",),
 }
+# fields of a config with the rate that attention layers pass to the attention function, or apply to their weights themselves
+WEIGHT_FIELDS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+# words in the names of attention classes
+_ATTENTIONS = ("Attention", "MLA")
 
 
 def key_dropouts(model: nn.Module) -> None:
     """Gives every dropout module of `model` masks by token. Idempotent; all runs of a model share its keys."""
     keys = keys_of(model) or DropoutKeys()
+    for name, module in _weighing(model):
+        vars(module)[SITE] = DropoutSite(keys, weights_name(name))
     for name, module in _dropouts(model):
         vars(module)[SITE] = DropoutSite(keys, name)
         # a plain method, so that it works on a copy of the model too
@@ -46,13 +56,13 @@ def key_dropouts(model: nn.Module) -> None:
 def release_dropouts(model: nn.Module) -> None:
     """Undoes `key_dropouts`. Idempotent."""
     for module in model.modules():
-        if vars(module).pop(SITE, None) is not None:
+        if vars(module).pop(SITE, None) is not None and isinstance(module, _DropoutNd):
             vars(module).pop("forward", None)
 
 
 def check_rates(model: nn.Module) -> None:
     """Raises ValueError for a dropout module whose rate was raised from 0 since the start of the run."""
-    if late := [name for name, module in _dropouts(model) if SITE not in vars(module)]:
+    if late := [name for name, module in (*_dropouts(model), *_weighing(model)) if SITE not in vars(module)]:
         raise ValueError(
             f"dropout {late[0]} drops now, but dropped nothing when the run started, so its masks would depend on the plan; set "
             f"its rate before the trainer is made"
@@ -88,17 +98,45 @@ def _dropouts(model: nn.Module) -> list[tuple[str, nn.Dropout]]:
     return [(name, each) for name, each in base_of(model).named_modules() if type(each) is nn.Dropout and each.p]
 
 
+def weight_rates(config: Any) -> dict[str, float]:
+    """Rates of dropout of attention weights above 0 in a text model's config, by field."""
+    return {field: rate for field in WEIGHT_FIELDS if (rate := getattr(config, field, None))}
+
+
+def _weighing(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The attention layers of a model that drops attention weights."""
+    base: Any = base_of(model)
+    if not hasattr(base, "config") or not weight_rates(base.config.get_text_config()):
+        return []
+    return [(name, each) for name, each in base.named_modules() if any(word in type(each).__name__ for word in _ATTENTIONS)]
+
+
+def weights_name(name: str) -> str:
+    """The site of the weights of the attention layer `name`."""
+    return f"{name} weights"
+
+
 def forward(module: Any, x: Tensor) -> Tensor:
     """The forward of a dropout module: masks by token under a plan."""
     site: DropoutSite = vars(module)[SITE]
     if not module.training or not module.p:
         return x
-    if site.keys.tokens is not None:
-        return site.keys.tokens.drop(x, module.p, site.name)
-    if site.keys.is_training:
+    if not isinstance(x, Tensor):
+        # a stand-in for attention weights under a plan, which notes the rate
+        return F.dropout(x, module.p, module.training)
+    if (tokens := tokens_of(site)) is None:
+        dropped: Tensor = type(module).forward(module, x)
+        return dropped
+    if x.dim() == 4:
+        return tokens.drop_weights(x, module.p, weights_name(site.name.rpartition(".")[0]))
+    return tokens.drop(x, module.p, site.name)
+
+
+def tokens_of(site: DropoutSite) -> DropoutTokens | None:
+    """The tokens that run now; None at rest. Raises RuntimeError without tokens during a training."""
+    if site.keys.tokens is None and site.keys.is_training:
         raise RuntimeError(
             f"dropout {site.name} ran outside of a plan during a training, where its masks would depend on the plan; call "
             f"model.eval() before forwards of your own"
         )
-    dropped: Tensor = type(module).forward(module, x)
-    return dropped
+    return site.keys.tokens

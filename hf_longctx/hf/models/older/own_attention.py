@@ -41,23 +41,27 @@ class OwnAttention:
 
     attention, layer: names of its attention class and its decoder layer class. cache: keyword by which attention takes a cache;
     empty if its method `_attn` is replaced. divisor: attribute by which that method divides scores; empty if it does not.
-    keeps_mask: attention cannot go without a mask; that of plans is a single number.
+    dropout: attribute of the module by which that method drops weights. keeps_mask: attention cannot go without a mask; that of
+    plans is a single number.
     """
 
     attention: str
     layer: str
     cache: str = ""
     divisor: str = ""
+    dropout: str = ""
     keeps_mask: bool = False
 
 
 OWN_ATTENTION = {
     "BloomForCausalLM": OwnAttention("BloomAttention", "BloomBlock", "layer_past", keeps_mask=True),
-    "CodeGenForCausalLM": OwnAttention("CodeGenAttention", "CodeGenBlock", divisor="scale_attn"),
+    "CodeGenForCausalLM": OwnAttention("CodeGenAttention", "CodeGenBlock", divisor="scale_attn", dropout="attn_dropout"),
     "FalconForCausalLM": OwnAttention("FalconAttention", "FalconDecoderLayer", "layer_past", keeps_mask=True),
-    "GPTJForCausalLM": OwnAttention("GPTJAttention", "GPTJBlock", divisor="scale_attn"),
-    "GPTNeoForCausalLM": OwnAttention("GPTNeoSelfAttention", "GPTNeoBlock"),
-    "GPTNeoXJapaneseForCausalLM": OwnAttention("GPTNeoXJapaneseAttention", "GPTNeoXJapaneseLayer", divisor="norm_factor"),
+    "GPTJForCausalLM": OwnAttention("GPTJAttention", "GPTJBlock", divisor="scale_attn", dropout="attn_dropout"),
+    "GPTNeoForCausalLM": OwnAttention("GPTNeoSelfAttention", "GPTNeoBlock", dropout="attn_dropout"),
+    "GPTNeoXJapaneseForCausalLM": OwnAttention(
+        "GPTNeoXJapaneseAttention", "GPTNeoXJapaneseLayer", divisor="norm_factor", dropout="attention_dropout"
+    ),
     "MegatronBertForCausalLM": OwnAttention("MegatronBertSelfAttention", "MegatronBertLayer", "past_key_values"),
     "MptForCausalLM": OwnAttention("MptAttention", "MptBlock", "past_key_values"),
     "RemBertForCausalLM": OwnAttention("RemBertSelfAttention", "RemBertLayer", "past_key_values"),
@@ -224,7 +228,8 @@ def _attn(attention: Any, query: Tensor, key: Tensor, value: Tensor, attention_m
     is_local = getattr(attention, "attention_type", "") == "local"
     pattern = AttentionPattern(window=attention.config.window_size) if is_local else CAUSAL
     scale = 1 / getattr(attention, own.divisor) if own.divisor else 1.0
-    return OwnCall(attention, context, pattern, key, value).attend(query, scale), None
+    rate = getattr(attention, own.dropout).p if attention.training else 0.0
+    return OwnCall(attention, context, pattern, key, value).attend(query, scale, dropout=rate), None
 
 
 def _positions_forward(embedding: Any, *args: Any, **keywords: Any) -> Tensor:

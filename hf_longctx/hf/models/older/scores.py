@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
+from hf_longctx.runtime.dropout.keys import SITE, DropoutSite
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
 Role = Literal["keys", "values", "scores", "weights"]
@@ -44,15 +45,24 @@ class OwnCall:
     values: Tensor | None = None
     num_runs: int = 0
 
-    def attend(self, query_1HTD: Tensor, scale: float, bias_HT: Tensor | None = None) -> Tensor:
-        """Attention [1, H, T, D] over all tokens that this rank's see. bias_HT: added to the scores of every key."""
+    def attend(self, query_1HTD: Tensor, scale: float, bias_HT: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+        """Attention [1, H, T, D] over all tokens that this rank's see.
+
+        bias_HT: added to the scores of every key. dropout: share of the weights that are dropped.
+        """
         assert self.keys is not None and self.values is not None
         self.num_runs += 1
         query, keys, values = query_1HTD, self.keys, self.values
         if bias_HT is not None:
             query, keys = _with_bias(query, keys, bias_HT / scale, values.dtype)
             values = values.repeat_interleave(keys.shape[1] // values.shape[1], dim=1)
-        call = LayerCall(scale, self.layer, self.pattern)
+        site: DropoutSite | None = vars(self.layer).get(SITE)
+        if dropout and site is None:
+            raise ValueError(
+                f"{type(self.layer).__name__} drops attention weights at a rate of {dropout}, but its config did not say so when "
+                f"the run started; set the rate in the config before the trainer is made"
+            )
+        call = LayerCall(scale, self.layer, self.pattern, dropout=dropout, name=site.name if site is not None else "")
         return sequence_parallel_attention(query, keys, values, call, self.context).transpose(1, 2)
 
     def check(self) -> None:
@@ -106,7 +116,7 @@ class StandIn:
     """Stands in for a tensor of the shape of `form`, which has no data.
 
     is_turned: the last two dimensions are swapped. query: the queries of scores and weights. scale, bias_HT: scores are products
-    of queries and keys times `scale`, plus `bias_HT`.
+    of queries and keys times `scale`, plus `bias_HT`. dropout: share of the weights that are dropped.
     """
 
     call: OwnCall
@@ -117,6 +127,7 @@ class StandIn:
     query: Tensor | None = field(default=None, repr=False)
     scale: float = 1.0
     bias_HT: Tensor | None = field(default=None, repr=False)
+    dropout: float = 0.0
 
     @property
     def shape(self) -> torch.Size:
@@ -246,7 +257,7 @@ def _product(left: Any, right: Any, **_: Any) -> Any:
 
 def _attended(weights: StandIn, shape: tuple[int, ...]) -> Tensor:
     assert weights.query is not None
-    return weights.call.attend(weights.query, weights.scale, weights.bias_HT).reshape(shape)
+    return weights.call.attend(weights.query, weights.scale, weights.bias_HT, weights.dropout).reshape(shape)
 
 
 def _softmax(scores: Any, dim: int | None = None, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> StandIn:
@@ -257,12 +268,10 @@ def _softmax(scores: Any, dim: int | None = None, *_: Any, dtype: torch.dtype | 
 
 
 def _dropout(weights: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> StandIn:
-    if weights.role != "weights" or (p and training):
-        raise ValueError(
-            f"{type(weights.call.layer).__name__}: attention dropout {p} is not supported; set it to 0.0 in the model's config"
-        )
-    same: StandIn = weights
-    return same
+    if weights.role != "weights" or weights.dropout:
+        raise weights.refuse(f"dropout {p}")
+    dropped: StandIn = weights._as(dropout=float(p) if training else 0.0)
+    return dropped
 
 
 def _biased_product(bias: Any, batch1: Any, batch2: Any, *, beta: float = 1.0, alpha: float = 1.0) -> StandIn:
