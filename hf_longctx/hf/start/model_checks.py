@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
 from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
-from hf_longctx.hf.models.dropout.keyed_modules import KEYED_FIELDS, WEIGHT_FIELDS, dropout_problems
+from hf_longctx.hf.models.dropout.keyed_modules import dropout_problems, keyed_fields
 from hf_longctx.hf.models.indexed.patching import INDEXED_LAYERS, index_problems, indexed_attention
 from hf_longctx.hf.models.quantised import quantised_problems
 from hf_longctx.hf.models.rope import rope_problems
@@ -61,7 +61,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     text = text_part(base)
     problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(text), *router_problems(base)]
     problems += index_problems(text)
-    problems += _setting_problems(config, (*WEIGHT_FIELDS, *KEYED_FIELDS.get(text_class(base), ()))) + dropout_problems(text)
+    problems += _setting_problems(config, keyed_fields(text_class(base))) + dropout_problems(text)
     problems += [
         f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))

@@ -363,12 +363,18 @@ def _attention_dtype(args: TrainingArguments, model: PreTrainedModel) -> torch.d
 def _shares_calls(spec: ModelSpec, args: TrainingArguments, model: PreTrainedModel) -> bool:
     """Whether short documents share calls of attention on this rank's device."""
     head_dim = max(spec.head_dim, spec.value_head_dim)
-    return spec.index.is_empty and takes_packs(args.device, _attention_dtype(args, model), head_dim, spec.caps_scores)
+    is_masked = spec.drops_weights or not spec.index.is_empty
+    return not is_masked and takes_packs(args.device, _attention_dtype(args, model), head_dim, spec.caps_scores)
 
 
 def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
     """Says that tiles of attention run without a fast operator, and what to change; empty if they do not, or on a CPU."""
     head_dim = max(spec.head_dim, spec.value_head_dim)
+    if device.type == "cuda" and spec.drops_weights:
+        return (
+            "attention: dropout of its weights makes all tiles plain matrices, many times slower than FlashAttention; set "
+            "attention dropout to 0 in the model's config to go without, or measure what it costs with hf-longctx calibrate"
+        )
     if device.type != "cuda" or attention_backend(device, dtype, head_dim, spec.caps_scores) != "plain":
         return ""
     wanted = ["bf16=True", "head sizes of at most 256 that 8 divides"]
@@ -392,11 +398,11 @@ def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
 
 def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
     spec = setup.costs.model
-    is_chosen = not spec.index.is_empty
+    is_masked = spec.drops_weights or not spec.index.is_empty
     head_dim = max(spec.head_dim, spec.value_head_dim)
-    name = attention_backend(args.device, dtype, head_dim, spec.caps_scores, is_chosen)
+    name = attention_backend(args.device, dtype, head_dim, spec.caps_scores, is_masked)
     line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
-    if spec.caps_scores or spec.value_head_dim or is_chosen:
+    if spec.caps_scores or spec.value_head_dim or is_masked:
         line = f"attention: {name} for all tiles"
     if spec.saves_kv_once:
         flash = active_flash() or "FlashAttention 2"

@@ -34,6 +34,8 @@ _GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5
 _SHARED_TYPES = ("zamba", "zamba2")
 # values whose models normalize queries and keys; others set `use_qk_norm`
 _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe", *_GATED_TYPES)
+# fields of a config with the rate of dropout of attention weights
+WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +133,21 @@ class ModelSpec:
 
     bytes_per_element: size of weights and saved activations. bytes_sent_per_element: size of queries, keys and values sent
     between ranks, smaller under autocast (0: bytes_per_element). gated_mlp: the MLP has gate, up and down, as in Llama, not only
-    up and down, as in GPT. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys are
-    normalized. can_keep_qkv: a replay can reuse queries, keys and values of the first run. tiles_final_norm: the norm before the
-    head runs in the tiles of the loss. adapters: trained weights where the model's own are frozen. packed: frozen weights in
-    fewer bits. value_head_dim: head size of values (0: head_dim). kv_rank: size of the latent from which keys, except
-    rope_head_dim of each, and values are projected (0: they are projected from hidden states). query_rank: size of the latent of
-    queries, likewise. caps_scores: attention has a softcap. windows: for each layer the most tokens that a query sees, its own
-    included, None for all before it, 0 in a layer without attention; () if all layers see everything. states: layers that carry
-    a state along the sequence. gates_output: attention's output is multiplied by a gate, which is projected from hidden states.
-    has_wide_norms: norms keep the product before their weight in fp32. index: an index that chooses the keys of a token.
-    experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline stages, so that
-    stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that predicts the
-    next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision. input_size: elements
-    that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's states lie in host
-    memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head that reads them, as
-    GPUs' operators in half precision allow, and short documents share calls of attention.
+    up and down, as in GPT. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys are normalized.
+    can_keep_qkv: a replay can reuse queries, keys and values of the first run. tiles_final_norm: the norm before the head runs in
+    the tiles of the loss. adapters: trained weights where the model's own are frozen. packed: frozen weights in fewer bits.
+    value_head_dim: head size of values (0: head_dim). kv_rank: size of the latent from which keys, except rope_head_dim of each,
+    and values are projected (0: they are projected from hidden states). query_rank: size of the latent of queries, likewise.
+    caps_scores: attention has a softcap. drops_weights: attention weights have dropout. windows: for each layer the most tokens
+    that a query sees, its own included, None for all before it, 0 in a layer without attention; () if all layers see everything.
+    states: layers that carry a state along the sequence. gates_output: attention's output is multiplied by a gate, which is
+    projected from hidden states. has_wide_norms: norms keep the product before their weight in fp32. index: an index that chooses
+    the keys of a token. experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline
+    stages, so that stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
+    predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
+    input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
+    states lie in host memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
+    that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -176,6 +178,7 @@ class ModelSpec:
     kv_rank: int = 0
     rope_head_dim: int = 0
     caps_scores: bool = False
+    drops_weights: bool = False
     idle_parameters: int = 0
     routed_elements: int = 0
     windows: Windows = ()
@@ -257,6 +260,7 @@ class ModelSpec:
             input_size=2 * hidden_size if config.get("model_type") in _SHARED_TYPES else 0,
             qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
             caps_scores=bool(config.get("attn_logit_softcapping")),
+            drops_weights=any(config.get(field) for field in WEIGHT_DROPOUT),
             idle_parameters=idle,
             routed_elements=routed,
             windows=with_states(config_windows(config, num_layers), states),

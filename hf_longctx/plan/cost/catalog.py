@@ -100,6 +100,7 @@ def spec_name(spec: ModelSpec) -> str:
     values = f" and {spec.value_head_dim}" if spec.value_head_dim else ""
     ranks = f", made of {spec.query_rank} and {spec.kv_rank} + {spec.rope_head_dim}" if spec.kv_rank else ""
     capped = ", scores capped" if spec.caps_scores else ""
+    capped += ", attention weights dropped" if spec.drops_weights else ""
     normed = ", queries and keys normed" if spec.qk_norms else ""
     sent = f", {spec.bytes_sent_per_element} sent" if spec.bytes_sent_per_element not in (0, spec.bytes_per_element) else ""
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)

@@ -28,7 +28,7 @@ from hf_longctx.plan.memory.saved_tensors import (
     plain_layer_bytes,
 )
 
-# most elements of a matrix of capped scores, as in `runtime/tiles/plain.py`
+# most elements of a matrix of scores, as in `runtime/tiles/plain.py`
 MOST_SCORES = 2**25
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
 # shares of a layer that keeps everything, made once, since most layers do
@@ -115,20 +115,26 @@ class LayerBytes:
     @property
     def _has_own_attention(self) -> bool:
         """Whether attention runs in tiles even where everything is kept, since torch's own would make whole score matrices."""
-        return self.model.caps_scores or self.model.value_head_dim > 0 or not self.model.index.is_empty
+        return self._has_plain_tiles or self.model.value_head_dim > 0
+
+    @property
+    def _has_plain_tiles(self) -> bool:
+        """Whether attention makes matrices of scores, block by block."""
+        return self.model.caps_scores or self.model.drops_weights or not self.model.index.is_empty
 
     def _score_blocks(self, num_queries: int, num_keys: int) -> int:
-        """Bytes of the matrices of scores that are capped or of chosen keys: three per block of queries, of at least one query.
+        """Bytes of the matrices of scores that are capped, of chosen keys or of weights with dropout.
 
-        The scores of an index take as much at another moment.
+        They are three per block of queries, of at least one query, and a mask of bytes for dropout. The scores of an index take
+        as much at another moment.
         """
-        if not self.model.caps_scores and self.model.index.is_empty:
+        if not self._has_plain_tiles:
             return 0
         heads = max(self.model.num_heads, self.model.index.num_heads)
         # every query has scores for the keys of all ranks
         num_keys *= 1 if self.model.index.is_empty else self._choosing_ranks
         values = min(max(MOST_SCORES, num_keys * heads), num_queries * num_keys * heads)
-        return 3 * values * max(4, self.model.bytes_per_element)
+        return values * (3 * max(4, self.model.bytes_per_element) + self.model.drops_weights)
 
     @property
     def _choice(self) -> int:

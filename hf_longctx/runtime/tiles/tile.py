@@ -59,10 +59,10 @@ MOST_HEADS = 2**16 - 1
 class TileBackend:
     """One operator that computes tiles.
 
-    groups_heads: several query heads may read one KV head; other backends get KV heads repeated, one per query head.
-    min_keys: fewest keys of a tile that the operator accepts. caps: it supports a softcap. any_width: it accepts values whose
-    head size differs from that of queries and keys. masks: it leaves out single weights, by chosen keys or dropout. plans: it makes a plan for every new length
-    and layout, which takes long.
+    groups_heads: several query heads may read one KV head; other backends get KV heads repeated, one per query head. min_keys:
+    fewest keys of a tile that the operator accepts. caps: it supports a softcap. any_width: it accepts values whose head size
+    differs from that of queries and keys. masks: it leaves out single weights, by chosen keys or dropout. plans: it makes a plan
+    for every new length and layout, which takes long.
     """
 
     name: str

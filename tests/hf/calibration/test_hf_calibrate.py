@@ -185,8 +185,8 @@ def test_a_broken_config_file_is_refused_by_its_name(text: str, tmp_path: Path) 
 
 def test_a_model_whose_attention_is_not_tested_is_refused() -> None:
     config = build_model(ModelCase(family="mistral")).config
-    config.attention_dropout = 0.25
-    with pytest.raises(ValueError, match=r"attention_dropout is 0\.25"):
+    config.own_dropout = 0.25
+    with pytest.raises(ValueError, match=r"own_dropout is 0\.25"):
         module.build_model(config, torch.device("cpu"), "float32")
 
 

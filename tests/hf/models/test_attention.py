@@ -103,9 +103,9 @@ def test_attention_that_is_not_causal_is_refused() -> None:
         longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, is_causal=False)
 
 
-def test_dropout_is_refused() -> None:
+def test_dropout_that_the_config_did_not_announce_is_refused() -> None:
     heads = torch.zeros(1, 2, 5, 4)
-    with pytest.raises(ValueError, match=r"dropout 0\.1"):
+    with pytest.raises(ValueError, match=r"Linear drops attention weights at a rate of 0\.1, but its config did not say so"):
         longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, dropout=0.1, longctx=LONE_CONTEXT)
 
 

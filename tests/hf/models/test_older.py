@@ -127,7 +127,7 @@ def test_an_unknown_operation_on_scores_is_refused() -> None:
     with pytest.raises(ValueError, match="MegatronBertSelfAttention applies relu to its attention weights"):
         lone_step(model, sliced_plan(LENGTHS, WHOLE))
     attention.dropout = torch.nn.Dropout(0.5)
-    with pytest.raises(ValueError, match=r"attention dropout 0\.5 is not supported"):
+    with pytest.raises(ValueError, match=r"drops attention weights at a rate of 0\.5, but its config did not say so"):
         lone_step(model, sliced_plan(LENGTHS, WHOLE))
 
 

@@ -152,5 +152,5 @@ def test_a_static_degree_outside_the_degrees_is_refused() -> None:
 
 
 def test_problems_of_model_tokenizer_and_degrees_are_listed_together() -> None:
-    problems = problems_at_start(tiny_llama(attention_dropout=0.1), tokenizer_of(65), num_ranks=2, degrees=(4,), max_length=600)
+    problems = problems_at_start(tiny_llama(own_dropout=0.1), tokenizer_of(65), num_ranks=2, degrees=(4,), max_length=600)
     assert len(problems) == 4

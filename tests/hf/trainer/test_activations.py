@@ -276,6 +276,7 @@ def test_tiles_without_a_fast_operator_are_named_on_gpus() -> None:
     for changes, dtype, words in (
         ({}, torch.float32, "needs bf16=True, head sizes of at most 256 that 8 divides; here heads have 128 elements in float32"),
         ({"caps_scores": True}, torch.bfloat16, "the package flash-attn or flash-attn-4"),
+        ({"drops_weights": True}, torch.bfloat16, "dropout of its weights makes all tiles plain matrices"),
     ):
         assert words in slow_tiles(replace(model, **changes), torch.device("cuda"), dtype)
         assert not slow_tiles(replace(model, **changes), torch.device("cpu"), dtype)

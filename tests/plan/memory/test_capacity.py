@@ -211,6 +211,7 @@ def test_no_room_keeps_no_token() -> None:
         [
             {},
             {"caps_scores": True},
+            {"drops_weights": True},
             {"value_head_dim": 8},
             {"bytes_per_element": 2, "qk_norms": True},
             {"saves_kv_once": True},

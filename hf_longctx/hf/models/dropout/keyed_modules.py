@@ -7,7 +7,7 @@ while a training under plans is under way, since its masks would then depend on 
 Masks follow tokens only if the module gets all tokens of a forward, or of one tile, in order. Functional dropout in a layer and
 dropout on tokens that were sorted by experts is refused by name.
 
-Dropout of attention weights (`WEIGHT_FIELDS`) is in no module: the registered attention function gets its rate, and masks follow
+Dropout of attention weights (`WEIGHT_DROPOUT`) is in no module: the registered attention function gets its rate, and masks follow
 document, query, key and head (`runtime.tiles.dropped`). Attention layers have a site, which names their masks.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.plan.core.model_spec import WEIGHT_DROPOUT
 from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, DropoutTokens, keys_of
 
 # fields of a config whose dropout is all in modules that see hidden states; the tests run each of them
@@ -36,8 +37,8 @@ KEYED_FIELDS: dict[str, tuple[str, ...]] = {
     "RoCBertForCausalLM": ("hidden_dropout_prob",),
     "StableLmForCausalLM": ("hidden_dropout",),
 }
-# fields of a config with the rate that attention layers pass to the attention function, or apply to their weights themselves
-WEIGHT_FIELDS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+# classes that drop more than weights at that rate, in a function that nothing reaches
+_MORE_THAN_WEIGHTS = ("FalconForCausalLM",)
 # words in the names of attention classes
 _ATTENTIONS = ("Attention", "MLA")
 
@@ -98,9 +99,14 @@ def _dropouts(model: nn.Module) -> list[tuple[str, nn.Dropout]]:
     return [(name, each) for name, each in base_of(model).named_modules() if type(each) is nn.Dropout and each.p]
 
 
+def keyed_fields(class_name: str) -> tuple[str, ...]:
+    """Fields with rates of dropout of a class's config that may be above 0."""
+    return (*KEYED_FIELDS.get(class_name, ()), *(() if class_name in _MORE_THAN_WEIGHTS else WEIGHT_DROPOUT))
+
+
 def weight_rates(config: Any) -> dict[str, float]:
     """Rates of dropout of attention weights above 0 in a text model's config, by field."""
-    return {field: rate for field in WEIGHT_FIELDS if (rate := getattr(config, field, None))}
+    return {field: rate for field in WEIGHT_DROPOUT if (rate := getattr(config, field, None))}
 
 
 def _weighing(model: nn.Module) -> list[tuple[str, nn.Module]]:

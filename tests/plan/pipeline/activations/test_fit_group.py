@@ -70,6 +70,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         value_head_dim=draw(st.sampled_from([0, 0, 16])),
         qk_norms=draw(st.booleans()),
         caps_scores=draw(st.booleans()),
+        drops_weights=draw(st.booleans()),
         index=draw(st.sampled_from([NO_INDEX, NO_INDEX, IndexSpec(64, 4, 16, 4, 2, passes_on=True, most_ranks=4)])),
     )
 
