@@ -10,5 +10,5 @@ from helpers.measures.triton_runs import needs_triton, run_interpreted
 @needs_triton
 def test_kernels_are_the_reference() -> None:
     files = sorted(Path(__file__).parent.glob("interpreted_*.py"))
-    assert len(files) == 3
+    assert len(files) == 4
     run_interpreted(*files)
