@@ -49,7 +49,10 @@ def _dropped_kernel(
     for lane in tl.static_range(LANES):
         head = group * LANES + lane - first_head
         targets = dropped + ((block * num_heads + head) * num_rows + r[:, None]) * num_keys + u[None, :]
-        tl.store(targets, (words[lane].to(tl.int64) < threshold).to(tl.uint8), mask=within & (head >= 0) & (head < num_heads))
+        # a tensor of heads, because masks are combined as tensors
+        heads = tl.zeros((BLOCK_R, BLOCK_U), dtype=tl.int32) + head
+        is_own = within & (heads >= 0) & (heads < num_heads)
+        tl.store(targets, (words[lane].to(tl.int64) < threshold).to(tl.uint8), mask=is_own)
 
 
 def launch_dropped_weights(

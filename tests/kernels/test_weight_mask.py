@@ -33,7 +33,7 @@ def test_heads_layers_steps_and_documents_have_masks_of_their_own() -> None:
     every = [*masks(), *masks(step=1), *masks(document=1), *masks(name="other weights"), masks()[0].T]
     for first, second in itertools.combinations(every, 2):
         both = float((first & second).double().mean())
-        # what both drop, five standard deviations around the product of their rates; a weight on the diagonal is its own mirror
+        # the share that both drop lies within five standard deviations; a weight on the diagonal is its own mirror
         assert both == pytest.approx(0.3**2, abs=5 * (0.09 * 0.91) ** 0.5 / 128 + 0.3 / 128)
 
 

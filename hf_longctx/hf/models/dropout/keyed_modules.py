@@ -37,8 +37,8 @@ KEYED_FIELDS: dict[str, tuple[str, ...]] = {
     "RoCBertForCausalLM": ("hidden_dropout_prob",),
     "StableLmForCausalLM": ("hidden_dropout",),
 }
-# classes that drop more than weights at that rate, in a function that nothing reaches
-_MORE_THAN_WEIGHTS = ("FalconForCausalLM",)
+# classes that drop residuals at that rate too, or whose eager function scales outputs after the weights that it returns
+_MORE_THAN_WEIGHTS = ("FalconForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM")
 # words in the names of attention classes
 _ATTENTIONS = ("Attention", "MLA")
 
