@@ -180,7 +180,7 @@ def _backward_by_heads(
     for start in range(0, tile.q.shape[0], at_once):
         heads = slice(start, min(start + at_once, tile.q.shape[0]))
         kv = slice(start // per_kv, -(-heads.stop // per_kv))
-        part = replace(tile, q=tile.q[heads], k=tile.k[kv], v=tile.v[kv])
+        part = _of_heads(tile, heads, kv)
         found = tile_backward(gradient_HTE[heads], part, out_HTE[heads], lse_HT[heads], backend)
         if not sums:
             # parts of one group of readers add up in at least fp32
@@ -255,9 +255,14 @@ def _parts(tile: TileInputs) -> list[tuple[slice, TileInputs]]:
     for first in range(0, num_kv, most_kv):
         kv = slice(first, min(first + most_kv, num_kv))
         heads = slice(kv.start * per_kv, kv.stop * per_kv)
-        dropout = None if tile.dropout is None else tile.dropout.of_heads(heads)
-        parts.append((heads, replace(tile, q=tile.q[heads], k=tile.k[kv], v=tile.v[kv], dropout=dropout)))
+        parts.append((heads, _of_heads(tile, heads, kv)))
     return parts
+
+
+def _of_heads(tile: TileInputs, heads: slice, kv: slice) -> TileInputs:
+    """The part of a tile with some query heads and the KV heads that they read."""
+    dropout = None if tile.dropout is None else tile.dropout.of_heads(heads)
+    return replace(tile, q=tile.q[heads], k=tile.k[kv], v=tile.v[kv], dropout=dropout)
 
 
 def _backend_for(tile: TileInputs, name: str) -> TileBackend:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_longctx.plan.core import sharding
 from hf_longctx.runtime.tiles import cuda, plain
 from hf_longctx.runtime.tiles import tile as tile_module
+from hf_longctx.runtime.tiles.dropped import TileDropout, WeightDropout
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import (
     BACKENDS,
@@ -369,6 +370,20 @@ def test_a_long_backward_takes_few_heads_at_once(
     with elements, patch.object(tile_module, "_backward", wraps=tile_module._backward) as spied:
         found = run(tensors, causal, backend)
     assert spied.call_count == calls
+    for ours, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_kv,most", [(1, 2), (2, 2), (6, 4)])
+def test_few_heads_at_once_drop_the_weights_of_their_own_heads(num_kv: int, most: int) -> None:
+    gradient, *qkv = tile(7, 7, torch.float64, num_kv)
+    # the layer has two heads, so the tile has three blocks of a window
+    drop = WeightDropout(0.5, 3, 1, (5,), first_head=0, num_heads=2)
+    inputs = TileInputs(*qkv, SCORES, True, dropout=TileDropout(drop, 0, 0, 7, 7, num_blocks=3, stride=7))
+    out, lse = tile_forward(inputs)
+    expected = tile_backward(gradient, inputs, out, lse)
+    with patch.object(sharding, "PART_ELEMENTS", most * 7 * 8):
+        found = tile_backward(gradient, inputs, out, lse)
     for ours, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, whole, rtol=1e-13, atol=1e-13)
 
