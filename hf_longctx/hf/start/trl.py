@@ -21,6 +21,7 @@ from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.scan import LOSS_WEIGHTS, WEIGHTS
 from hf_longctx.hf.models.adapters import base_of, is_adapted
+from hf_longctx.hf.models.dropout.keyed_modules import weight_rates
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.start.stages import loaded_ranges
@@ -175,6 +176,11 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
         )
     if drops := [where for where, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
         problems.append(f"{drops[0]} drops, so the two passes of a step would draw different masks; set disable_dropout=True")
+    # attention layers keep their rates outside of modules, where disable_dropout leaves them
+    problems += [
+        f"{field} is {rate}, so the two passes of a step would drop different attention weights; set it to 0.0 in the model's config"
+        for field, rate in weight_rates(base_of(model).config.get_text_config()).items()
+    ]
     return problems + _reference_problems(name, model, getattr(trainer, "ref_model", None))
 
 

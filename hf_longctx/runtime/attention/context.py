@@ -204,14 +204,18 @@ class GroupContext:
     def weight_dropout(self, rate: float, name: str, heads: HeadShare) -> WeightDropout | None:
         """Dropout at this rate of the attention weights of the layer `name`, for the heads of this rank; None at a rate of 0.
 
-        Raises RuntimeError if the context has no keys of tokens.
+        Raises RuntimeError if the context has no keys of tokens, or if its forward does not run now.
         """
         if not rate:
             return None
         if self.tokens is None:
             raise RuntimeError(f"{name} are dropped at a rate of {rate:g}, but the context has no keys of tokens; call `placed`")
         # a replay and a first run count calls anew
-        running = self.tokens.keys.tokens or self.tokens
+        if (running := self.tokens.keys.tokens) is None:
+            raise RuntimeError(
+                f"{name} are dropped outside of the forward of a plan, where another mask would be drawn; leave recomputation of "
+                f"layers to plans"
+            )
         numbers = tuple(self.tokens.first_document + sequence for sequence in self.chunk_sequences)
         return WeightDropout(rate, running.call_key(name), running.step, numbers, heads.q_start, heads.num_q)
 

@@ -118,6 +118,19 @@ def test_dropout_that_depends_on_the_plan_stops_the_run_before_step_1(ranks) -> 
     assert "- ulysses of 2: hidden states: layer 0 (full_attention) is the first that differs" in message
 
 
+def start_with_dropped_weights(bugs: list[str]) -> list[str]:
+    """Messages of a trainer at start on this rank for a model that drops attention weights, for each of these bugs."""
+    return [start(ModelCase(dropout=0.2), {}, {}, bug) for bug in bugs]
+
+
+def test_masks_of_attention_weights_that_depend_on_the_plan_stop_the_run_before_step_1(ranks) -> None:
+    bugs = ["", "weights dropped by the rank's own head", "weights dropped by place in the slice"]
+    sound, by_head, by_place = ranks(2).run(start_with_dropped_weights, bugs)[0]
+    assert "failed" not in sound and "self-test" in sound
+    assert "- ulysses of 2: hidden states: layer 0 (full_attention) is the first that differs" in by_head
+    assert "the parity self-test failed before step 1" in by_place
+
+
 # bug in layers with a state along the sequence -> what is said of it
 OF_STATES = {
     "states leak in the scan": ["- ulysses of 2: documents: the loss of one document has a gradient at tokens of another, up to"],

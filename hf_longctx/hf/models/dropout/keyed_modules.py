@@ -86,6 +86,22 @@ def dropout_problems(model: nn.Module) -> list[str]:
             problems.append(f"{name} is a dropout with a forward that is not its class's; remove it from the module")
         elif any("Experts" in type(parent).__name__ for parent in parents):
             problems.append(f"{name} drops inside experts, where tokens are sorted by expert; set its rate {module.p} to 0")
+    return problems + _weight_problems(model)
+
+
+def _weight_problems(model: nn.Module) -> list[str]:
+    """Why masks of attention weights cannot follow them, or what is wrong with their rates."""
+    rates = weight_rates(base_of(model).config.get_text_config()) if hasattr(base_of(model), "config") else {}
+    problems = [f"{field} is {rate}, but must be from 0 to 1" for field, rate in rates.items() if not 0 <= rate <= 1]
+    first_names = {id(module): name for name, module in _weighing(model)}
+    for name, module in base_of(model).named_modules(remove_duplicate=False):
+        if first_names.get(id(module), name) != name:
+            first = first_names[id(module)]
+            return [
+                *problems,
+                f"{name} and {first} are one attention layer, so layers would share masks of its weights; set "
+                f"{' and '.join(rates)} to 0.0",
+            ]
     return problems
 
 
