@@ -178,7 +178,7 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
         problems.append(f"{drops[0]} drops, so the two passes of a step would draw different masks; set disable_dropout=True")
     # attention layers keep their rates outside of modules, where disable_dropout leaves them
     problems += [
-        f"{field} is {rate}, so the two passes of a step would drop different attention weights; set it to 0.0 in the model's config"
+        f"{field} is {rate}, so the two passes of a step would drop different weights; set it to 0.0 in the model's config"
         for field, rate in weight_rates(base_of(model).config.get_text_config()).items()
     ]
     return problems + _reference_problems(name, model, getattr(trainer, "ref_model", None))
