@@ -187,11 +187,12 @@ def test_what_plans_cannot_mean_is_refused_before_trl_prepares_anything(tmp_path
 def test_a_copy_of_adapters_and_their_dropout_are_refused_for_what_trl_does_with_them(tmp_path: Path) -> None:
     import trl
 
-    model = build_model(ModelCase(lora=(*LORA, ("lora_dropout", 0.1))))
+    model = build_model(ModelCase(lora=(*LORA, ("lora_dropout", 0.1)), dropout=0.2))
     with pytest.raises(ValueError, match="this run cannot start") as raised:
         make(trl.DPOTrainer, tmp_path, {}, {"disable_dropout": False}, "preference", model=model)
     assert "TRL added an adapter named 'ref'" in str(raised.value) and "model.merge_and_unload()" in str(raised.value)
     assert "drops, so the two passes of a step would draw different masks" in str(raised.value)
+    assert "attention_dropout is 0.2, so the two passes of a step would drop different weights" in str(raised.value)
 
 
 def test_attached_plans_are_refused_what_the_mixin_is_and_leave_the_trainer(tmp_path: Path) -> None:
