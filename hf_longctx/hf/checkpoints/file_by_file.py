@@ -37,7 +37,7 @@ def planned_files(model: Any) -> Files:
     """The files of all weights; empty for a model whose weights `Trainer` must write from one mapping.
 
     That is a model that fits into one file, has its own `save_pretrained` or its own code, or whose weights get the names and
-    shapes of files only all together.
+    shapes of files only all together, or only from their values.
     """
     if not isinstance(model, PreTrainedModel) or _saves_its_own_way(model):
         return []
@@ -48,7 +48,11 @@ def planned_files(model: Any) -> Files:
         return []
     # for tensors without values, transformers finds tied weights by the model's parameters
     shapes = remove_tied_weights_from_state_dict(shapes, model)
-    whole = _described(revert_weight_conversion(model, dict(shapes)))
+    try:
+        whole = _described(revert_weight_conversion(model, dict(shapes)))
+    except Exception:
+        # a conversion that looks at values
+        return []
     for group_of in (str, _layer_of):
         groups: dict[str, list[str]] = {}
         for name in shapes:
@@ -117,6 +121,8 @@ def _sizes(
             own = revert_weight_conversion(model, {name: shapes[name] for name in names})
         except Exception:
             # a conversion that lacks some of its weights raises whatever comes of that
+            return None
+        if found.keys() & own.keys():
             return None
         found |= _described(own)
         sizes.append(sum(map(_num_bytes, own.values())))

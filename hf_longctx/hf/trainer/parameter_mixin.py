@@ -167,8 +167,9 @@ class ParameterMixin(CheckpointMixin):
             if not self.args.should_save:
                 return
             folder = Path(self._folder(output_dir))
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(str(folder))
+            own = self.processing_class
+            if (tokenizer := getattr(self.data_collator, "tokenizer", None) if own is None else own) is not None:
+                tokenizer.save_pretrained(str(folder))
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -171,7 +171,9 @@ class ShardedPlacement:
         if not is_sharded(model) and source_of(model) is None:
             return None
         self.prepare(model)
-        if not is_adapted(model) and (files := planned_files(model)):
+        # writers of several nodes may see one folder, where they write the same files, but cannot both move them
+        is_alone = sum(gather_objects(is_writer, self.control)) == 1
+        if is_alone and not is_adapted(model) and (files := planned_files(model)):
             save_files(model, files, Path(folder), is_writer, self.control)
             self.writes_weights = True
             return None

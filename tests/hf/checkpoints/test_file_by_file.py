@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +18,7 @@ import transformers
 from helpers.measures.allocations import measure
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.rank_pool import RankFailure
 from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from safetensors.torch import load_file
 
@@ -20,7 +26,7 @@ from hf_longctx.hf.checkpoints import file_by_file
 from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
 from hf_longctx.hf.checkpoints.sharded import gather_weights
 from hf_longctx.hf.ranks.agreement import control_group
-from hf_longctx.hf.trainer.placement import Shards
+from hf_longctx.hf.trainer.placement import ShardedPlacement, Shards
 from hf_longctx.runtime.parameters.sharded import shard_mesh
 
 MIB = 2**20
@@ -120,6 +126,50 @@ def test_a_disk_that_fills_is_an_error_on_every_rank_and_the_old_files_stay(rank
     assert not list(tmp_path.glob("model-*.safetensors"))
 
 
+def killed_save(folder: str, place: str, num_done: int) -> None:
+    """Saves another model to `folder`, and ends the writing process after so many files, or changes to the folder."""
+    training_arguments(f"{folder}/out")
+    model = tiny_mixtral()
+    shard(model)
+    torch.nn.init.ones_(model.model.norm.weight.data)
+    control, calls = control_group(60.0), itertools.count()
+    owner, name = {"write": (file_by_file, "_write"), "replace": (Path, "replace")}[place]
+    original = getattr(owner, name)
+
+    def dying(*arguments: Any) -> Any:
+        if next(calls) == num_done:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    with patch.object(file_by_file, "FILE_BYTES", 30_000), patch.object(owner, name, dying):
+        save_files(model, planned_files(model), Path(folder), dist.get_rank() == 0, control)
+
+
+def two_writers(folder: str) -> list[str]:
+    """Names of the weights that this rank is to write, if both ranks write to one folder."""
+    training_arguments(f"{folder}/out")
+    model = tiny_mixtral()
+    mesh = shard_mesh("cpu", dist.get_world_size(), 60.0)
+    placement = ShardedPlacement(Shards(mesh, torch.device("cpu"), True), control_group(60.0))
+    placement.prepare(model)
+    with patch.object(file_by_file, "FILE_BYTES", 30_000):
+        weights = placement.save(model, folder, is_writer=True)
+    assert not placement.writes_weights
+    return sorted(weights or ())
+
+
+def test_nodes_that_all_write_get_all_weights_at_once_since_they_may_see_one_folder(ranks, tmp_path: Path) -> None:
+    names = sorted(tiny_mixtral().state_dict())
+    assert ranks(2).run(two_writers, str(tmp_path)) == [names, names]
+
+
+class NamedTokenizer:
+    """A stand-in that writes one file."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "tokenizer.json").write_text("{}")
+
+
 def resumed(folder: str, file_bytes: int) -> dict[str, torch.Tensor]:
     """Weights after four steps, the last two resumed from a checkpoint."""
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -128,6 +178,7 @@ def resumed(folder: str, file_bytes: int) -> dict[str, torch.Tensor]:
         for start in (None, f"{folder}/checkpoint-2"):
             trainer = make_trainer(ModelCase(), random_rows([9, 20, 31, 12] * 4), folder, config, arguments)
             trainer.train(resume_from_checkpoint=start)
+        trainer.processing_class, trainer.data_collator = None, SimpleNamespace(tokenizer=NamedTokenizer())
         trainer.save_model(f"{folder}/last")
     return gather_weights(trainer.model, True)
 
@@ -138,6 +189,7 @@ def test_a_trainer_saves_and_resumes_from_such_files(ranks, tmp_path: Path) -> N
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     assert len(list((tmp_path / "many" / "checkpoint-2").glob("model-*.safetensors"))) > 1
     assert (tmp_path / "one" / "checkpoint-2" / "model.safetensors").exists()
+    assert all((tmp_path / kind / "last" / "tokenizer.json").exists() for kind in ("one", "many"))
     last = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many" / "last", dtype="auto").state_dict()
     assert all(torch.equal(last[name], whole[name]) for name in whole)
 
@@ -153,3 +205,37 @@ def test_models_that_save_in_their_own_way_are_left_to_trainer(monkeypatch: pyte
     model.__class__ = kind
     monkeypatch.setattr(file_by_file, "FILE_BYTES", 10**9)
     assert not planned_files(model)
+
+
+def test_weights_whose_names_come_from_all_or_from_values_are_left_to_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_by_file, "FILE_BYTES", 1000)
+    model = build_model(ModelCase())
+
+    def of_values(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"{name}.{float(value.sum()):.0f}": value for name, value in weights.items()}
+
+    def summed(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"sum of {str(tuple(value.shape)).replace('.', '')}": value for value in weights.values()}
+
+    for conversion in (of_values, summed):
+        monkeypatch.setattr(file_by_file, "revert_weight_conversion", conversion)
+        assert not planned_files(model)
+
+
+# the last one, since it ends its pool
+@pytest.mark.parametrize("is_single", [True, False])
+@pytest.mark.parametrize("place,num_done", [("write", 2), ("replace", 1), ("replace", 4)])
+def test_a_writer_that_is_killed_leaves_the_old_checkpoint(
+    ranks, tmp_path: Path, is_single: bool, place: str, num_done: int
+) -> None:
+    # files as many as the new ones, under their names, or one
+    tiny_mixtral().save_pretrained(tmp_path, max_shard_size="50GB" if is_single else 30_000)
+    with pytest.raises(RankFailure, match="the process ended"):
+        ranks(2).run(killed_save, str(tmp_path), place, num_done)
+    found, right = transformers.MixtralForCausalLM.from_pretrained(tmp_path).state_dict(), tiny_mixtral().state_dict()
+    assert all(torch.equal(found[name], right[name]) for name in right)
+    # the next save makes up for it
+    ranks(2).run(saved, str(tmp_path), "mixtral", 60_000)
+    assert not list(tmp_path.glob("*.partial"))
+    listed = set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values())
+    assert listed == {file.name for file in tmp_path.glob("*.safetensors")}
