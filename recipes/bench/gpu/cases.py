@@ -1,8 +1,8 @@
 """The cases that `matrix.py` measures: methods of training on one long document. Runs one case and returns its row.
 
 The methods are Hugging Face's (plain, checkpointed, with Liger, with flash-attn, offloaded; for a fair comparison also with our
-loss in tiles), torch's selective checkpointing that keeps attention, MLPs in tiles as in ALST (arXiv 2506.13996), and ours
-(attention output on the device, on the host, split by the linear program, in slices).
+loss in tiles), torch's selective checkpointing that keeps attention (set up here, and by TRL's `selective`), MLPs in tiles as in
+ALST (arXiv 2506.13996), and ours (attention output on the device, on the host, split by the linear program, in slices).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hf_longctx.plan.core.types import (
     Chunk,
     GroupShape,
     LayerPolicy,
+    RankPlan,
     Span,
 )
 from hf_longctx.plan.cost.catalog import named_model
@@ -40,6 +41,7 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
+from hf_longctx.plan.prediction.pipeline_run import run_alone
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
     attention_kernel,
@@ -95,12 +97,13 @@ class Outcome:
     """Result of a case.
 
     state: "ok", "out of memory", or why there are no numbers. predicted_device, predicted_host, measured: bytes per token that
-    the layers hold for backward.
+    the layers hold for backward. predicted_s: seconds of forward and backward by the cost model, without the optimizer.
     """
 
     case: Case
     state: str
     step_s: float = 0.0
+    predicted_s: float = 0.0
     kernel: str = "-"
     device_bytes: int = 0
     predicted_peak: int = 0
@@ -118,15 +121,15 @@ class Outcome:
             return f"{head}  {self.state}"
         measured = f"{self.measured:9.0f}" if self.measured else f"{'-':>9s}"
         return (
-            f"{head} {self.step_s:9.3f} {case.num_tokens / self.step_s:9.0f} {model_operations(case) / self.step_s / 1e12:8.2f} "
-            f"{self.device_bytes / 2**30:8.2f} {self.predicted_peak / 2**30:9.2f} {self.host_bytes / 2**30:8.2f} "
+            f"{head} {self.step_s:9.3f} {self.predicted_s:9.3f} {case.num_tokens / self.step_s:9.0f} "
+            f"{model_operations(case) / self.step_s / 1e12:8.2f} "{self.device_bytes / 2**30:8.2f} {self.predicted_peak / 2**30:9.2f} {self.host_bytes / 2**30:8.2f} "
             f"{self.predicted_device:9.0f} + {self.predicted_host:<9.0f} {measured} {self.loss:8.4f}  {self.kernel}"
         )
 
 
 HEADER = (
-    f"{'':2s} {'method':32s} {'tokens':>8s} {'s/step':>9s} {'tokens/s':>9s} {'TFLOP/s':>8s} {'peak GiB':>8s} {'predicted':>9s} "
-    f"{'host GiB':>8s} {'saved: device + host':>21s} {'measured':>9s} {'loss':>8s}  kernel"
+    f"{'':2s} {'method':32s} {'tokens':>8s} {'s/step':>9s} {'predicted':>9s} {'tokens/s':>9s} {'TFLOP/s':>8s} "
+    f"{'peak GiB':>8s} {'predicted':>9s} "{'host GiB':>8s} {'saved: device + host':>21s} {'measured':>9s} {'loss':>8s}  kernel"
 )
 
 
@@ -140,11 +143,15 @@ def model_operations(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Runner:
-    """A method on one document: its step, and the bytes it holds for backward, predicted (device, host) and measured."""
+    """A method on one document: its step, and the bytes it holds for backward, predicted (device, host) and measured.
+
+    predicted_s: seconds of the step by the cost model, without the optimizer.
+    """
 
     step: Callable[[], Tensor]
     predicted: tuple[int, int]
     saved_bytes: Callable[[], int]
+    predicted_s: float
     predicted_peak: int = 0
     tier: HostTier | None = None
     close: Callable[[], None] = lambda: None
@@ -153,33 +160,48 @@ class Runner:
 def plain(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     spec = case.spec
     predicted = plain_layer_bytes(spec) * spec.num_layers * ids_1T.shape[1]
-    return Runner(lambda: plain_step(model, ids_1T), (predicted, 0), lambda: plain_saved_bytes(model, ids_1T))
+    seconds = predicted_s(LayerPolicy(), ids_1T, case)
+    return Runner(lambda: plain_step(model, ids_1T), (predicted, 0), lambda: plain_saved_bytes(model, ids_1T), seconds)
 
 
 def checkpointed(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     predicted = checkpointed_layer_bytes(case.spec) * case.spec.num_layers * ids_1T.shape[1]
-    return replace(plain(model, ids_1T, case), predicted=(predicted, 0))
+    seconds = predicted_s(replayed(attention_recompute=1.0), ids_1T, case)
+    return replace(plain(model, ids_1T, case), predicted=(predicted, 0), predicted_s=seconds)
 
 
 def offloaded(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     """Hugging Face's offloading: checkpointing with layer inputs in pinned host memory."""
     model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
     predicted = checkpointed_layer_bytes(case.spec) * case.spec.num_layers * ids_1T.shape[1]
+    seconds = predicted_s(replayed(attention_recompute=1.0, input_host=1.0), ids_1T, case)
     # its hooks run after ours, which therefore see nothing
-    return replace(plain(model, ids_1T, case), predicted=(0, predicted), saved_bytes=lambda: 0)
+    return replace(plain(model, ids_1T, case), predicted=(0, predicted), saved_bytes=lambda: 0, predicted_s=seconds)
 
 
 def selective(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     """torch's selective checkpointing, which keeps what attention returns and recomputes all else."""
     kept = partial(create_selective_checkpoint_contexts, _keeps_attention)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": kept})
+    return _keeping_attention(model, ids_1T, case)
+
+
+def trl_selective(model: Any, ids_1T: Tensor, case: Case) -> Runner:
+    """TRL's selective checkpointing, set up as its `SFTTrainer` does for `gradient_checkpointing_kwargs={"selective": True}`."""
+    importlib.import_module("trl.models").enable_selective_activation_checkpointing(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"selective": True})
+    return _keeping_attention(model, ids_1T, case)
+
+
+def _keeping_attention(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     spec = case.spec
     # output in the dtype of the model, log-sum-exp in fp32
     attention = spec.num_heads * (spec.head_dim * element_bytes(model) + 4)
     predicted = (checkpointed_layer_bytes(spec) + attention) * spec.num_layers * ids_1T.shape[1]
-    # it keeps attention in a cache of its own, where our hooks do not look
-    return replace(plain(model, ids_1T, case), predicted=(predicted, 0), saved_bytes=lambda: 0)
+    seconds = predicted_s(replayed(), ids_1T, case)
+    # attention is kept in a cache of torch's own, where our hooks do not look
+    return replace(plain(model, ids_1T, case), predicted=(predicted, 0), saved_bytes=lambda: 0, predicted_s=seconds)
 
 
 def element_bytes(model: Any) -> int:
@@ -247,9 +269,29 @@ def planned(layer: LayerPolicy | None, is_sliced: bool = False) -> Callable[[Any
         document = PlannedDocument.of(model, ids_1T, plan, tier)
         measure = (lambda: 0) if is_sliced else document.saved_bytes
         peak = state_bytes(case) + predicted_peak_bytes(plan, spec, not case.is_frozen)
-        return Runner(document.step, predicted, measure, peak, tier, document.close)
+        return Runner(document.step, predicted, measure, plan_s(plan, case), peak, tier, document.close)
 
     return build
+
+
+def predicted_s(layer: LayerPolicy, ids_1T: Tensor, case: Case) -> float:
+    """Seconds of forward and backward by the cost model, if every layer keeps and recomputes what this policy does."""
+    return plan_s(document_plan(ids_1T.shape[1], (layer,) * case.spec.num_layers), case)
+
+
+def plan_s(plan: RankPlan, case: Case) -> float:
+    """Seconds of a plan's forwards and backwards by the cost model, at the rates of the case's hardware profile."""
+    ((group, _),) = plan.rounds
+    return run_alone(group, case_costs(case)).times[-1][1]
+
+
+def case_costs(case: Case) -> CostModel:
+    """Costs of the case's model on one device of its hardware; frozen matrices have no gradients to compute."""
+    hardware = read_profile(case.hardware).spec
+    if case.is_frozen:
+        hardware = replace(hardware, backward_matmul=hardware.backward_matmul / 2)
+    cluster = ClusterSpec(1, 1, hardware)
+    return CostModel(case.spec, cluster, default_coefficients(case.spec, cluster))
 
 
 def slab_for(num_bytes: int, case: Case, device: torch.device) -> HostTier:
@@ -261,10 +303,9 @@ def slab_for(num_bytes: int, case: Case, device: torch.device) -> HostTier:
 
 def split_layers(case: Case, num_tokens: int) -> tuple[LayerPolicy, ...]:
     """The linear program's policies, if activations may take all of the device that weights and one layer's workspace leave."""
-    spec, hardware = case.spec, read_profile(case.hardware).spec
-    cluster = ClusterSpec(1, 1, hardware)
-    costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
-    limits = MemoryLimits(device_room(case, num_tokens), 0.98 * case.host_gib * 2**30, hardware.copy_bytes_per_s)
+    spec, costs = case.spec, case_costs(case)
+    copy_rate = costs.cluster.hardware.copy_bytes_per_s
+    limits = MemoryLimits(device_room(case, num_tokens), 0.98 * case.host_gib * 2**30, copy_rate)
     policy, _ = plan_activations(costs, Chunk(0, (Span(0, 0, num_tokens),)), GroupShape(1), limits, case.tile_tokens)
     return policy.layers or (LayerPolicy(),) * spec.num_layers
 
@@ -314,6 +355,7 @@ METHODS: dict[str, Callable[[Any, Tensor, Case], Runner]] = {
     "HF offload": offloaded,
     "HF offload, tiled loss": with_tiled_loss(offloaded),
     "selective checkpointing, tiled loss": with_tiled_loss(selective),
+    "TRL selective, tiled loss": with_tiled_loss(trl_selective),
     "tiled MLP and loss": with_tiled_mlp(with_tiled_loss(checkpointed)),
     "HF offload, tiled MLP and loss": with_tiled_mlp(with_tiled_loss(offloaded)),
     "ours, attention on the device": planned(replayed()),
@@ -338,6 +380,8 @@ def cannot_run(case: Case) -> str:
     """Explains why this machine cannot measure the case; empty if it can try."""
     if "Liger" in case.method and importlib.util.find_spec("liger_kernel") is None:
         return "skipped: liger-kernel is not installed"
+    if "TRL" in case.method and importlib.util.find_spec("trl") is None:
+        return "skipped: trl is not installed (pip install trl==1.16.0)"
     if "flash-attn" in case.method and importlib.util.find_spec("flash_attn") is None:
         return "skipped: flash-attn is not installed; --peer-venv names an environment that has it"
     if any(word in case.method for word in ("Liger", "flash-attn", "offload")) and not torch.cuda.is_available():
@@ -390,6 +434,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
         case,
         "ok",
         step_s,
+        runner.predicted_s,
         kernel,
         torch.cuda.max_memory_allocated() if is_cuda else 0,
         runner.predicted_peak,

@@ -11,7 +11,8 @@ runs in a process of its own (with `--toy`, all run in this one, at small sizes)
 first how long it takes by estimate, and starts no case that would take longer than what is left; `--methods` chooses. A case that
 does not fit or cannot run has a row that says so. Rows come as they are done, to `--json` as one JSON object per line.
 
-Columns: tokens/s; TFLOP/s of model operations with causal attention; peak memory of the device with weights, measured and (for
+Columns: seconds of a step, measured and predicted by the cost model at the rates of `--hardware`'s profile, without the
+optimizer; tokens/s; TFLOP/s of model operations with causal attention; peak memory of the device with weights, measured and (for
 ours) predicted; peak pinned host memory; bytes per token that the layers hold for backward, predicted by the plan's formulas
 and measured by torch's hooks on 2048 tokens ('-' where hooks see nothing: slices, Hugging Face's offload); the loss; and the
 attention kernel that the profiler saw.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from hf_longctx.plan.core.types import LayerPolicy
 from hf_longctx.recipes.bench.gpu import cases, matrix
 from hf_longctx.recipes.bench.gpu.cases import Case, run_case
 from hf_longctx.recipes.bench.gpu.rows import read_rows
+
+HAS_TRL = importlib.util.find_spec("trl") is not None
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU leaves out is named here")
 
@@ -30,11 +34,15 @@ def test_what_can_run_on_the_cpu_runs_and_agrees(tmp_path: Path) -> None:
     assert {row["case"]["method"] for row in rows if row["case"]["section"] == "B"} == set(cases.METHODS)
     for row in rows:
         method = row["case"]["method"]
-        if any(word in method for word in ("Liger", "flash-attn", "offload")):
+        if any(word in method for word in ("Liger", "flash-attn", "offload")) or ("TRL" in method and not HAS_TRL):
             assert row["state"].startswith("skipped: ")
             continue
         assert row["state"] == "ok", row
-        assert row["step_s"] > 0 and row["kernel"].startswith("_scaled_dot_product_flash_attention_for_cpu")
+        assert (
+            row["step_s"] > 0
+            and row["predicted_s"] > 0
+            and row["kernel"].startswith("_scaled_dot_product_flash_attention_for_cpu")
+        )
         predicted = row["predicted_device"] + row["predicted_host"]
         # besides their layers, plain models save the tables of the rotary embedding
         assert "sliced" in method or "selective" in method or row["measured"] == pytest.approx(predicted, rel=0.02), row
@@ -60,12 +68,14 @@ def test_methods_are_chosen_by_words_and_rows_come_as_they_are_done(tmp_path: Pa
     matrix.main(["--toy", "--sections", "B", "--methods", *words, "--json", str(file)])
     rows = read_rows(file)
     names = [name for name in cases.METHODS if any(word in name for word in words)]
-    assert [row["case"]["method"] for row in rows] == names and len(names) == 4
+    assert [row["case"]["method"] for row in rows] == names and len(names) == 5
     losses = [row["loss"] for row in rows if row["state"] == "ok"]
-    assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert len(losses) == 3 + HAS_TRL and losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["selective checkpointing, tiled loss", "tiled MLP and loss"])
+@pytest.mark.parametrize(
+    "method", ["selective checkpointing, tiled loss", "tiled MLP and loss", *(["TRL selective, tiled loss"] if HAS_TRL else [])]
+)
 def test_peers_have_the_gradients_of_the_plain_model(method: str) -> None:
     case, found = Case("B", method, 80, is_toy=True, tile_tokens=32), []
     for name in ("HF plain", method):
@@ -94,6 +104,28 @@ def test_a_case_that_would_outlast_its_section_does_not_start() -> None:
     # Llama-3.1-8B: three operations per parameter and direction, at 0.6 of 550 TFLOP/s
     short = Case("C", cases.OURS, 2**15, num_layers=10**6, steps=1)
     assert 25 < cases.estimated_s(short) < 60 < cases.estimated_s(case)
+
+
+def test_predicted_seconds_follow_what_a_method_recomputes() -> None:
+    case, spec = Case("B", cases.OURS, 2**17), Case("B", cases.OURS, 2**17).spec
+    hardware = cases.case_costs(case).cluster.hardware
+    ids_1T = torch.empty(1, case.num_tokens, dtype=torch.long, device="meta")
+    plain, ours, checkpointed = (
+        cases.predicted_s(policy, ids_1T, case)
+        for policy in (LayerPolicy(), cases.replayed(), cases.replayed(attention_recompute=1.0))
+    )
+    # another forward of attention: four operations for each element of a head and pair of tokens
+    attention_s = 2 * spec.num_layers * spec.num_heads * spec.head_dim * case.num_tokens**2 / hardware.attention_flops_per_s
+    assert plain < ours < checkpointed == pytest.approx(ours + attention_s, rel=0.01)
+    frozen = cases.predicted_s(LayerPolicy(), ids_1T, replace(case, is_frozen=True))
+    matrices = spec.num_layers * spec.layer_parameters + spec.vocab_size * spec.hidden_size
+    assert plain - frozen == pytest.approx(2 * matrices * case.num_tokens / hardware.matmul_flops_per_s, rel=0.02)
+
+
+@pytest.mark.skipif(HAS_TRL, reason="TRL is installed")
+def test_the_row_of_trl_says_what_to_install() -> None:
+    case = Case("B", "TRL selective, tiled loss", 64, is_toy=True)
+    assert run_case(case).state == "skipped: trl is not installed (pip install trl==1.16.0)"
 
 
 def test_failures_are_rows() -> None:
