@@ -122,14 +122,16 @@ class Outcome:
         measured = f"{self.measured:9.0f}" if self.measured else f"{'-':>9s}"
         return (
             f"{head} {self.step_s:9.3f} {self.predicted_s:9.3f} {case.num_tokens / self.step_s:9.0f} "
-            f"{model_operations(case) / self.step_s / 1e12:8.2f} "{self.device_bytes / 2**30:8.2f} {self.predicted_peak / 2**30:9.2f} {self.host_bytes / 2**30:8.2f} "
+            f"{model_operations(case) / self.step_s / 1e12:8.2f} "
+            f"{self.device_bytes / 2**30:8.2f} {self.predicted_peak / 2**30:9.2f} {self.host_bytes / 2**30:8.2f} "
             f"{self.predicted_device:9.0f} + {self.predicted_host:<9.0f} {measured} {self.loss:8.4f}  {self.kernel}"
         )
 
 
 HEADER = (
     f"{'':2s} {'method':32s} {'tokens':>8s} {'s/step':>9s} {'predicted':>9s} {'tokens/s':>9s} {'TFLOP/s':>8s} "
-    f"{'peak GiB':>8s} {'predicted':>9s} "{'host GiB':>8s} {'saved: device + host':>21s} {'measured':>9s} {'loss':>8s}  kernel"
+    f"{'peak GiB':>8s} {'predicted':>9s} "
+    f"{'host GiB':>8s} {'saved: device + host':>21s} {'measured':>9s} {'loss':>8s}  kernel"
 )
 
 
