@@ -153,6 +153,7 @@ CASES = {
     "reruns-hidden": (replace(WIDE_HIDDEN, layers=8), reruns(0.0), 256, WHOLE),
     "reruns-host": (replace(WIDE_HIDDEN, layers=8), reruns(1.0), 256, WHOLE),
     "reruns-mlp": (WIDE_MLP, reruns(0.0), 0, WHOLE),
+    "reruns-heads-alone": (Shape(kv_heads=4, layers=8), reruns(0.0), 256, WHOLE),
     "split": (Shape(layers=8), offloading(host=0.5, recompute=0.25), 256, LONG),
     "mlp-kept": (Shape(), offloading(mlp=0.5), 64, WHOLE),
     "qkv-kept": (Shape(), offloading(recompute=0.0, qkv=0.0), 256, WHOLE),

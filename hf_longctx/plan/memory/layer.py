@@ -258,8 +258,8 @@ class LayerBytes:
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
         attention += self._exchange + self._hops_ahead + self._cut_bytes + self._unrotated
         attention += self._scores + self._choice + self._latents
-        # rotary embedding: the queries, and three more tensors of their size
-        rotation = (2 * d + 4 * a + 2 * k) * self.tokens
+        # rotary embedding: the queries, and three more tensors of their size; then the keys and as many, beside rotated queries
+        rotation = (2 * d + 2 * k + max(4 * a, 2 * a + 3 * k)) * self.tokens
         return max(rotation, attention) + (a * self.tokens if self.model.gates_output else 0)
 
     @property
