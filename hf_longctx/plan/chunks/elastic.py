@@ -123,7 +123,7 @@ def _mesh(longest: int, num_slices: int, rates: SpanRates, capacity_tokens: int)
     # the first slice has the most tokens, because its tokens see the fewest tokens before them
     largest_s = rates.of_span(0, min(capacity_tokens, longest))
     fewest = math.ceil(rates.of_span(0, longest) / largest_s * (1 - 1e-9))
-    return slice_bounds(longest, max(num_slices, fewest), rates)
+    return slice_bounds(longest, max(num_slices, fewest), rates, rounds=True)
 
 
 def _slices(sequence: int, length: int, mesh: Sequence[int]) -> list[Span]:

@@ -63,7 +63,7 @@ def in_slices(num_tokens: int, device: str = "cpu", slice_tokens: int = 64) -> l
     gradient, *tensors = inputs(num_tokens, device)
     leaves = [x.detach().requires_grad_() for x in tensors]
     book, outputs = KVBook(), []
-    for start, stop in pairwise(slice_bounds(num_tokens, max(2, num_tokens // slice_tokens), RATES)):
+    for start, stop in pairwise(slice_bounds(num_tokens, max(2, num_tokens // slice_tokens), RATES, rounds=True)):
         document = Document(0, stop - start, Slice(0, 0, start, stop, num_tokens))
         outputs.append(ChunkAttention(RULE, (document,), None, book, "layer")(*(x[:, start:stop] for x in leaves)))
     if not torch.is_grad_enabled():
