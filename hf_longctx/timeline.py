@@ -86,18 +86,19 @@ def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> s
     )
 
 
-def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path) -> None:
+def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path, most_inches: float = 9.0) -> None:
     """Write the picture of `svg_timeline` as a PNG file, also for many ranks; needs matplotlib (the extra `plot`).
 
-    Neighbouring ranks that do the same are drawn as one box, as high as their number.
+    Neighbouring ranks that do the same are drawn as one box, as high as their number. most_inches: height of a panel of many
+    ranks; the rows of 64 can be told apart in 9 inches.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     panels = panels or {"nothing": ()}
-    # rows of 64 ranks can still be told apart, and rows of two ranks are not too thin
-    heights = [min(9.0, max(1.2, 0.11 * len({e.rank for e in events}))) for events in panels.values()]
+    # rows of two ranks are not too thin
+    heights = [min(most_inches, max(1.2, 0.11 * len({e.rank for e in events}))) for events in panels.values()]
     figure = Figure(figsize=(14, 1.3 + sum(height + 0.6 for height in heights)), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
@@ -140,7 +141,8 @@ def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, heigh
         ):
             middle_s, middle = (event.start_s + event.stop_s) / 2, row[event.rank] + num / 2
             axes.text(middle_s, middle, label, ha="center", va="center", fontsize=7, color="white")
-    axes.set_facecolor(_WAITING)
+    # ranks wait until the last one has finished
+    axes.axvspan(0, max((event.stop_s for event in events), default=0.0), color=_WAITING, linewidth=0, zorder=0)
     axes.set_xlim(0, stop_s)
     axes.set_ylim(max(1, len(ranks)), 0)
     named = ranks[:: max(1, -(-len(ranks) // 16))]

@@ -309,24 +309,29 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert error == b""
 
 
-def test_the_readme_shows_what_its_command_prints(capsys) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text().split("## Plan before you pay")[1]
-    command = next(line for line in readme.splitlines() if line.startswith("hf-longctx plan"))
-    shown = readme.split("```text\n")[1].split("```")[0]
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guides" / "how-long.md").read_text()
+
+
+@pytest.mark.parametrize("text", [GUIDE, (ROOT / "README.md").read_text()], ids=["guide", "readme"])
+def test_documents_show_what_their_command_prints(text: str, capsys) -> None:
+    command = next(line for line in text.splitlines() if line.startswith("hf-longctx plan"))
+    shown = text.split(command)[1].split("```text\n")[1].split("```")[0]
     data = json.loads(printed([*command.split()[1:], "--json"], capsys))
-    # the planner may improve, but then the numbers in the README must be printed again
+    # the planner may improve, but then these numbers must be printed again
     assert float(shown.split("STEP  ")[1].split()[0]) == pytest.approx(data["mean"]["step_s"], rel=0.03)
     assert float(shown.split("and this memory: ")[1].split()[0]) == pytest.approx(data["mean"]["lower_bound_s"], rel=0.03)
     assert f"LONGEST SEQUENCE  {data['longest_context_tokens']:,} tokens" in shown
-    for choice in data["mean"]["baselines"]:
-        row = next(line for line in shown.splitlines() if line.strip().startswith(choice["name"]))
+    rows = {choice["name"]: choice for choice in data["mean"]["baselines"] if choice["name"] in shown}
+    assert set(rows) >= ({"static"} if text is not GUIDE else {"static", "BatchAda", "FCP", "Megatron hybrid-CP"})
+    for name, choice in rows.items():
+        row = next(line for line in shown.splitlines() if line.strip().startswith(name))
         assert float(row.split(" s ")[0].split()[-1]) == pytest.approx(choice["step_s"], rel=0.05)
 
 
-def test_the_readme_shows_the_longest_sequence_of_its_second_command(capsys) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text().split("## Plan before you pay")[1]
-    _, command, *_ = (line for line in readme.splitlines() if line.startswith("hf-longctx plan"))
-    shown = readme.split("```text\n")[2].split("```")[0].split("...\n")[1].strip()
+def test_the_guide_shows_the_longest_sequence_of_its_second_command(capsys) -> None:
+    _, command, *_ = (line for line in GUIDE.splitlines() if line.startswith("hf-longctx plan"))
+    shown = GUIDE.split("```text\n")[2].split("```")[0].split("...\n")[1].strip()
     assert shown.startswith("LONGEST SEQUENCE") and shown in printed(command.split()[1:], capsys)
 
 

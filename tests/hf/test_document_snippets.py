@@ -1,4 +1,4 @@
-"""Every snippet of the README runs as it is printed, with default settings; only models, data and arguments stand in.
+"""Every snippet of README and docs runs as it is printed, with default settings; only models, data and arguments stand in.
 
 Snippets of TRL and of four-bit weights run where these packages are installed.
 """
@@ -22,9 +22,10 @@ from helpers.models.chats import conversation, word_tokenizer
 from helpers.models.reference import random_rows
 from transformers import TrainingArguments
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-_BLOCKS = re.findall(r"```(python|diff)\n(.*?)```", README, re.DOTALL)
-# doors that the README only mentions, as in the sentences around them
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = "\n".join(file.read_text() for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))))
+_BLOCKS = re.findall(r"```(python|diff)\n(.*?)```", DOCUMENTS, re.DOTALL)
+# doors that the documents only mention, as in the sentences around them
 _MIXIN = "class Mine(LongContextMixin, YourTrainer)"
 _ALONE = "callbacks=[LongContextCallback(config)]"
 _MIXIN_CODE = f"""{_MIXIN}: pass
@@ -62,8 +63,10 @@ CODES = {_MIXIN: (_MIXIN_CODE, 2), _ALONE: (_ALONE_CODE.replace("STOCK", _STOCK)
 for _kind, _text in _BLOCKS:
     _code = printed(_kind, _text)
     _names = [value for key, value in _KNOWN.items() if key in _code]
-    assert len(_names) == 1, f"name this snippet of the README in _KNOWN, so that it is tested:\n{_text}"
-    CODES[_names[0][0]] = _code, _names[0][1]
+    assert len(_names) == 1, f"name this snippet of the documents in _KNOWN, so that it is tested:\n{_text}"
+    ((_name, _num_ranks),) = _names
+    # the README repeats one of them
+    assert CODES.setdefault(_name, (_code, _num_ranks))[0] == _code, f"two documents print snippet {_name} in different words"
 WITH_TRL = {
     "trl": CODES.pop("trl"),
     "trl, attached": (f"trainer = {_SFT})\n{_ATTACH}", 2),
@@ -124,7 +127,7 @@ def run(code: str, name: str, folder: str) -> tuple[str, int]:
                 names["trainer"] = names["LongContextTrainer"](
                     model=names["model"], args=names["args"], train_dataset=names["dataset"]
                 )
-            exec(compile(code, f"README.md, {name}", "exec"), names)
+            exec(compile(code, f"snippet {name}", "exec"), names)
             trainer = names["trainer"]
             if "trainer.train()" not in code and name != "evaluation":
                 trainer.train()
@@ -158,5 +161,5 @@ def test_a_snippet_of_trl_runs_as_it_is_printed(ranks, name: str, tmp_path: Path
     check(ranks, WITH_TRL, name, tmp_path)
 
 
-def test_the_readme_names_the_doors_of_which_it_prints_no_snippet() -> None:
-    assert f"`{_MIXIN}`" in README and f"`{_ALONE}`" in README
+def test_the_documents_name_the_doors_of_which_they_print_no_snippet() -> None:
+    assert f"`{_MIXIN}`" in DOCUMENTS and f"`{_ALONE}`" in DOCUMENTS
