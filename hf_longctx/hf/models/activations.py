@@ -63,7 +63,8 @@ class ActivationRuntime:
         held_bytes = beside_bytes = 0
         if self._tier is not None:
             held_bytes, beside_bytes = self._tier.slab.capacity_bytes, self._tier.slab.beside_bytes
-        if needed_bytes <= held_bytes and not beside_bytes:
+        # blocks of a plan that is larger than those before it leave gaps
+        if int(needed_bytes * (1 + _GAPS_SHARE)) <= held_bytes and not beside_bytes:
             return ""
         # a second training needs what the first one did
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
