@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.fused.find import runs_heads_alike
 from hf_longctx.hf.models.heads.kinds import head_kind, head_of
 from hf_longctx.hf.models.states.patching import family_of_mixer, mixers_of
 from hf_longctx.hf.models.wrapped.text import text_layers, text_part
 from hf_longctx.runtime.activations.engine import LayerModules
+from hf_longctx.runtime.activations.head_pieces import pieces_problem
+from hf_longctx.runtime.core.binding import is_bound
 from hf_longctx.runtime.execution.spread_experts import spread_group
 
 # words in names of config fields that make some class change its logits after the head
@@ -36,6 +40,12 @@ def has_plain_projections(model: nn.Module) -> bool:
     return bool(layers) and all(_projections(layer) for layer in layers)
 
 
+def cuts_heads(model: nn.Module) -> bool:
+    """Whether attention of every layer may run in pieces of its heads."""
+    layers = text_layers(model)
+    return bool(layers) and all(_cuttable_attention(layer) is not None for layer in layers)
+
+
 def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
     """All decoder layers of `model` in order, even inside wrappers; raises ValueError for a model without such layers."""
     layers = text_layers(model)
@@ -52,6 +62,7 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
             _projections(layer),
             mlp_gives_more=type(mlp).__name__ in _MLPS_OF_TWO,
             meets_ranks=mlp is not None and spread_group(mlp) is not None,
+            attention=_cuttable_attention(layer),
         )
         for layer, mlp in ((layer, _mlp(layer)) for layer in layers)
     )
@@ -133,6 +144,16 @@ def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:
         if len(linears) == len(names):
             return linears
     return ()
+
+
+def _cuttable_attention(layer: nn.Module) -> nn.Module | None:
+    """The attention module of a layer if it may run in pieces of its heads: code and projections as `head_pieces` needs them."""
+    attention: Any = getattr(layer, "self_attn", None)
+    if not isinstance(attention, nn.Module) or not runs_heads_alike(attention) or pieces_problem(attention):
+        return None
+    own = vars(attention).get("forward")
+    drops = getattr(attention, "attention_dropout", 0.0) > 0
+    return None if drops or (own is not None and not is_bound(own)) else attention
 
 
 def _plain_linear(module: nn.Module | None) -> nn.Linear | None:

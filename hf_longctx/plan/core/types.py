@@ -127,9 +127,13 @@ class TensorShare:
 
 @dataclass(frozen=True, slots=True)
 class LayerPolicy:
-    """Shares of every class of one layer's saved tensors. A class without a share stays on the device."""
+    """Shares of every class of one layer's saved tensors. A class without a share stays on the device.
+
+    head_pieces: attention runs in so many pieces of the layer's KV heads; queries, keys and values are then recomputed.
+    """
 
     shares: tuple[TensorShare, ...] = ()
+    head_pieces: int = 1
 
     def share(self, tensor_class: TensorClass) -> TensorShare:
         """The share of one class; everything on the device if none is given."""

@@ -227,6 +227,12 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
             raise PlanError(f"{where} has tile_tokens {policy.tile_tokens}; it must be 0 (untiled) or more")
         fresh = [layer for layer in policy.layers if id(layer) not in checked]
         checked.update(map(id, fresh))
+        for layer in fresh:
+            if layer.head_pieces < 1 or (layer.head_pieces > 1 and layer.share("qkv").recompute < 1):
+                raise PlanError(
+                    f"{where}: attention in {layer.head_pieces} pieces of heads; there must be at least 1, and of more than 1 "
+                    f"the queries, keys and values are recomputed"
+                )
         for share in (share for layer in fresh for share in layer.shares):
             if share.tensor_class not in TENSOR_CLASSES:
                 raise PlanError(f"{where}: tensor class {share.tensor_class!r} is not one of {', '.join(TENSOR_CLASSES)}")

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, TensorShare
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
+from hf_longctx.runtime.activations.head_pieces import PiecedAttention, num_kv_heads
 from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.activations.projection_record import ProjectionRecord, project
@@ -53,7 +54,8 @@ class LayerModules:
     mlp: None in a layer without one, which is replayed whole. projections: the linear modules that make queries, keys and
     values; empty if something else makes them. mlp_gives_more: the MLP returns two values, its output and one that the layer
     drops. meets_ranks: the MLP exchanges tokens with other ranks, so all of them must run it equally often: whole, never in
-    tiles, and replayed by all or by none.
+    tiles, and replayed by all or by none. attention: a module whose forward runs any number of heads, by the projections that it
+    has (`head_pieces`); None if it may not.
     """
 
     layer: nn.Module
@@ -62,6 +64,7 @@ class LayerModules:
     projections: tuple[nn.Linear, ...] = ()
     mlp_gives_more: bool = False
     meets_ranks: bool = False
+    attention: nn.Module | None = None
 
 
 class Rerun:
@@ -92,7 +95,8 @@ class LayerSlot:
 
     def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, previous: LayerSlot | None) -> None:
         self.tile_tokens, self._tier, self._previous = tile_tokens, tier, previous
-        self.attention = AttentionRecord(policy.share("attention_output"), tier)
+        # of all heads, or of each piece
+        self.attention = tuple(AttentionRecord(policy.share("attention_output"), tier) for _ in range(policy.head_pieces))
         self.projections = ProjectionRecord(policy.share("qkv"), tier)
         self.mlp = TileRecord(policy.share("mlp"), tier)
         self._input_share = policy.share("layer_input")
@@ -111,7 +115,13 @@ class LayerSlot:
     def held(self) -> list[SplitTensor]:
         """Tensors held now, except the graphs of the MLP and a layer input that is wholly on the device."""
         layer_input = None if self._input is None else self._input()
-        return [*self.attention.held, *self.projections.held, *([layer_input] if layer_input is not None else [])]
+        outputs = [tensor for record in self.attention for tensor in record.held]
+        return [*outputs, *self.projections.held, *([layer_input] if layer_input is not None else [])]
+
+    @property
+    def head_pieces(self) -> int:
+        """Number of pieces of heads in which attention runs."""
+        return len(self.attention)
 
     @property
     def keeps_qkv(self) -> bool:
@@ -169,7 +179,9 @@ class LayerSlot:
 
     def set_replay(self, is_replay: bool) -> None:
         """Tells all records of the slot whether the layer is being replayed."""
-        self.attention.is_replay = self.projections.is_replay = self.mlp.is_replay = is_replay
+        self.projections.is_replay = self.mlp.is_replay = is_replay
+        for record in self.attention:
+            record.is_replay = is_replay
 
 
 class ChunkActivations:
@@ -297,6 +309,8 @@ class ActivationEngine:
                     f"{where}: {kept:g} of qkv is kept, but {type(modules.layer).__name__} does not make queries, keys and "
                     f"values with plain linear modules; recompute qkv, or keep everything in this layer"
                 )
+            if problem := _pieces_problem(layer, modules):
+                raise ValueError(f"{where}: attention in {layer.head_pieces} pieces of heads, but {problem}; use 1")
             if self.tier is None and any(share.host for share in layer.shares):
                 raise ValueError(
                     f"{where}: the plan offloads saved tensors, but the engine was given no host memory; give it a host tier"
@@ -338,12 +352,24 @@ def _runs_alone(modules: LayerModules) -> bool:
     return not modules.meets_ranks and not any(isinstance(parameter, DTensor) for parameter in modules.layer.parameters())
 
 
+def _pieces_problem(policy: LayerPolicy, modules: LayerModules) -> str:
+    """Why a layer cannot run its attention in the pieces of its policy; empty if it can."""
+    if policy.head_pieces == 1:
+        return ""
+    if modules.attention is None:
+        return f"attention of {type(modules.layer).__name__} cannot be cut by heads"
+    if policy.share("qkv").recompute < 1:
+        return "queries, keys and values are kept"
+    num_kv = num_kv_heads(modules.attention)
+    return f"{num_kv} KV heads cannot be divided by that" if num_kv % policy.head_pieces else ""
+
+
 def _replayed(policy: LayerPolicy) -> LayerPolicy:
     """The policy with a replay of the whole MLP; of a layer that kept everything, queries, keys and values are recomputed too."""
     shares = [share for share in policy.shares if share.tensor_class != "mlp"]
     if policy.keeps_everything:
         shares = [TensorShare("qkv", recompute=1.0)]
-    return LayerPolicy((*shares, TensorShare("mlp", recompute=1.0)))
+    return replace(policy, shares=(*shares, TensorShare("mlp", recompute=1.0)))
 
 
 class _LayerBinding:
@@ -363,6 +389,8 @@ class _LayerBinding:
             self._bind_forward(norm, is_mlp=False)
         for number, linear in enumerate(modules.projections):
             self._bind_projection(linear, number)
+        if modules.attention is not None:
+            self._bind_attention(modules.attention)
 
     def unbind(self) -> None:
         """Restores the layer's modules."""
@@ -419,6 +447,15 @@ class _LayerBinding:
 
         self._set(linear, "forward", bound(linear, forward))
 
+    def _bind_attention(self, attention: nn.Module) -> None:
+        run, pieced = attention.forward, PiecedAttention(attention)
+
+        def forward(*args: Any, **keywords: Any) -> Any:
+            slot = self.current
+            return run(*args, **keywords) if slot is None or slot.head_pieces == 1 else pieced(slot.attention, *args, **keywords)
+
+        self._set(attention, "forward", bound(attention, forward))
+
     def _makes_graph(self, inputs: tuple[Any, ...]) -> bool:
         """Whether anything in the layer needs a gradient; layers below the first trained weight do not."""
         tensors = (x for x in (*inputs, *self.modules.layer.parameters()) if isinstance(x, Tensor))
@@ -451,17 +488,18 @@ class _LayerBinding:
             output = checkpoint(layer_forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         if slot.feeds_next and len(inputs) == 1 and isinstance(output, Tensor):
             following = context.activations.slots[self.index + 1]
-            following.rerun_before = Rerun(slot, self._rerun(function, context, slot.tile_tokens), output)
+            following.rerun_before = Rerun(slot, self._rerun(function, context, slot), output)
         return output
 
-    def _rerun(self, function: partial[Any], context: Any, tile_tokens: int) -> Callable[[Tensor], Tensor]:
+    def _rerun(self, function: partial[Any], context: Any, first: LayerSlot) -> Callable[[Tensor], Tensor]:
         """Forward of the layer without a graph, which leaves the records of its first run as they are."""
         device = next(self.modules.layer.parameters()).device.type
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        tile_tokens, head_pieces = first.tile_tokens, first.head_pieces
 
         def run(hidden_1TC: Tensor) -> Tensor:
             # records that keep nothing
-            slot = LayerSlot(_NOTHING_KEPT, tile_tokens, None, None)
+            slot = LayerSlot(replace(_NOTHING_KEPT, head_pieces=head_pieces), tile_tokens, None, None)
             # backward does not restore autocast by itself
             with torch.no_grad(), torch.autocast(*autocast), _Inside(self, slot, context.tokens, is_replay=False):
                 output: Tensor = _forward_with(function, context, slot)(hidden_1TC)
@@ -475,7 +513,7 @@ _NOTHING_KEPT = LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in T
 
 def _forward_with(function: partial[Any], context: Any, slot: LayerSlot) -> partial[Any]:
     """A layer's forward whose attention finds the record of `slot`."""
-    keywords = {**function.keywords, "longctx": replace(context, attention_record=slot.attention)}
+    keywords = {**function.keywords, "longctx": replace(context, attention_record=slot.attention[0])}
     return partial(function.func, *function.args, **keywords)
 
 

@@ -101,7 +101,7 @@ class _ChunkAttention(torch.autograd.Function):
         if kept is not None:
             outs, lses = [*outs, kept.out_ShE], [*lses, kept.lse_hS]
         out_ShE, lse_hS = _joined(outs, 0), _joined(lses, 1)
-        if kept is None and call.record is not None:
+        if call.record is not None:
             call.record.put(out_ShE, lse_hS)
         ctx.save_for_backward(q_hSD, out_ShE, lse_hS, sinks_h, chosen_TK, *_whole_documents(k_gSD, v_gSE, call.documents))
         return out_ShE

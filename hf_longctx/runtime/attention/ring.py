@@ -89,10 +89,10 @@ class _RingAttention(torch.autograd.Function):
         kept = record.take() if record is not None else None
         if kept is None:
             output, lse_HT = _around_the_ring(q_HTD, own_kv, rule, ring, sinks_H)
-            if record is not None:
-                record.put(output.transpose(0, 1), lse_HT)
         else:
             output, lse_HT = kept.out_ShE.transpose(0, 1), kept.lse_hS
+        if record is not None:
+            record.put(output.transpose(0, 1), lse_HT)
         ctx.save_for_backward(q_HTD, own_kv, output, lse_HT, sinks_H, chosen_TK)
         return output
 

@@ -30,7 +30,7 @@ def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
 
 
 def is_bound(function: Any) -> bool:
-    """Whether `bound` made this function or method."""
+    """Whether `bound` or `replace_forward` made this function or method."""
     return hasattr(function, _MARK)
 
 
@@ -48,6 +48,7 @@ def replace_forward(module: nn.Module, function: Callable[..., Any]) -> Callable
             return type(this).forward(this, *args, **keywords)
         return function(*args, **keywords)
 
+    vars(forward)[_MARK] = True
     vars(module)["forward"] = MethodType(forward, module)
 
     def undo() -> None:

@@ -12,11 +12,14 @@ from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch
 from hf_longctx.plan.core.validate import validate_plan
 
 
-def replayed(recompute: float = 0.0, host: float = 0.0, mlp: float = 1.0, input_host: float = 0.0) -> LayerPolicy:
+def replayed(
+    recompute: float = 0.0, host: float = 0.0, mlp: float = 1.0, input_host: float = 0.0, head_pieces: int = 1
+) -> LayerPolicy:
     """Policy of a replayed layer.
 
     recompute, host: shares of the attention output that are recomputed and that wait on the host; the rest stays on the device.
     mlp: share of the MLP's inner tensors that is recomputed. input_host: share of the layer's input that waits on the host.
+    head_pieces: pieces of heads in which attention runs.
     """
     return LayerPolicy(
         (
@@ -24,7 +27,8 @@ def replayed(recompute: float = 0.0, host: float = 0.0, mlp: float = 1.0, input_
             TensorShare("attention_output", recompute=recompute, host=host, device=max(0.0, 1 - recompute - host)),
             TensorShare("qkv", recompute=1.0),
             TensorShare("mlp", recompute=mlp, device=1 - mlp),
-        )
+        ),
+        head_pieces,
     )
 
 

@@ -14,12 +14,25 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.wrapped.text import text_part
 from hf_longctx.runtime.core.binding import HOOKS
 
 ROTARY = "apply_rotary_pos_emb"
+# forwards of attention that run any number of heads
+_FORWARDS = tuple(
+    each.forward
+    for each in (
+        modeling_llama.LlamaAttention,
+        modeling_mistral.MistralAttention,
+        modeling_qwen2.Qwen2Attention,
+        modeling_qwen3.Qwen3Attention,
+    )
+)
 _ACTIVATIONS = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh", GELUActivation: "gelu"}
 
 
@@ -61,6 +74,19 @@ def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
 def is_hooked(module: Any) -> bool:
     """Whether a hook would see what `module`, or a module inside it, gets or returns."""
     return any(getattr(each, name, None) for each in module.modules() for name in HOOKS)
+
+
+def runs_heads_alike(module: nn.Module) -> bool:
+    """Whether the forward of an attention module is one of those that run any number of heads, each like the others.
+
+    That is code which takes heads from the features of its projections, and rotates each head alike.
+    """
+    own: Any = type(module).forward
+    if not _is_of_transformers(own) or own.__closure__ is not None:
+        return False
+    rotary, half = own.__globals__.get(ROTARY), own.__globals__.get("rotate_half")
+    is_known = _is_same(rotary, modeling_llama.apply_rotary_pos_emb) and _is_same(half, modeling_llama.rotate_half)
+    return is_known and any(_is_same(own, known) for known in _FORWARDS)
 
 
 def _is_of_transformers(function: Any) -> bool:

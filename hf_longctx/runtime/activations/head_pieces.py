@@ -1,0 +1,345 @@
+"""Attention of a layer in pieces of its heads: queries, keys, values and outputs of all heads never lie there at once.
+
+The activation engine binds `PiecedAttention` to a layer's attention module. A piece is some neighbouring KV heads with all query
+heads that read them. The module's own forward runs once for each piece, on a copy of the module whose projections give the heads
+of the piece alone (`HeadPiece`); the products of the output projection's columns with the pieces' outputs add up to the layer's
+output. So positions, norms of heads, exchanges between ranks, the K/V book, patterns and packs are what they are without pieces.
+
+One autograd node covers all pieces. It saves the input, and output and LSE of attention, but no queries, keys or values. Backward
+projects those of one piece again, runs the module's forward with a graph, in which attention takes its output from the node, and
+goes back through it. Per layer and step, attention runs as often as without pieces, and the projections to queries, keys and
+values, with the exchange of their results, once more.
+
+In half precision, sums over pieces are rounded once for each piece, as sums over ranks are in tensor parallelism.
+
+Shapes: T tokens of this rank, S of its block, C hidden features, H query heads and G KV heads of the module, h and g those of a
+piece, D head size of queries and keys, E of values.
+
+Source: UPipe (arXiv 2602.21196), which cuts Ulysses attention into stages over heads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hf_longctx.plan.core.types import TensorShare
+from hf_longctx.runtime.activations.attention_record import AttentionRecord, KeptOutput
+from hf_longctx.runtime.core.binding import HOOKS, is_bound
+
+# projections of a module to queries, keys and values; its output projection; norms of each head of queries and keys
+_INPUTS, _OUTPUT, _NORMS = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")
+_KEPT = TensorShare("attention_output", device=1.0)
+
+
+def pieces_problem(module: Any) -> str:
+    """Why the projections of an attention module cannot be cut by heads; empty if they can.
+
+    Cut are plain linear modules, of which nobody reads or changes what they get or return.
+    """
+    name = type(module).__name__
+    parts: dict[str, Any] = {part: getattr(module, part, None) for part in (*_INPUTS, _OUTPUT, *_NORMS)}
+    for part, child in parts.items():
+        if child is None and part in _NORMS:
+            continue
+        if part not in _NORMS and type(child) is not nn.Linear:
+            return f"{part} of {name} is {'missing' if child is None else f'a {type(child).__name__}'}, not a plain linear module"
+        if any(getattr(child, kind) for kind in HOOKS):
+            return f"{part} of {name} has hooks, which would see some heads at a time"
+        own = vars(child).get("forward")
+        if part not in _NORMS and own is not None and not is_bound(own):
+            return f"{part} of {name} has a forward that is not its class's"
+    size, (q, k, v) = module.head_dim, (parts[part].out_features for part in _INPUTS)
+    if k != v or q % k or k % size or parts[_OUTPUT].in_features != q:
+        return f"{name} has projections of {q}, {k} and {v} features, which are not heads of {size} features each"
+    norms = (parts[part] for part in _NORMS if parts[part] is not None)
+    if any(each.weight.shape != (size,) for each in norms):
+        return f"{name} has norms over several heads"
+    return ""
+
+
+def num_kv_heads(module: Any) -> int:
+    """Number of KV heads of an attention module, by its projections."""
+    return int(module.k_proj.out_features // module.head_dim)
+
+
+class _Cut(nn.Module):
+    """A projection in a piece: makes the heads of the piece, and an edge of the graph that refers to no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_NC: Tensor | None = None
+        self.bias_N: Tensor | None = None
+        self.edge: GradientEdge | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight_NC is not None
+        if not torch.is_grad_enabled():
+            return F.linear(x, self.weight_NC, self.bias_N)
+        y: Tensor = _Product.apply(x.new_empty((), requires_grad=True), x, self.weight_NC, self.bias_N)
+        self.edge = get_gradient_edge(y)
+        return y
+
+
+class _Product(torch.autograd.Function):
+    """A product as a non-leaf of the graph, which is never run backward; a leaf would live as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
+        return F.linear(x, weight_NC, bias_N)
+
+
+class HeadPiece:
+    """A copy of an attention module that runs some of its heads and returns their outputs without the output projection.
+
+    It shares everything else with the module. The K/V book knows the piece by the copy, which must be one for all chunks.
+    """
+
+    def __init__(self, module: Any, index: int, count: int) -> None:
+        num_heads, num_kv = (getattr(module, name).out_features // module.head_dim for name in _INPUTS[:2])
+        self.cuts = tuple(_Cut() for _ in _INPUTS)
+        # features of the piece among those of queries, keys and values; outputs have as many as queries
+        self.features = tuple(
+            slice(heads // count * index * module.head_dim, heads // count * (index + 1) * module.head_dim)
+            for heads in (num_heads, num_kv, num_kv)
+        )
+        self.module = copy.copy(module)
+        self.module._modules = {**module._modules, **dict(zip(_INPUTS, self.cuts, strict=True)), _OUTPUT: nn.Identity()}
+
+    def __call__(self, x_1TC: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: _Call) -> Tensor:
+        """Outputs of the heads of the piece, [T, h * E]. weights, biases: those of the whole projections."""
+        # whether it is trained may have changed since the copy was made
+        self.module.training = call.module.training
+        for cut, features, weight_NC, bias_N in zip(self.cuts, self.features, weights, biases, strict=True):
+            cut.weight_NC, cut.bias_N = weight_NC[features], None if bias_N is None else bias_N[features]
+        try:
+            output = type(self.module).forward(self.module, hidden_states=x_1TC, **call.keywords)[0]
+        finally:
+            for cut in self.cuts:
+                cut.weight_NC = cut.bias_N = None
+        return output.flatten(0, -2)
+
+    def take_edges(self) -> list[GradientEdge]:
+        """Edges of queries, keys and values in the graph that was just made; the piece refers to it no more."""
+        edges = [cut.edge for cut in self.cuts if cut.edge is not None]
+        for cut in self.cuts:
+            cut.edge = None
+        return edges
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of an attention module: its keywords but the input, among them the chunk's context, and the pieces that run.
+
+    records: of each piece, what the layer's policy keeps. autocast: (device, dtype, whether it is on).
+    """
+
+    module: Any
+    pieces: tuple[HeadPiece, ...]
+    records: Sequence[AttentionRecord]
+    keywords: dict[str, Any]
+    autocast: tuple[str, torch.dtype, bool]
+
+    def under(self, record: AttentionRecord) -> _Call:
+        """The call of one piece, whose attention finds `record` and is not counted as a layer of its own."""
+        context = self.keywords["longctx"]
+        calls = replace(context.calls)
+        return replace(self, keywords={**self.keywords, "longctx": replace(context, attention_record=record, calls=calls)})
+
+
+class _Noted(AttentionRecord):
+    """Passes the record of a piece on, and notes output and LSE for the piece's backward."""
+
+    def __init__(self, record: AttentionRecord) -> None:
+        super().__init__(record.share)
+        self._record, self.is_replay = record, record.is_replay
+        self.result: tuple[Tensor, Tensor] | None = None
+
+    def put(self, out_ShE: Tensor, lse_hS: Tensor) -> None:
+        self._record.put(out_ShE, lse_hS)
+        self.result = out_ShE, lse_hS
+
+    def take(self) -> KeptOutput | None:
+        return self._record.take()
+
+
+class _Given(AttentionRecord):
+    """Hands over the output and LSE that the forward of a piece noted."""
+
+    def __init__(self, out_ShE: Tensor, lse_hS: Tensor) -> None:
+        super().__init__(_KEPT)
+        self.is_replay = True
+        self._result = KeptOutput(0, out_ShE, lse_hS)
+
+    def take(self) -> KeptOutput:
+        return self._result
+
+
+class PiecedAttention:
+    """Runs the forward of one attention module in pieces."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        # by their number
+        self._pieces: dict[int, tuple[HeadPiece, ...]] = {}
+
+    def __call__(self, records: Sequence[AttentionRecord], hidden_states: Tensor, **keywords: Any) -> tuple[Tensor, None]:
+        """The module's output [1, T, C], in as many pieces as there are records, and no weights.
+
+        Raises RuntimeError if the module was changed such that pieces would differ from it.
+        """
+        module, count = self.module, len(records)
+        if problem := _problem(module, keywords):
+            raise RuntimeError(
+                f"{problem}; undo this, or set it up before the trainer is made, whose plans then cut no attention"
+            )
+        if count not in self._pieces:
+            self._pieces[count] = tuple(HeadPiece(module, index, count) for index in range(count))
+        device = hidden_states.device.type
+        autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        # cast outside of the node, so that gradients are cast back as autocast does it
+        cast = partial(_cast, dtype=autocast[1]) if autocast[2] else _same
+        linears = [getattr(module, name) for name in (*_INPUTS, _OUTPUT)]
+        weights = [cast(linear.weight) for linear in linears]
+        biases = [None if linear.bias is None else cast(linear.bias) for linear in linears]
+        call = _Call(module, self._pieces[count], records, keywords, autocast)
+        keywords["longctx"].calls.count += 1
+        output: Tensor = _InPieces.apply(cast(hidden_states), call, *weights, *biases, *_norm_weights(module))
+        return output, None
+
+
+def _norm_weights(module: Any) -> list[nn.Parameter]:
+    """Weights of the norms of heads."""
+    norms = (getattr(module, name, None) for name in _NORMS)
+    return [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
+
+
+def _problem(module: Any, keywords: dict[str, Any]) -> str:
+    """Why a call cannot run in pieces; empty if it can."""
+    if problem := pieces_problem(module):
+        return problem
+    name = type(module).__name__
+    tensors = [each for value in keywords.values() for each in (value if isinstance(value, tuple) else (value,))]
+    if any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
+        return f"{name} gets a tensor beside hidden states that needs a gradient"
+    if keywords.get("past_key_values") is not None:
+        return f"{name} gets a cache"
+    if module.training and getattr(module, "attention_dropout", 0.0):
+        return f"{name} drops attention weights, whose masks follow the heads of the whole layer"
+    return ""
+
+
+class _InPieces(torch.autograd.Function):
+    # parameters: weights and biases of q, k, v and o, then those of norms of heads
+    @staticmethod
+    def forward(ctx: Any, x_1TC: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
+        weights, biases = parameters[:4], parameters[4:8]
+        y_TC: Tensor | None = None
+        results: list[Tensor] = []
+        for piece, record in zip(call.pieces, call.records, strict=True):
+            noted = _Noted(record)
+            out_Th = piece(x_1TC, weights[:3], biases[:3], call.under(noted))  # type: ignore[arg-type]
+            assert noted.result is not None
+            results += noted.result
+            weight_Ch = weights[3][:, piece.features[0]]  # type: ignore[index]
+            y_TC = F.linear(out_Th, weight_Ch, biases[3]) if y_TC is None else y_TC.addmm_(out_Th, weight_Ch.T)
+        assert y_TC is not None
+        # the call holds no tensor of the layer but positions, which the model holds
+        ctx.call = call
+        ctx.save_for_backward(x_1TC, *parameters, *results)
+        return y_TC.view(*x_1TC.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_1TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        call: _Call = ctx.call
+        x_1TC, *saved = ctx.saved_tensors
+        num_results = 2 * len(call.records)
+        parameters, results = saved[:-num_results], iter(saved[-num_results:])
+        sums = _Sums(parameters, ctx.needs_input_grad)
+        weights, biases = parameters[:4], parameters[4:8]
+        # saved ones are detached after a replay
+        trained = [each for each in _norm_weights(call.module) if each.requires_grad]
+        gradient_TC, x_TC = gradient_1TC.flatten(0, -2), x_1TC.flatten(0, -2)
+        device, dtype, is_enabled = call.autocast
+        for piece in call.pieces:
+            own = call.under(_Given(next(results), next(results)))
+            # backward does not restore autocast by itself
+            with torch.enable_grad(), torch.autocast(device, dtype, is_enabled):
+                out_Th = piece(x_1TC.detach(), weights[:3], biases[:3], own)
+            heads = piece.features[0]
+            sums.add_columns(3, heads, gradient_TC, out_Th.detach())
+            edge, ends = get_gradient_edge(out_Th), piece.take_edges()
+            # the graph needs the output no more
+            del out_Th
+            found = torch.autograd.grad(edge, (*ends, *trained), gradient_TC @ weights[3][:, heads])  # type: ignore[arg-type]
+            del edge, ends
+            sums.add_norms(found[3:])
+            for number, dy_1Th in enumerate(found[:3]):
+                sums.add_rows(number, piece.features[number], dy_1Th.flatten(0, -2), x_TC)
+        if biases[3] is not None and ctx.needs_input_grad[9]:
+            sums.biases[3] = gradient_TC.sum(0)
+        return sums.gradients(x_1TC)
+
+
+class _Sums:
+    """Gradients of the input, the projections and the norms of heads, summed over pieces."""
+
+    def __init__(self, parameters: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
+        self._parameters, self._needs_x, self._needs = parameters, needed[0], needed[2:]
+        self.dx_TC: Tensor | None = None
+        self.weights: list[Tensor | None] = [
+            torch.empty_like(w) if needs and w is not None else None
+            for w, needs in zip(parameters[:4], self._needs[:4], strict=True)
+        ]
+        self.biases: list[Tensor | None] = [
+            torch.empty_like(b) if needs and b is not None else None
+            for b, needs in zip(parameters[4:8], self._needs[4:8], strict=True)
+        ]
+        self.norms: list[Tensor] = []
+
+    def add_rows(self, number: int, features: slice, dy_TN: Tensor, x_TC: Tensor) -> None:
+        """Adds what the gradient of some features of a projection gives: no other piece has these rows."""
+        weight, total, bias = self._parameters[number], self.weights[number], self.biases[number]
+        assert weight is not None
+        if total is not None:
+            torch.mm(dy_TN.T, x_TC, out=total[features])
+        if bias is not None:
+            bias[features] = dy_TN.sum(0)
+        if self._needs_x:
+            rows = weight[features]
+            self.dx_TC = dy_TN @ rows if self.dx_TC is None else self.dx_TC.addmm_(dy_TN, rows)
+
+    def add_columns(self, number: int, features: slice, dy_TC: Tensor, out_Th: Tensor) -> None:
+        """Adds the gradient of the output projection's columns that multiply some features."""
+        if (total := self.weights[number]) is not None:
+            total[:, features] = dy_TC.T @ out_Th
+
+    def add_norms(self, found: Sequence[Tensor]) -> None:
+        """Adds gradients of the norms' trained weights, in at least fp32."""
+        wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in found]
+        self.norms = [total + each for total, each in zip(self.norms, wide, strict=True)] if self.norms else wide
+
+    def gradients(self, x_1TC: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients in the order of the node's inputs."""
+        norms = iter(self.norms)
+        weights = zip(self._parameters[8:], self._needs[8:], strict=True)
+        of_norms = [next(norms).to(weight.dtype) if weight is not None and needs else None for weight, needs in weights]
+        dx_1TC = None if self.dx_TC is None else self.dx_TC.view(x_1TC.shape)
+        return dx_1TC, None, *self.weights, *self.biases, *of_norms
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts as autocast does, which leaves fp64 alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
