@@ -95,7 +95,7 @@ class LayerSlot:
 
     def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, previous: LayerSlot | None) -> None:
         self.tile_tokens, self._tier, self._previous = tile_tokens, tier, previous
-        # of all heads, or of each piece
+        # records of all heads, or of each piece
         self.attention = tuple(AttentionRecord(policy.share("attention_output"), tier) for _ in range(policy.head_pieces))
         self.projections = ProjectionRecord(policy.share("qkv"), tier)
         self.mlp = TileRecord(policy.share("mlp"), tier)
