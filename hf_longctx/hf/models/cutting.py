@@ -10,6 +10,7 @@ step, not a list of classes, proves that nothing else happens to them on the way
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ _PROBE_TOKENS = 3
 PLAIN = (bool, int, float, str, type(None))
 # model types to which peft passes no hidden states
 _NO_ADAPTED_STAGES = ("mpt",)
-# decoder layers that return a tuple, hidden states first -> its length
+# decoder layers that return a tuple, hidden states first, unless their class says that it is a tensor -> its length
 _TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1, "RwkvBlock": 3, "xLSTMBlock": 2} | {
     name: 2
     for name in (
@@ -66,7 +67,7 @@ class Identity(nn.Module):
         super().__init__()
         vars(self).update({name: value for name, value in vars(replaced).items() if isinstance(value, PLAIN)})
         known: int = getattr(replaced, "tuple_length", 0)
-        self.tuple_length = known or _TUPLES.get(type(replaced).__name__, 0)
+        self.tuple_length = known or _tuple_length(type(replaced))
         passed: str = getattr(replaced, "passed_on", "")
         self.passed_on = passed or _PASSED_ON.get(type(replaced).__name__, "")
 
@@ -74,6 +75,14 @@ class Identity(nn.Module):
         """Returns the first argument, positional or passed by any keyword."""
         returned = args[0] if args else next(iter(keywords.values()))
         return (returned, *[keywords.get(self.passed_on)] * (self.tuple_length - 1)) if self.tuple_length else returned
+
+
+def _tuple_length(kind: type[nn.Module]) -> int:
+    """Length of the tuple that a class of decoder layers returns; 0 for a tensor."""
+    if inspect.signature(kind.forward).return_annotation is Tensor:
+        # newer versions of transformers
+        return 0
+    return _TUPLES.get(kind.__name__, 0)
 
 
 class StageLayers(nn.ModuleList):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -25,6 +24,7 @@ from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.context.forwards import cache_parameter
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.fused.bind import FusedLayers
@@ -191,9 +191,7 @@ class Specimen:
         ids = torch.tensor([rows[number]["input_ids"][:position]], device=self.device)
         forget_documents(self.model)
         with self._alone(number, ids):
-            # models without attention have another name for it
-            names = inspect.signature(type(base_of(self.model)).forward).parameters
-            keyword = next(name for name in ("cache_params", "past_key_values") if name in names)
+            keyword = cache_parameter(type(base_of(self.model)).forward)
             self.model(input_ids=ids, use_cache=True, **{keyword: cache})
         states: dict[Left, LeftState] = {}
         for site, layer in self.layers.items():

@@ -38,6 +38,8 @@ from hf_longctx.runtime.core.binding import HOOKS, is_bound
 # projections of a module to queries, keys and values; its output projection; norms of each head of queries and keys
 _INPUTS, _OUTPUT, _NORMS = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")
 _KEPT = TensorShare("attention_output", device=1.0)
+# keywords by which attention gets a cache, in newer and older versions of transformers
+_CACHES = ("cache", "past_key_values")
 
 
 def pieces_problem(module: Any) -> str:
@@ -230,7 +232,7 @@ def _problem(module: Any, keywords: dict[str, Any]) -> str:
     tensors = [each for value in keywords.values() for each in (value if isinstance(value, tuple) else (value,))]
     if any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
         return f"{name} gets a tensor beside hidden states that needs a gradient"
-    if keywords.get("past_key_values") is not None:
+    if any(keywords.get(each) is not None for each in _CACHES):
         return f"{name} gets a cache"
     if module.training and getattr(module, "attention_dropout", 0.0):
         return f"{name} drops attention weights, whose masks follow the heads of the whole layer"

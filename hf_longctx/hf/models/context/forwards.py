@@ -6,8 +6,14 @@ with the attributes of what it wraps. So a forward is recognised by its code.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+
+# parameters by which forwards of transformers take a cache; 5.24 calls it `cache` in most classes
+CACHES = ("cache", "past_key_values", "cache_params", "layer_past", "state")
+# module of the decorator that gives parameters their new names
+_RENAMES = "transformers.utils.deprecation"
 
 
 def wrapped(function: Any) -> Iterator[Any]:
@@ -15,6 +21,19 @@ def wrapped(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
+
+
+def without_renames(function: Any) -> Any:
+    """`function` without the decorators of transformers that only take a parameter by its old name too."""
+    while getattr(function, "__globals__", {}).get("__name__") == _RENAMES and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def cache_parameter(function: Callable[..., Any]) -> str:
+    """Name of the parameter by which a forward of transformers takes a cache; empty if it takes none."""
+    names = inspect.signature(function).parameters
+    return next((name for name in CACHES if name in names), "")
 
 
 def is_made_by(maker: Callable[..., Any], function: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from hf_longctx.hf.models.context.forwards import without_renames
 from hf_longctx.hf.models.fused.find import ROTARY, FusableModule, fusable_modules, is_hooked
 from hf_longctx.runtime.core.binding import replace_forward, with_globals
 from hf_longctx.runtime.fused import liger
@@ -127,7 +128,7 @@ class FusedLayers:
         module, own, function = found.module, found.module.forward, self._function(found)
         if found.kind == "rotary":
             rotary = partial(self._rotary, function)
-            return partial(with_globals(type(module).forward, {ROTARY: rotary}), module)
+            return partial(with_globals(without_renames(type(module).forward), {ROTARY: rotary}), module)
         if found.kind == "gated":
             return partial(self._mlp, module, own, function)
 

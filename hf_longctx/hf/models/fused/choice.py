@@ -11,7 +11,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.context.forwards import wrapped
+from hf_longctx.hf.models.context.forwards import without_renames, wrapped
 from hf_longctx.hf.models.fused.find import ROTARY
 from hf_longctx.runtime.fused import liger
 
@@ -80,7 +80,7 @@ def kernel_problems(model: nn.Module) -> list[str]:
                 f"the forward of {name or type(module).__name__} was compiled by torch.compile, which would freeze what plans "
                 f"change in it; pass a model that is not compiled, and set LongContextConfig(compile_layers=True)"
             ]
-        rotary = getattr(type(module).forward, "__globals__", {}).get(ROTARY)
+        rotary = getattr(without_renames(type(module).forward), "__globals__", {}).get(ROTARY)
         if type(module).__module__.startswith("liger_kernel.") or any(map(_is_of_liger, (own, rotary))):
             return [
                 f"Liger was applied to {name or type(module).__name__} ({type(module).__name__}) before the run, also where it "

@@ -19,13 +19,14 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.context.forwards import without_renames
 from hf_longctx.hf.models.wrapped.text import text_part
 from hf_longctx.runtime.core.binding import HOOKS
 
 ROTARY = "apply_rotary_pos_emb"
 # forwards of attention that run any number of heads
 _FORWARDS = tuple(
-    each.forward
+    without_renames(each.forward)
     for each in (
         modeling_llama.LlamaAttention,
         modeling_mistral.MistralAttention,
@@ -53,7 +54,7 @@ class FusableModule:
 def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
     """Every norm, gated MLP and attention with a rotary embedding in the text part of `model` that can run as single kernels."""
     for module in text_part(base_of(model)).modules():
-        own: Any = getattr(type(module), "forward", None)
+        own: Any = without_renames(getattr(type(module), "forward", None))
         if "forward" in vars(module) or not _is_of_transformers(own):
             continue
         if _is_same(own, modeling_llama.LlamaRMSNorm.forward):
@@ -81,7 +82,7 @@ def runs_heads_alike(module: nn.Module) -> bool:
 
     That is code which takes heads from the features of its projections, and rotates each head alike.
     """
-    own: Any = type(module).forward
+    own: Any = without_renames(type(module).forward)
     if not _is_of_transformers(own) or own.__closure__ is not None:
         return False
     rotary, half = own.__globals__.get(ROTARY), own.__globals__.get("rotate_half")

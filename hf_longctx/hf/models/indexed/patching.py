@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_longctx.hf.models.context.forwards import cache_parameter
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import HOOKS
 from hf_longctx.runtime.states.chosen_keys import choose_keys
@@ -116,22 +117,24 @@ def _indexer_forward(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
+    **caches: Any,
 ) -> Tensor:
     """Positions in its document of the keys that each token sees, [1, T, K]; see `choose_keys`."""
     context: GroupContext | None = vars(indexer).get(_LENT)
     if context is None:
         whole: Tensor = type(indexer).forward(
-            indexer, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values=past_key_values
+            indexer, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, **caches
         )
         return whole
-    if past_key_values is not None:
+    if any(each is not None for each in caches.values()):
         raise ValueError(f"{type(indexer).__name__} got a cache under a plan, which has none; run it through the plan's executor")
+
+    keyword = cache_parameter(type(indexer).forward)
 
     def scored(rows: slice, cache: _IndexCache, mask_1RN: Tensor) -> Tensor:
         some = (x[:, rows] for x in (hidden_states, q_resid))
         turns = tuple(x[:, rows] for x in position_embeddings)
-        chosen: Tensor = type(indexer).forward(indexer, *some, turns, mask_1RN, None, past_key_values=cache)
+        chosen: Tensor = type(indexer).forward(indexer, *some, turns, mask_1RN, None, **{keyword: cache})
         return chosen
 
     every = slice(0, hidden_states.shape[1])
@@ -165,7 +168,7 @@ class _IndexCache:
         self._whole_1ND = whole_1ND
         self.keys: Tensor | None = None
 
-    def update_indexer(self, keys_1RD: Tensor, *_: Any) -> Tensor:
+    def update_indexer(self, keys_1RD: Tensor, *_: Any, **__: Any) -> Tensor:
         """Returns the index keys that the forward shall score."""
         if self._whole_1ND is None:
             self.keys = keys_1RD

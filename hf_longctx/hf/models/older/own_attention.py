@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.context.forwards import holds, is_made_by
+from hf_longctx.hf.models.context.forwards import cache_parameter, holds, is_made_by, without_renames
 from hf_longctx.hf.models.older.scores import GroupCache, OwnCall, StandIn
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import with_globals
@@ -31,6 +31,8 @@ from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
 # attribute of a module: the context of the forward that is running
 _CONTEXT = "_longctx_context"
+# name of transformers' common interface, as forwards that call it know it
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # attribute of a model whose forwards are ours
 _SERVED = "_longctx_own_attention"
 
@@ -39,33 +41,33 @@ _SERVED = "_longctx_own_attention"
 class OwnAttention:
     """A model class that writes its attention out itself.
 
-    attention, layer: names of its attention class and its decoder layer class. cache: keyword by which attention takes a cache;
-    empty if its method `_attn` is replaced. divisor: attribute by which that method divides scores; empty if it does not.
+    attention, layer: names of its attention class and its decoder layer class. takes_cache: attention gets a cache of ours;
+    otherwise its method `_attn` is replaced. divisor: attribute by which that method divides scores; empty if it does not.
     dropout: attribute of the module by which that method drops weights. keeps_mask: attention cannot go without a mask; that of
     plans is a single number.
     """
 
     attention: str
     layer: str
-    cache: str = ""
+    takes_cache: bool = False
     divisor: str = ""
     dropout: str = ""
     keeps_mask: bool = False
 
 
 OWN_ATTENTION = {
-    "BloomForCausalLM": OwnAttention("BloomAttention", "BloomBlock", "layer_past", keeps_mask=True),
+    "BloomForCausalLM": OwnAttention("BloomAttention", "BloomBlock", takes_cache=True, keeps_mask=True),
     "CodeGenForCausalLM": OwnAttention("CodeGenAttention", "CodeGenBlock", divisor="scale_attn", dropout="attn_dropout"),
-    "FalconForCausalLM": OwnAttention("FalconAttention", "FalconDecoderLayer", "layer_past", keeps_mask=True),
+    "FalconForCausalLM": OwnAttention("FalconAttention", "FalconDecoderLayer", takes_cache=True, keeps_mask=True),
     "GPTJForCausalLM": OwnAttention("GPTJAttention", "GPTJBlock", divisor="scale_attn", dropout="attn_dropout"),
     "GPTNeoForCausalLM": OwnAttention("GPTNeoSelfAttention", "GPTNeoBlock", dropout="attn_dropout"),
     "GPTNeoXJapaneseForCausalLM": OwnAttention(
         "GPTNeoXJapaneseAttention", "GPTNeoXJapaneseLayer", divisor="norm_factor", dropout="attention_dropout"
     ),
-    "MegatronBertForCausalLM": OwnAttention("MegatronBertSelfAttention", "MegatronBertLayer", "past_key_values"),
-    "MptForCausalLM": OwnAttention("MptAttention", "MptBlock", "past_key_values"),
-    "RemBertForCausalLM": OwnAttention("RemBertSelfAttention", "RemBertLayer", "past_key_values"),
-    "RoFormerForCausalLM": OwnAttention("RoFormerSelfAttention", "RoFormerLayer", "past_key_values"),
+    "MegatronBertForCausalLM": OwnAttention("MegatronBertSelfAttention", "MegatronBertLayer", takes_cache=True),
+    "MptForCausalLM": OwnAttention("MptAttention", "MptBlock", takes_cache=True),
+    "RemBertForCausalLM": OwnAttention("RemBertSelfAttention", "RemBertLayer", takes_cache=True),
+    "RoFormerForCausalLM": OwnAttention("RoFormerSelfAttention", "RoFormerLayer", takes_cache=True),
 }
 _LAYERS = tuple(own.layer for own in OWN_ATTENTION.values())
 _ATTENTIONS = {own.attention: own for own in OWN_ATTENTION.values()}
@@ -76,8 +78,20 @@ _BIASES_OF_MASK, _BIASES_OF_LENGTH = "build_alibi_tensor", "build_mpt_alibi_tens
 
 
 def own_attention(model: nn.Module) -> OwnAttention | None:
-    """Facts about the attention of a model's class, if that writes it out itself; None for other classes."""
-    return OWN_ATTENTION.get(_class_name(model))
+    """Facts about the attention of a model's class, if that writes it out itself; None for other classes.
+
+    Newer versions of transformers moved some of these classes to its common interface.
+    """
+    own = OWN_ATTENTION.get(_class_name(model))
+    if own is None:
+        return None
+    attention = next((module for module in model.modules() if _class_name(module) == own.attention), None)
+    return None if attention is not None and _uses_interface(attention) else own
+
+
+def _uses_interface(attention: nn.Module) -> bool:
+    """Whether an attention class calls the function that is registered under the name in the model's config."""
+    return _INTERFACE in without_renames(type(attention).forward).__code__.co_names
 
 
 def _class_name(module: nn.Module) -> str:
@@ -135,7 +149,7 @@ def _methods(model: Any) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         if kind in _LAYERS:
             yield module, "forward", _layer_forward
         elif kind in _ATTENTIONS:
-            yield (module, "forward", _attention_forward) if _ATTENTIONS[kind].cache else (module, "_attn", _attn)
+            yield (module, "forward", _attention_forward) if _ATTENTIONS[kind].takes_cache else (module, "_attn", _attn)
         elif kind in _ROW_POSITIONS:
             yield module, "forward", _positions_forward
 
@@ -212,7 +226,8 @@ def _attention_forward(attention: Any, *args: Any, **keywords: Any) -> Any:
     if context is None:
         return type(attention).forward(attention, *args, **keywords)
     own, call = _ATTENTIONS[_class_name(attention)], OwnCall(attention, context)
-    given = keywords | {own.cache: GroupCache(call)} | ({} if own.keeps_mask else {"attention_mask": None})
+    parameter = cache_parameter(type(attention).forward)
+    given = keywords | {parameter: GroupCache(call)} | ({} if own.keeps_mask else {"attention_mask": None})
     output = type(attention).forward(attention, *args, **given)
     call.check()
     # weights are no tensors here

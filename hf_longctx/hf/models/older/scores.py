@@ -97,7 +97,7 @@ class GroupCache:
     def __init__(self, call: OwnCall) -> None:
         self._call = call
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[StandIn, StandIn]:
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[StandIn, StandIn]:
         """Takes the layer's keys and values of this rank's tokens; returns stand-ins for those of the whole documents."""
         self._call.keys, self._call.values = keys, values
         return StandIn(self._call, "keys", _like(keys), keys.dtype), StandIn(self._call, "values", _like(values), values.dtype)

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_longctx.hf.models.context.forwards import CACHES
 from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall, StateFamily, family_of
 from hf_longctx.hf.models.states.methods import METHODS
 from hf_longctx.runtime.core.binding import HOOKS, with_globals
@@ -210,7 +211,7 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     if (mask := keywords.get("attention_mask")) is not None and mask.numel() == 1:
         # every forward under a plan gets such a mask, which hides nothing
         keywords["attention_mask"] = None
-    for unwanted in ("attention_mask", "cache_params", "past_key_values", "state"):
+    for unwanted in ("attention_mask", *CACHES):
         given = keywords.get(unwanted)
         # the mask of plans is a single number
         if given is not None and not (isinstance(given, Tensor) and given.numel() == 1):
