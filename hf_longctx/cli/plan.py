@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from hf_longctx.sim.capacity import DeviceMemory
     from hf_longctx.sim.forecast import Forecast
     from hf_longctx.sim.output.json_records import PlanFile
+    from hf_longctx.sim.prices import Price
     from hf_longctx.sim.scenario import Request
 
 _DEFAULT_BATCH = 512
 _DEFAULT_STEPS = 3
 _MOST_NUMBER = 1e9
+# Gbit/s of a node's network that counts as slow: plain Ethernet
+_SLOW_GBIT = 25.0
 
 
 def _up_to(most: int) -> Callable[[str], int]:
@@ -55,19 +58,27 @@ _RANKS, _TOKENS, _SEQUENCES = _up_to(2**14), _up_to(2**31), _up_to(10**7)
 
 _PLAN_EPILOG = """examples:
   hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100
+  hf-longctx plan --model Qwen/Qwen3-8B --gpus 8 --hardware h100 --lora-rank 16 --details
+  hf-longctx plan --list models
   hf-longctx plan --model gpt-7b --lengths lognormal:6.963,1.6 --gpus 64 --hardware a100-40g
   hf-longctx plan --model checkpoint --lengths chats.jsonl:messages --tokenizer checkpoint --gpus 8 --hardware h100
   hf-longctx plan --model llama-3.1-70b --lengths lognormal:9,1.5 --gpus 64 --hardware h100 --global-batch 64 --ablation
   hf-longctx plan --model checkpoint/config.json --lengths tokens.jsonl:input_ids --gpus 16 --hardware h200 --output forecast
+
+exit status: 0 answered; 1 it cannot be done, with what would help; 2 wrong options; 3 an error of this program
 """
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `hf-longctx plan`."""
     parser.epilog, parser.formatter_class = _PLAN_EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--list", action=_List, choices=("models", "hardware"), help="print the names that are known, and end")
     what = parser.add_argument_group("what to train")
     what.add_argument(
-        "--model", required=True, help="a named shape (gpt-7b, llama-3.1-8b, qwen3-8b, ...), a config.json or its folder"
+        "--model",
+        required=True,
+        help="a named shape (llama-3.1-8b, qwen3-8b, ...: --list models), a config.json or its folder, or the name of a model "
+        "of the hub in the local cache",
     )
     what.add_argument(
         "--lengths",
@@ -78,7 +89,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         help="counts the tokens of a COLUMN of text or of chat messages: a local folder, a name on the hub, or 'bytes'",
     )
-    what.add_argument("--limit", type=_TOKENS, help="most tokens of a sequence; longer sequences are left out and counted")
+    what.add_argument(
+        "--limit", "--max-length", type=_TOKENS, help="most tokens of a sequence; longer sequences are left out and counted"
+    )
     what.add_argument(
         "--global-batch", type=_SEQUENCES, help=f"sequences per step (default: {_DEFAULT_BATCH}, or all if there are fewer)"
     )
@@ -106,9 +119,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--optimizer-states",
-        choices=("device", "host"),
+        choices=("device", "host", "auto"),
         default="device",
-        help="where the optimizer's states and fp32 copies of weights lie (default: %(default)s)",
+        help="where the optimizer's states and fp32 copies of weights lie; auto: on the host if the longest sequence needs it "
+        "(default: %(default)s)",
     )
     how.add_argument(
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
@@ -128,7 +142,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--ablation", action="store_true", help="also plan with pipelines: FlexSP, Seq1F1B, InfiniPipe and SPPO alone, and all"
     )
-    _add_output_arguments(parser, "plan.json, report.txt, timeline.png, trace.json (Perfetto) and lengths.png")
+    out = _add_output_arguments(parser, "plan.json, report.txt, timeline.png, trace.json (Perfetto) and lengths.png")
+    out.add_argument("--details", action="store_true", help="print all tables, not only the answer (implied by --ablation)")
+    out.add_argument(
+        "--price-per-gpu-hour", type=_finite, metavar="USD", help="price of a GPU hour (default: a listed one, for some hardware)"
+    )
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,13 +164,36 @@ def _add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) -
     if is_required:
         where.add_argument("--gpus", type=_RANKS, required=True, help="number of ranks, one device each")
     where.add_argument("--ranks-per-node", type=_RANKS, default=0, help="devices per node (default: 8, or all if fewer)")
-    where.add_argument("--hardware", required=is_required, help="a hardware profile (a100-40g, h100, ...) or the path of one")
+    where.add_argument(
+        "--hardware", required=is_required, help="a hardware profile (h100, ...: --list hardware), or the path of one"
+    )
+    if is_required:
+        where.add_argument(
+            "--slow-network",
+            type=_finite,
+            nargs="?",
+            const=_SLOW_GBIT,
+            default=0.0,
+            metavar="GBIT",
+            help="nodes are linked at this many Gbit/s, shared by their ranks (default: %(const)g; without it: the profile's)",
+        )
 
 
-def _add_output_arguments(parser: argparse.ArgumentParser, files: str) -> None:
+class _List(argparse.Action):
+    """Prints the models or the hardware that are known by name, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        from hf_longctx.sim.output.known_names import hardware_table, model_table
+
+        print(model_table() if values == "models" else hardware_table())
+        parser.exit()
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser, files: str) -> Any:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON and nothing else")
     out.add_argument("--output", type=Path, metavar="DIR", help=f"also write {files} into this folder")
+    return out
 
 
 def _degrees(text: str) -> tuple[int, ...]:
@@ -169,27 +210,43 @@ def run_plan(options: argparse.Namespace) -> int:
             from hf_longctx.sim.output.pictures import check_pictures, write_forecast
 
             check_pictures()
+        from hf_longctx.sim.prices import price_of
+
+        price = price_of(options.hardware, options.price_per_gpu_hour)
         forecast = _forecast(options)
-        report = _report(forecast, options.json)
         if options.output:
             write_forecast(forecast, options.output)
     except (OSError, ValueError) as error:
         print(f"hf-longctx plan: {error}", file=sys.stderr)
         return 1
-    print(report)
+    _print_forecast(forecast, price, options)
     return 0
 
 
-def _report(forecast: Forecast, as_json: bool) -> str:
-    if as_json:
+def _print_forecast(forecast: Forecast, price: Price | None, options: argparse.Namespace) -> None:
+    from hf_longctx.cli.terminal import print_sections, print_summary
+
+    if options.json:
         import json
 
         from hf_longctx.sim.output.json_records import forecast_record
 
-        return json.dumps(forecast_record(forecast), indent=2)
-    from hf_longctx.sim.output.text import forecast_text
+        print(json.dumps(forecast_record(forecast, price), indent=2))
+    elif options.details or options.ablation:
+        from hf_longctx.sim.output.text import forecast_sections
 
-    return forecast_text(forecast)
+        print_sections(forecast_sections(forecast))
+    else:
+        from hf_longctx.sim.output.summary import answer, forecast_summary, summary_rows
+
+        print_summary(answer(forecast), summary_rows(forecast, price), forecast_summary(forecast, price))
+
+
+def _model_folder(name: str) -> str:
+    """The folder of a hub model in the local cache, or the name as it is."""
+    from hf_longctx.cli.hub_cache import cached_folder
+
+    return str(cached_folder(name) or name)
 
 
 def _forecast(options: argparse.Namespace) -> Forecast:
@@ -222,7 +279,9 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
     if options.host_gib is not None and options.host_gib < 0:
         raise ValueError(f"--host-gib is {options.host_gib:g}; give 0 or more, or leave it out")
     return Request(
-        model=options.model,
+        model=_model_folder(options.model),
+        name=options.model,
+        network_gbit=options.slow_network,
         hardware=options.hardware,
         num_ranks=options.gpus,
         ranks_per_node=options.ranks_per_node,
@@ -248,33 +307,37 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
 def run_simulate(options: argparse.Namespace) -> int:
     """Print the predicted run of a saved plan; the exit status is 1 for errors that the user can fix."""
     try:
-        report = _simulate(options)
+        _simulate(options)
     except (OSError, ValueError) as error:
         print(f"{options.plan}: {error}", file=sys.stderr)
         return 1
-    print(report)
     return 0
 
 
-def _simulate(options: argparse.Namespace) -> str:
+def _simulate(options: argparse.Namespace) -> None:
     import json
 
+    from hf_longctx.cli.terminal import print_sections
     from hf_longctx.plan.core.validate import validate_plan
     from hf_longctx.sim.execution import execute_plan
     from hf_longctx.sim.output.json_records import execution_record, read_plan_file
-    from hf_longctx.sim.output.text import execution_text
+    from hf_longctx.sim.output.tables import as_text
+    from hf_longctx.sim.output.text import execution_lines
 
     file = read_plan_file(options.plan.read_text())
     plan = validate_plan(file.plan)
     costs, memory = _priced(options, file)
     execution = execute_plan(plan, costs)
-    text = execution_text(plan, execution, costs, memory)
+    lines = execution_lines(plan, execution, costs, memory)
     if options.output:
         from hf_longctx.sim.output.pictures import check_pictures, write_execution
 
         check_pictures()
-        write_execution(plan, execution, text, options.output)
-    return json.dumps(execution_record(plan, execution, costs, memory), indent=2) if options.json else text
+        write_execution(plan, execution, as_text([lines]), options.output)
+    if options.json:
+        print(json.dumps(execution_record(plan, execution, costs, memory), indent=2))
+    else:
+        print_sections([lines])
 
 
 def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, DeviceMemory]:
@@ -289,7 +352,8 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         if not value:
             raise ValueError(f"the file is a bare plan and does not say which {name} to price it for; add --{name} NAME")
     request = Request(
-        model=model,
+        model=_model_folder(model),
+        name=model,
         hardware=hardware,
         num_ranks=file.plan.num_ranks,
         ranks_per_node=options.ranks_per_node or (file.costs.cluster.ranks_per_node if file.costs else 0),

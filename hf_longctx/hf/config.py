@@ -33,269 +33,286 @@ class LongContextConfig:
     """
 
     max_length: int | None = field(
-        default=None, metadata={"help": "Longest sequence in tokens. Default: the model's max_position_embeddings."}
+        default=None,
+        metadata={"help": "Longest sequence in tokens. Default: the model's max_position_embeddings."},
     )
     long_sequences: Literal["error", "truncate", "split"] = field(
         default="error",
         metadata={
-            "help": "What to do with a sequence above max_length or above what memory holds: stop before training with its "
-            "number and length ('error'), drop its tail ('truncate'), or cut it into independent documents ('split')."
+            "help": "What to do with a sequence above `max_length` or too long for memory: `error` stops before training and "
+            "names the row and its length, `truncate` drops its tail, `split` cuts it into independent documents."
         },
     )
     tokens_per_rank: int | None = field(
         default=None,
         metadata={
-            "help": "Most tokens one rank holds at once; a group of d ranks takes d times as many. Default: what fits into "
-            "the device's memory by a formula."
+            "help": "Most tokens that one rank holds at once; a group of d ranks takes d times as many. Default: computed "
+            "from the device's memory."
         },
     )
     activations: Literal["auto", "keep"] = field(
         default="auto",
         metadata={
-            "help": "What chunks do that do not fit with everything they save for backward. 'auto': linear programs choose for "
-            "every layer what is kept, waits on the host or is computed again, at the fewest seconds. 'keep': nothing is "
-            "computed again, so that tokens_per_rank is what fits as it is."
+            "help": "What to do with chunks whose activations do not fit. `auto`: linear programs choose for every layer "
+            "what to keep, offload or recompute, so that it takes the least time. `keep`: never recompute or offload."
         },
     )
     device_gib: float | None = field(
         default=None,
-        metadata={"help": "GiB of a device that a rank may use, communicators included. Default: four fifths of its memory."},
+        metadata={
+            "help": "GiB of a device that a rank may use, including the model and communicators of NCCL (half a GiB for each "
+            "process group). Default: four fifths of the device."
+        },
     )
     host_gib: float | None = field(
         default=None,
         metadata={
-            "help": "Most GiB of host memory for saved tensors, for each rank; on CUDA what plans need of it is pinned before "
-            "the first step, and more between steps; 0: none are offloaded. Default: half of the machine's memory, shared by its "
-            "ranks, at most 64 each; for ranks on CPU 0."
+            "help": "Most GiB of host memory for a rank's offloaded activations. A run that offloads nothing takes none of "
+            "it. On CUDA, what the longest rows of the training set need is pinned before the first step, in some tenths of "
+            "a second per GiB, and more between steps if a plan needs more. 0: never offload. Default: on CUDA half of the "
+            "machine's memory, shared by its ranks, and at most 64 for each; on CPU 0."
         },
     )
     tile_tokens: int = field(
         default=2048,
         metadata={
-            "help": "Token tile of MLP, norms, and output head with loss in chunks that do not keep everything; 0: untiled. "
-            "Logits are never there as a whole where it is set."
+            "help": "Tokens per tile of the MLP, the norms, and the output head with loss, in chunks that do not keep "
+            "everything; logits then never exist as a whole. 0: no tiles."
         },
     )
     tokens_per_step: int | None = field(
         default=None,
-        metadata={
-            "help": "Tokens of an optimizer step on average, by at most one sequence more or less. Default: count sequences "
-            "instead, per_device_train_batch_size times the number of ranks."
-        },
+        metadata={"help": "Average number of tokens in an optimizer step, instead of a number of sequences. Default: none."},
     )
     lookahead_batches: int | None = field(
         default=None,
         metadata={
-            "help": "Needed for an iterable train_dataset, and only there: global batches that rank 0 may read ahead of the "
-            "step that is running, and holds in memory."
+            "help": "Needed for an iterable `train_dataset`, and only there: how many global batches rank 0 may read ahead "
+            "of the running step. Default: none."
         },
     )
     degrees: Degrees | None = field(
         default=None,
         metadata={
-            "help": "Allowed sizes of sequence groups, any; with method 'ulysses' powers of two or all ranks, none above the "
-            "number of attention heads. 'all': every size up to 8, multiples of 8 up to 64, and the default ones, which are "
+            "help": "Allowed sizes of sequence groups. Any sizes; with method `ulysses` powers of two or all ranks, and no "
+            "more than attention heads. `all`: every size up to 8, multiples of 8 up to 64, and the default ones. Default: "
             "powers of two and all ranks."
         },
     )
     method: Literal["auto", "ulysses", "ring", "hybrid"] = field(
         default="auto",
         metadata={
-            "help": "How a group of two or more ranks shares attention. 'ulysses': all-to-all between tokens and heads, at most "
-            "as many ranks as heads. 'ring': keys and values pass from rank to rank, any degree. 'hybrid': Ulysses inside "
-            "blocks of ranks (as many as KV heads and node allow), a ring across. 'auto': the cheapest for every degree."
+            "help": "How a group of two or more ranks shares attention: `ulysses` (all-to-all between tokens and heads), "
+            "`ring` (keys and values pass from rank to rank; any degree), `hybrid` (Ulysses inside blocks of as many ranks "
+            "as KV heads and node allow, a ring across blocks), or `auto`: for every degree the method that is fastest on "
+            "this run's links."
         },
     )
     stages: Stages = field(
         default=1,
         metadata={
-            "help": "Pipeline stages: the ranks are divided among so many, each of which holds a part of the layers, and long "
-            "sequences pass them in slices. 1: no pipeline. 'auto': what is predicted to be fastest on a sample of the training "
-            "set."
+            "help": "Number of pipeline stages: ranks are divided into this many stages, each of which holds a range of the "
+            "layers, and long sequences pass them in slices. 1: no pipeline; `auto`: the number that is predicted to be "
+            "fastest on a sample of the training set."
         },
     )
     interleave: int = field(
         default=1,
         metadata={
-            "help": "Layer ranges of every pipeline stage: with 2 or more, stages take turns along the layers, which shortens "
-            "the idle time at a step's ends and sends more messages. Used where a sample of the training set is predicted to "
-            "be faster with it, and always by load_pipeline_stage. 1: one range per stage. Needs stages and replicated "
-            "parameters."
+            "help": "Number of layer ranges per pipeline stage. With 2 or more, stages take turns along the layers, which "
+            "shortens idle times at the ends of a step but needs more messages. Used if a sample of the training set is "
+            "predicted to be faster with it, and always by `load_pipeline_stage`. 1: one range per stage. Needs stages and "
+            "replicated parameters."
         },
     )
     lend_stages: bool = field(
         default=False,
         metadata={
-            "help": "Stages that would be idle while a long sequence enters and leaves the pipeline run some of its slices for "
-            "the others, where that is predicted to be faster. Every rank then holds the weights of all stages. Needs stages, "
-            "adapters (LoRA) and replicated parameters."
+            "help": "Stages that would be idle while a long sequence enters and leaves the pipeline run some of its slices "
+            "for other stages, in plans where that is predicted to be faster. Every rank then holds the weights of all "
+            "stages. Needs stages, adapters (LoRA) and replicated parameters."
         },
     )
     compile_layers: bool = field(
         default=False,
         metadata={
-            "help": "Let torch.compile make one kernel each of norms, gated activations and rotary embeddings, in the classes of "
-            "transformers that compute them as Llama or Gemma do. Needs a C++ compiler on CPU and Triton on a GPU; without, a "
-            "logged line says that layers run their own code. Not for the callback without attach."
+            "help": "`torch.compile` makes one kernel each of RMSNorm, the gated activation of MLPs and the rotary "
+            "embedding, in the classes that compute these as Llama or Gemma do (a line at start counts them); other modules, "
+            "hooked MLPs and mixed dtypes run their own code. Needs a C++ compiler on CPU and Triton on a GPU: without, a "
+            "warning says so and layers run their own code. Kernels are compared with the model's own code at start. What it "
+            "may gain (docs/performance.md) is not measured on a GPU. Not for the callback without attach."
         },
     )
     parameters: Literal["replicated", "sharded", "gathered_per_round"] = field(
         default="replicated",
         metadata={
-            "help": "How weights, gradients and optimizer states live. 'replicated': whole on every rank. 'sharded': split over "
-            "ranks (FSDP2), gathered layer by layer in every forward and backward. 'gathered_per_round': split too, but gathered "
-            "once per micro-batch, which takes room for all weights."
+            "help": "How weights, gradients and optimizer states are distributed: `replicated` (whole on every rank), "
+            "`sharded` (FSDP2: sharded over ranks, gathered layer by layer in every forward and backward) or "
+            "`gathered_per_round` (sharded too, but gathered once per micro-batch, which needs memory for all weights)."
         },
     )
     shard_ranks: int | None = field(
         default=None,
         metadata={
-            "help": "Ranks that share one copy of sharded parameters, for example those of a node (HSDP): copies of the shards "
-            "across nodes. Default: all ranks."
+            "help": "Number of ranks that share one copy of sharded parameters, for example those of a node (HSDP), with "
+            "copies of the shards across nodes. Default: all ranks."
         },
     )
     expert_ranks: int | None = field(
         default=None,
         metadata={
-            "help": "Ranks over which the experts of a mixture are spread: each holds its share of them whole, tokens travel to "
-            "them, and their weights are never gathered. These ranks also share one copy of the other sharded parameters, so "
-            "shard_ranks is the same number or left out. Needs parameters 'sharded'. Default: experts are gathered like other "
-            "weights."
+            "help": "Number of ranks over which the experts of a mixture are spread: each holds its share of them whole, "
+            "tokens travel to them, and their weights are never gathered (docs/experts.md). These ranks share one copy of "
+            "the other sharded parameters too, so `shard_ranks` is the same number or left out. Needs "
+            '`parameters="sharded"`. Default: none.'
         },
     )
     solver: Literal["auto", "greedy", "lp", "milp", "static"] = field(
         default="auto",
         metadata={
-            "help": "'auto': exact for few sequences, else greedy. 'greedy': the fast planner. 'lp' and 'milp': linear or "
-            "integer programs improve greedy's plan for solver_time_limit_s. 'static': one degree for all groups, as a baseline."
+            "help": "`auto`: exact for few sequences, else greedy. `greedy`: the fast planner. `lp` and `milp`: linear or "
+            "integer programs (HiGHS, else CBC) improve the greedy plan for `solver_time_limit_s`. `static`: one degree for "
+            "all groups, as a baseline."
         },
     )
     solver_time_limit_s: float = field(
-        default=10.0, metadata={"help": "Seconds that solvers 'lp' and 'milp' may take to plan one step; it is planned ahead."}
+        default=10.0,
+        metadata={
+            "help": "Seconds that `lp` and `milp` may take to plan one step; a step is planned while the one before it runs."
+        },
     )
     static_degree: int = field(
-        default=0, metadata={"help": "The degree of solver 'static'; 0 picks the best one for every step."}
+        default=0,
+        metadata={"help": "The degree of `static`; 0 takes the best one for every step."},
     )
     micro_batch_trials: int = field(
-        default=5, metadata={"help": "How many numbers of micro-batches the planner tries, from the fewest that fit."}
+        default=5,
+        metadata={"help": "How many different numbers of micro-batches the planner tries."},
     )
     time_aware: bool = field(
         default=True,
         metadata={
-            "help": "Cut micro-batches by time as well as by tokens, and move sequences between them to fill their slack. "
-            "Without effect on solver 'static', and where every forward is one plan (the callback without attach)."
+            "help": "Divide sequences into micro-batches by time as well as by tokens, and move sequences between them to "
+            "fill idle time. No effect on `static`, and in the callback without attach."
         },
     )
     nested: bool = field(
         default=True,
         metadata={
-            "help": "A rank changes groups inside a step and waits for its partners alone, with shard_ranks for its block. "
-            "Without effect where parameters are sharded over all ranks, which then wait for each other at every micro-batch, "
-            "and where every forward is one plan (the callback without attach)."
+            "help": "A rank may change groups inside a step and then waits for its partners only (with `shard_ranks`: for "
+            "its block). No effect if parameters are sharded over all ranks, and in the callback without attach."
         },
     )
     node_aligned: bool = field(
         default=True,
-        metadata={
-            "help": "Place groups that fit into a node inside one. Without effect on one node; powers of two lie inside nodes of "
-            "as many ranks anyway."
-        },
+        metadata={"help": "Place every group that fits into a node inside one node. No effect on a single node."},
     )
     hardware: str = field(
         default="",
         metadata={
-            "help": "What the first plans are priced by: a file that `hf-longctx calibrate --output FILE` wrote, or a shipped "
-            "profile's name (a100-80g, h100, ...). Default: a guess."
+            "help": "Costs for the first plans: a file written by `hf-longctx calibrate --output FILE` (predictions then "
+            "start with the first step, and no step is used to explore), or the name of a shipped profile "
+            "(`recipes/hardware`), whose rates start the run until it has measured its own."
         },
     )
     calibration_steps: int = field(
         default=4,
         metadata={
-            "help": "Warm-up steps whose measured chunks give the cost coefficients; they favour one degree after the other, and "
-            "the log shows '-' for predicted seconds. Later steps fit again where predictions are off. 0 keeps what the run "
-            "starts with."
+            "help": "Warm-up steps from whose measured chunks the cost coefficients are fitted; they try one degree after "
+            "the other. Later the coefficients are fitted again whenever the median error of the last predictions is above a "
+            "tenth. 0: keep the coefficients of the start."
         },
     )
     resume_partial: bool = field(
         default=False,
         metadata={
-            "help": "Resume from a checkpoint whose weights are there even if other parts (optimizer, schedule, random numbers, "
-            "count of steps, data record) are missing or damaged; the log says what starts anew. False: refuse it, naming the "
-            "files."
+            "help": "Resume from a checkpoint whose weights are there even if other parts (optimizer, schedule, random "
+            "numbers, count of steps, data record) are missing or damaged; the log says what starts anew. Otherwise it is "
+            "refused, and the files are named."
         },
     )
     async_save: bool = field(
         default=False,
         metadata={
             "help": "Write checkpoints behind training: at a save, training stands still until all files are in host memory "
-            "(/dev/shm); a thread of each rank writes them to output_dir, one checkpoint at a time. An error of the thread is "
-            "raised on all ranks at a later step. Not for the callback without attach, whose steps begin without an exchange."
+            "(/dev/shm); a thread of each rank writes them to `output_dir`, one checkpoint at a time. An error of the thread "
+            "is raised on all ranks at a later step (docs/guides/checkpoints.md). Not for the callback without attach, whose "
+            "steps begin without an exchange."
         },
     )
     collective_timeout_s: float = field(
         default=60.0,
-        metadata={"help": "Seconds after which ranks that wait for a dead or hanging rank give up with an error."},
+        metadata={
+            "help": "Seconds after which ranks that wait for a dead or hanging rank give up with an error (outside steps: up "
+            "to twice as many)."
+        },
     )
     fp32_gradients: bool = field(
         default=True,
         metadata={
-            "help": "Add the gradients of bf16 weights in fp32 buffers (4 bytes per parameter); small chunks would be rounded "
-            "away in bf16. Without effect on fp32 weights."
+            "help": "Sum the gradients of bf16 weights in fp32 buffers (4 bytes per parameter); no effect on fp32 weights."
         },
     )
     fp32_master_weights: bool = field(
         default=True,
         metadata={
-            "help": "Let the optimizer update an fp32 copy of every bf16 weight that is trained, with moments in fp32 (8 more "
-            "bytes per parameter). At usual learning rates most updates would be rounded away in bf16. Without effect on fp32 "
-            "weights, such as those of adapters."
+            "help": "The optimizer updates an fp32 copy of every bf16 weight that is trained, and keeps its moments in fp32 "
+            "(8 more bytes per parameter, counted in plans). At a learning rate of 1e-5 most updates of bf16 weights would "
+            "be rounded away. No effect on fp32 weights, such as those of adapters."
         },
     )
-    optimizer_states: Literal["device", "host"] = field(
+    optimizer_states: Literal["device", "host", "auto"] = field(
         default="device",
         metadata={
-            "help": "Where the optimizer's states and the fp32 copies of weights lie. 'host': in host memory (16 bytes per "
-            "trained parameter of a rank), where the CPU updates the weights: the device keeps only weights and gradients, and "
-            "steps get slower."
+            "help": "`host`: the optimizer's states, and fp32 copies of the weights, lie in host memory (16 bytes per "
+            "trained parameter of a rank), and the CPU updates the weights. The device keeps weights and gradients alone, "
+            "and steps get slower. `auto`: `device` if that leaves room for the longest training sequence (at most "
+            "`max_length`; a stream counts as that long), else `host` if its memory holds the states and more tokens then "
+            "fit. The choice is made at start from numbers agreed on all ranks, and printed with them (docs/guides/memory.md)."
         },
     )
     self_test: bool = field(
         default=True,
         metadata={
-            "help": "Seconds at start: a copy of the model with one layer of every kind runs small plans of every shape and is "
-            "compared with plain transformers, in fp64; the run stops where they differ. Left out, with a logged line, where "
-            "each rank loads its own pipeline stage or memory has no room for the copy."
+            "help": "At start, for some seconds: a copy of the model with one layer of every kind (all layers, for a class "
+            "that cannot be cut into stages) runs small plans of every shape and is compared with plain `transformers` in "
+            "fp64 (docs/self-test.md); if they differ, the run stops before step 1. Skipped, with a logged line, if each "
+            "rank loads its own stage or memory has no room for the copy."
         },
     )
     on_nonfinite: Literal["stop", "skip"] = field(
         default="stop",
         metadata={
-            "help": "What to do with a step whose loss or gradients are NaN or infinite, before any weight changes. 'stop': end "
-            "the run on all ranks, naming the sequences and the first module concerned, and save the step for `hf-longctx "
-            "replay`. 'skip': leave the step out; the log counts such steps as skipped_steps."
+            "help": "A step whose loss or gradients are NaN or infinite, before any weight changes. `stop`: end the run on "
+            "all ranks, name sequences and the first module concerned, and save the step. `skip`: leave it out; the log "
+            "counts `skipped_steps` (a callback that is not attached to its trainer warns instead, and names no sequences)."
         },
     )
     replica_check_steps: int | None = field(
         default=None,
         metadata={
-            "help": "Every how many steps the ranks that hold copies of the same weights compare checksums of them; a rank that "
-            "has drifted apart stops the run by its number. 0: never. Default: before every checkpoint."
+            "help": "Every how many steps ranks with copies of the same weights compare checksums of them; a rank that has "
+            "drifted apart stops the run by its number, before anything is saved from it. 0: never. Default: before every "
+            "checkpoint."
         },
     )
     token_metrics: Literal["auto", "on", "off"] = field(
         default="auto",
         metadata={
-            "help": "Log token accuracy and entropy of training steps as TRL does (mean_token_accuracy, entropy, num_tokens), "
-            "from the tiles in which the loss is computed. 'auto': with TRL's SFTTrainer. 'on': with any trainer of a language "
-            "model. Not for the callback without attach."
+            "help": "Log token accuracy and entropy of training steps as TRL does (`mean_token_accuracy`, `entropy`, "
+            "`num_tokens`). `auto`: with TRL's `SFTTrainer`; `on`: with any trainer of a language model; `off`: never. They "
+            "are means over the label tokens of a plan, counted in the tiles of its loss, whose logits are then read once "
+            "more; `token_loss` does not change them."
         },
     )
-    report_steps: bool = field(default=True, metadata={"help": "Print one line per step on rank 0."})
+    report_steps: bool = field(
+        default=True,
+        metadata={"help": "Print one line per step on rank 0."},
+    )
     timeline_steps: int = field(
         default=3,
         metadata={
-            "help": "Steps in the pictures timeline.svg and timeline.json (Chrome trace) written to output_dir at the end; 0 "
-            "writes none."
+            "help": "Number of steps in `timeline.svg` and `timeline.json` (Chrome trace) in the output folder; 0: write none."
         },
     )
 
@@ -379,7 +396,7 @@ KINDS: dict[str, Kind] = {
     "collective_timeout_s": _SECONDS,
     "fp32_gradients": Flag(),
     "fp32_master_weights": Flag(),
-    "optimizer_states": Word(("device", "host")),
+    "optimizer_states": Word(("device", "host", "auto")),
     "self_test": Flag(),
     "on_nonfinite": Word(("stop", "skip")),
     "replica_check_steps": Whole(0, "it cannot be negative", is_optional=True, most=2**31),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -16,6 +17,8 @@ from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 # tokens per tile of norms, MLP and loss: the default of a run
 TILE_TOKENS = 2048
 _LEAST_GAIN = 1.05
+# rank of the adapters that refusals propose
+_LORA_RANK = 16
 _MAX_DOUBLINGS = 10
 
 
@@ -65,9 +68,13 @@ class DeviceMemory:
         return self._byte_model.host_states(parameters, shard_ranks)
 
     @property
+    def trained_model(self) -> ModelSpec:
+        """The model with its adapters."""
+        return replace(self.model, adapters=AdapterSpec.lora(self.model, self.lora_rank)) if self.lora_rank else self.model
+
+    @property
     def _byte_model(self) -> ByteModel:
-        adapters = AdapterSpec.lora(self.model, self.lora_rank) if self.lora_rank else self.model.adapters
-        return ByteModel(replace(self.model, adapters=adapters))
+        return ByteModel(self.trained_model)
 
     def left_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
         """Bytes that the states leave on a rank."""
@@ -99,7 +106,8 @@ class DeviceMemory:
             return kept
         room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
         reruns = may_rerun(self.model, parameters)
-        return max(kept, most_tokens(self.model, *room, is_shared=is_shared, reruns=reruns, block_ranks=degree))
+        ways: dict[str, Any] = {"reruns": reruns, "head_pieces": self.model.head_pieces(degree)}
+        return max(kept, most_tokens(self.model, *room, **ways, is_shared=is_shared, block_ranks=degree))
 
     def kept_bytes(self, num_tokens: int, is_shared: bool) -> int:
         """Bytes besides the states on a rank that holds `num_tokens` tokens with everything kept."""
@@ -221,12 +229,25 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
     if memory.model.has_master_weights and memory.model.bytes_per_element == 2 and not memory.is_measured:
         narrow = replace(memory, model=replace(memory.model, has_master_weights=False))
         changes.append(("weights updated in bf16, which loses small updates: --bf16-updates", narrow, placement))
+    changes += [(change, frozen, placement) for change, frozen in _adapters(memory)]
     more = wider_job(memory, placement, 2 * num_ranks, now + 1)
     changes.append((f"{more.num_ranks // num_ranks} times the ranks: --gpus {more.num_ranks}", memory, more))
     device_bytes, usable_bytes = 2 * memory.device_bytes, 2 * memory.usable_bytes
     larger = replace(memory, device_bytes=device_bytes, usable_bytes=usable_bytes)
     changes.append((f"devices of {device_bytes / 2**30:.0f} GiB", larger, placement))
     return changes
+
+
+def _adapters(memory: DeviceMemory) -> Iterator[tuple[str, DeviceMemory]]:
+    """Memory if only adapters are trained: over the weights as they are (LoRA), and over weights of four bits (QLoRA)."""
+    frozen = replace(memory.model, has_master_weights=False, updates_on_host=False, cuts_heads=False)
+    rank = memory.lora_rank or _LORA_RANK
+    if not memory.lora_rank:
+        yield f"adapters over frozen weights (LoRA): --lora-rank {rank}", replace(memory, model=frozen, lora_rank=rank)
+    if frozen.packed.is_empty and not frozen.idle_parameters:
+        packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False)
+        option = f"--lora-rank {rank} --quantize nf4"
+        yield f"adapters over weights of four bits (QLoRA): {option}", replace(memory, model=packed, lora_rank=rank)
 
 
 def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_tokens: int) -> Placement:

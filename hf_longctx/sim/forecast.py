@@ -17,9 +17,10 @@ from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.planner import build_plan, plan_step
+from hf_longctx.plan.prediction.weight_seconds import weight_seconds
 from hf_longctx.sim.capacity import Remedy, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
-from hf_longctx.sim.longest import Budget, LongestRow, longest_rows
+from hf_longctx.sim.longest import Budget, LongestRow, longest_rows, with_frozen_weights
 from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
 from hf_longctx.sim.others.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_layout
@@ -79,6 +80,7 @@ class Forecast:
     alternatives: other degrees and methods for the first step. remedies: changes that would allow longer sequences. longest: the
     longest sequence for each setting of the activation engine. context_limit: length of sequence that every step of a run must
     hold if all steps use one degree. ablation: the first step as each of the four systems alone would plan it, if asked for.
+    at_limit: a step with one sequence of `scenario.longest_tokens`, without baselines.
     """
 
     scenario: Scenario
@@ -88,6 +90,7 @@ class Forecast:
     alternatives: tuple[Choice, ...]
     remedies: tuple[Remedy, ...]
     longest: tuple[LongestRow, ...]
+    at_limit: StepForecast
     context_limit: int = 0
     ablation: tuple[AblationRow, ...] = ()
 
@@ -97,13 +100,23 @@ class Forecast:
         return max(self.longest, key=lambda row: (row.tokens, -row.step_s))
 
     @property
+    def at_limit_s(self) -> float:
+        """Seconds of a step with one sequence of the most tokens, with gathers, sums and the optimizer, none of them hidden."""
+        return self.at_limit.execution.range_s[1]
+
+    @property
+    def whole_step_s(self) -> float:
+        """Mean seconds of a step with gathers, sums and the optimizer, none of them hidden."""
+        return self.range_s[1]
+
+    @property
     def step_s(self) -> float:
         """Mean seconds of a step."""
         return _mean([step.execution.step_s for step in self.steps])
 
     @property
     def range_s(self) -> tuple[float, float]:
-        """Mean least and most seconds of a step with gathers of sharded weights and sums of gradients."""
+        """Mean least and most seconds of a step with gathers of sharded weights, sums of gradients and the optimizer."""
         ranges = [step.execution.range_s for step in self.steps]
         return _mean([least for least, _ in ranges]), _mean([most for _, most in ranges])
 
@@ -116,6 +129,11 @@ class Forecast:
     def sum_s(self) -> float:
         """Mean seconds of a step's sum of gradients over copies of the weights."""
         return _mean([step.execution.weights.sum_s for step in self.steps])
+
+    @property
+    def update_s(self) -> float:
+        """Mean seconds of a step's optimizer."""
+        return _mean([step.execution.weights.update_s for step in self.steps])
 
     @property
     def lower_bound_s(self) -> float:
@@ -183,15 +201,15 @@ def make_forecast(
     with_ablation: also plan the first step with pipelines, and as each of the four systems alone would.
     """
     longer = remedies(scenario.memory, scenario.placement)
-    longest = _longest(scenario)
+    longest, at_limit = _longest(scenario), _at_limit(scenario)
     if workload is None:
-        return Forecast(scenario, None, seed, (), (), longer, longest)
+        return Forecast(scenario, None, seed, (), (), longer, longest, at_limit)
     _check_longest(scenario, workload, longer)
     batches = workload.draw_steps(num_steps, global_batch, seed)
     steps = tuple(_forecast_step(number, lengths, scenario, workload.limit) for number, lengths in enumerate(batches))
     alternatives = (*_static_degrees(batches[0], scenario), *_other_methods(steps[0].plan, scenario))
     rows = ablation(batches[0], _machine(scenario)) if with_ablation else ()
-    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, workload.limit, rows)
+    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, at_limit, workload.limit, rows)
 
 
 def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, limit: int) -> StepForecast:
@@ -327,6 +345,19 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     return longest_rows(
         scenario.costs, Budget(placement.degrees[-1], device_bytes, memory.host_bytes, not memory.lora_rank, reruns)
     )
+
+
+def _at_limit(scenario: Scenario) -> StepForecast:
+    """A step with the longest sequence that a run would accept, planned as a run would; adapters spare gradients of weights."""
+    memory, costs = scenario.memory, scenario.costs
+    plan = plan_step(0, (scenario.longest_tokens,), costs, scenario.planner_config)
+    use = memory_use(plan, execute_plan(plan, costs), costs, memory, scenario.budget)
+    if memory.lora_rank:
+        weights = weight_seconds(plan, replace(costs, model=memory.trained_model))
+        execution = replace(execute_plan(plan, with_frozen_weights(costs)), weights=weights)
+    else:
+        execution = execute_plan(plan, costs)
+    return StepForecast(plan, execution, use, ())
 
 
 def _machine(scenario: Scenario) -> Machine:

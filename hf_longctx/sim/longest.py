@@ -1,18 +1,18 @@
 """Finds the longest sequence that one group of ranks can train with each switch of the activation engine, and its step time.
 
 Lengths come from the byte counts of `plan/memory/layer.py`, seconds from the cost model plus the time that policies add. The
-device has the usable bytes of planned steps. Attention in half precision is assumed to read one KV head for many query heads, as
-on GPUs; planned steps leave room for operators that repeat heads.
+device has the usable bytes of planned steps, and loads are counted as for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, LayerRange, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import lean_policy
+from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.prediction.pipeline_run import run_alone
 from hf_longctx.sim.capacity import TILE_TOKENS
@@ -49,7 +49,8 @@ class _Switches:
     """Switches of the activation engine for one row.
 
     tile: tokens per tile of MLP and norms; loss_tile: tokens per tile of the loss (0: no tiles). host_bytes, keeps_attention,
-    reruns: see `lean_policy`. keeps_everything: nothing is recomputed, like Hugging Face without checkpointing.
+    reruns: see `lean_policy`. head_pieces: see `LayerPolicy`. keeps_everything: nothing is recomputed, like Hugging Face without
+    checkpointing.
     """
 
     name: str
@@ -59,16 +60,20 @@ class _Switches:
     keeps_attention: bool = False
     reruns: bool = False
     keeps_everything: bool = False
+    head_pieces: int = 1
 
     def policy(self, costs: CostModel, num_tokens: int) -> ActivationPolicy:
         if self.keeps_everything:
             return ActivationPolicy(0)
-        ways = {"keeps_attention": self.keeps_attention, "reruns": self.reruns}
-        return lean_policy(costs.model, num_tokens, self.host_bytes, self.tile, **ways)
+        ways: dict[str, Any] = {"keeps_attention": self.keeps_attention, "reruns": self.reruns}
+        return in_pieces(lean_policy(costs.model, num_tokens, self.host_bytes, self.tile, **ways), self.head_pieces)
 
 
 def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
-    """A row for every switch, each on top of the switches before it, except for keeping attention."""
+    """A row for every switch, each on top of the switches before it, except for keeping attention.
+
+    A switch that would hold fewer tokens is left off, so no row has fewer tokens than the row that it builds on.
+    """
     tile, host = TILE_TOKENS, budget.host_bytes
     rows = [
         _Switches("everything kept, as Hugging Face does", keeps_everything=True),
@@ -82,16 +87,30 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
             _Switches(f"+ {host / _GIB:.0f} GiB of host memory a rank", tile, tile, host),
             _Switches("  the same, attention kept", tile, tile, host, keeps_attention=True),
         ]
+    pieces = costs.model.head_pieces(budget.degree)
+    if pieces > 1:
+        rows.append(_Switches(f"+ attention in {pieces} pieces of its heads", tile, tile, host, head_pieces=pieces))
     if budget.reruns:
-        rows.append(_Switches("+ inputs of every second layer alone", tile, tile, host, reruns=True))
-    return tuple(_row(costs, budget, switches) for switches in rows)
+        rows.append(_Switches("+ inputs of every second layer alone", tile, tile, host, reruns=True, head_pieces=pieces))
+    found: list[LongestRow] = []
+    best = LongestRow("", 0, 0.0)
+    for row in (_row(costs, budget, switches) for switches in rows):
+        is_beside = row.switches.startswith(" ")
+        if not is_beside:
+            best = max(replace(best, switches=row.switches), row, key=lambda one: one.tokens)
+        found.append(row if is_beside else best)
+    return tuple(found)
+
+
+def with_frozen_weights(costs: CostModel) -> CostModel:
+    """Costs of a backward without gradients of weights, which are half of its matrix products."""
+    backward = replace(costs.coefficients.backward, token_s=costs.coefficients.backward.token_s / 2)
+    return replace(costs, coefficients=replace(costs.coefficients, backward=backward))
 
 
 def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
     degree, load = budget.degree, Load.document(1, costs.model.num_layers, budget.trains_weights)
-    # operators of GPUs that group heads run in half precision only
-    block_ranks = min(degree, costs.model.num_heads)
-    load = replace(load, is_shared=degree > 1, groups_heads=costs.model.bytes_per_element == 2, block_ranks=block_ranks)
+    load = replace(load, is_shared=degree > 1, block_ranks=degree)
     tokens = ByteModel(costs.model).longest(
         budget.device_bytes, budget.host_bytes, lambda count: (switches.policy(costs, count),), load, switches.loss_tile
     )
@@ -102,10 +121,7 @@ def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
 
 def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_tokens: int) -> float:
     """Seconds of a step with one sequence: forward, backward, recomputation, exposed copies, and the fixed time of a step."""
-    if not budget.trains_weights:
-        # half of a matrix product's backward is for the gradient of its weights, which frozen weights do not need
-        backward = replace(costs.coefficients.backward, token_s=costs.coefficients.backward.token_s / 2)
-        costs = replace(costs, coefficients=replace(costs.coefficients, backward=backward))
+    costs = costs if budget.trains_weights else with_frozen_weights(costs)
     shape = costs.best_shape(budget.degree, num_tokens)
     stage = StagePlan(0, (LayerRange(0, costs.model.num_layers),), (Action("F", 0, 0), Action("B", 0, 0)), (policy,))
     chunk = Chunk(0, (Span(0, 0, num_tokens),))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import (
     SOLVERS,
@@ -26,6 +26,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
+from hf_longctx.plan.memory.states_place import StatesPlace
 from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
@@ -42,7 +43,8 @@ class Request:
     quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
     the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
     are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optimizer_states: "host" keeps its
-    states in host memory.
+    states in host memory, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a node, which
+    its ranks share. name: what to call the model in place of `model`.
     """
 
     model: str
@@ -65,6 +67,8 @@ class Request:
     expert_ranks: int = 0
     bf16_updates: bool = False
     optimizer_states: str = "device"
+    network_gbit: float = 0.0
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +112,16 @@ class Scenario:
 
 def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     """The scenario of a request; raises ValueError for unknown names, contradictions and (`must_fit`) models that do not fit."""
+    if request.optimizer_states == "auto":
+        return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
     # a path is never a measured model, even if its last component is the name of one
     calibration = None if Path(request.model).exists() else profile.calibration(_short_name(request.model))
+    if calibration and request.network_gbit:
+        raise ValueError(
+            f"the costs of {request.model} on {request.hardware} were measured, over the network of that run; --slow-network has "
+            f"no effect, leave it out"
+        )
     model, notes = _model(request, profile.spec.name, calibration)
     if request.expert_ranks:
         request, model = _spread(request, model)
@@ -118,6 +129,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             "tokens travel to experts on other ranks: seconds and bytes are those of experts that are chosen equally often"
         )
     cluster = _cluster(request, profile.spec.name, ClusterSpec(request.num_ranks, request.ranks_per_node, profile.spec))
+    if request.network_gbit:
+        cluster = _with_network(request.network_gbit, cluster, notes)
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
     if request.lora_rank < 0:
         raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
@@ -133,8 +146,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     )
     if not calibration:
         notes.append(
-            f"{request.model} was not measured on {profile.spec.name}: seconds come from operation counts and the rates of "
-            f"the hardware, memory from a formula; seconds do not include the optimizer"
+            f"{request.name or request.model} was not measured on {profile.spec.name}: seconds come from operation counts and "
+            f"the rates of the hardware, memory from a formula"
         )
     elif request.method == "auto" and coefficients.forward.tile_s == coefficients.backward.tile_s == 0.0:
         notes.append(
@@ -163,10 +176,39 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         shard_ranks=placement.shard_ranks,
     )
     limit_s = request.solver_time_limit_s
-    scenario = Scenario(request.model, request.hardware, costs, memory, placement, request.solver, tuple(notes), limit_s)
+    scenario = Scenario(
+        request.name or request.model, request.hardware, costs, memory, placement, request.solver, tuple(notes), limit_s
+    )
     if must_fit:
         _check_fits(scenario)
     return scenario
+
+
+def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
+    """The scenario with the optimizer's states on the device or the host, as a run chooses; a note says why.
+
+    Without sequences the longest that is wanted is the model's limit, as in a run.
+    """
+    on_device = build_scenario(replace(request, optimizer_states="device"), must_fit=False)
+    host_tokens, problem = 0, ""
+    try:
+        host_tokens = build_scenario(replace(request, optimizer_states="host"), must_fit=False).longest_tokens
+    except ValueError as error:
+        problem = str(error)
+    memory, placement = on_device.memory, on_device.placement
+    on_host = replace(memory, model=replace(memory.model, updates_on_host=True))
+    place = StatesPlace(
+        request.longest_tokens or on_device.costs.model.max_positions,
+        on_device.longest_tokens,
+        host_tokens,
+        memory.state_bytes(placement.parameters, placement.shard_ranks),
+        memory.usable_bytes,
+        on_host.host_states(placement.parameters, placement.shard_ranks),
+        memory.host_bytes,
+        problem,
+    )
+    chosen = build_scenario(replace(request, optimizer_states="host" if place.on_host else "device"), must_fit)
+    return replace(chosen, notes=(*chosen.notes, place.line()))
 
 
 # values of `model_type` in config.json whose layers share weights
@@ -185,7 +227,15 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
     if not path.is_file():
         if path.suffix == ".json":
             raise ValueError(f"the model config {name_or_path!r} does not exist; give another path, or the name of a model")
-        return named_model(_short_name(name_or_path), bytes_per_element)
+        try:
+            return named_model(_short_name(name_or_path), bytes_per_element)
+        except ValueError as error:
+            if name_or_path.count("/") != 1:
+                raise
+            raise ValueError(
+                f"{error} {name_or_path} is not in the hub's local cache either; `hf download {name_or_path} config.json` puts "
+                f"it there"
+            ) from None
     try:
         config = parse_json(path.read_text(encoding="utf-8"), "the file")
         if not isinstance(config, dict):
@@ -239,6 +289,8 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
             f"bytes are those of transformers' torch code, which runs them"
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
+    # adapters lie on all projections, which then cannot be cut
+    model = replace(model, cuts_heads=model.cuts_heads and not request.lora_rank)
     return _quantised(request, model), notes
 
 
@@ -292,10 +344,25 @@ def _cluster(request: Request, hardware: str, cluster: ClusterSpec) -> ClusterSp
     return replace(cluster, ranks_per_node=ranks_per_node)
 
 
+def _with_network(gbit: float, cluster: ClusterSpec, notes: list[str]) -> ClusterSpec:
+    """The cluster with nodes that are linked at `gbit` Gbit/s, of which exchanges reach `USABLE_SHARE`."""
+    if gbit < 0:
+        raise ValueError(f"--slow-network is {gbit:g}; give the Gbit/s of a node's network, 25 for example")
+    nodes = cluster.num_ranks // cluster.ranks_per_node
+    notes.append(
+        f"nodes are linked at {gbit:g} Gbit/s, shared by {cluster.ranks_per_node} ranks"
+        if nodes > 1
+        else "--slow-network has no effect on one node"
+    )
+    inside = tuple((ranks, rate) for ranks, rate in cluster.hardware.exchange_bytes_per_s if ranks <= cluster.ranks_per_node)
+    rate = USABLE_SHARE * gbit * 1e9 / 8 / cluster.ranks_per_node
+    return replace(cluster, hardware=replace(cluster.hardware, network_bytes_per_s=rate, exchange_bytes_per_s=inside))
+
+
 def _host_bytes(request: Request, cluster: ClusterSpec, notes: list[str]) -> int:
     if request.host_bytes >= 0:
         return request.host_bytes
-    if not cluster.hardware.host_bytes:
+    if not cluster.hardware.host_bytes and "cpu" not in cluster.hardware.name.lower():
         notes.append("host memory is unknown, so nothing is offloaded; give each rank's share with --host-gib")
     return cluster.hardware.host_bytes
 
@@ -327,17 +394,32 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
     whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank)
     if parameters != "replicated":
         return replace(whole, shard_ranks=shard_ranks)
+    sharded = replace(whole, parameters="sharded", shard_ranks=shard_ranks)
+    if not (request.parameters or request.longest_tokens or request.num_ranks == 1):
+        # nothing is said of lengths, so the longest sequence is asked for
+        longest = {way: way.longest_tokens(memory) for way in (whole, sharded)}
+        if longest[sharded] > longest[whole] or not longest[whole]:
+            notes.append(
+                f"states are sharded over {shard_ranks} ranks, which holds the longest sequence; replicated, "
+                + _replicated_instead(memory, longest[whole])
+            )
+            return sharded
+        return whole
     # kept activations cost no time, so shard the states before recomputing anything
     has_tokens = memory.tokens_per_rank("replicated", 1, whole.is_shared) >= _LEAST_TOKENS
     has_room = has_tokens and degrees[-1] * whole.kept_tokens(memory) >= request.longest_tokens
     if request.parameters or request.num_ranks == 1 or has_room:
         return whole
+    notes.append(f"states are sharded over {shard_ranks} ranks: replicated, {_replicated_instead(memory, 0)}")
+    return sharded
+
+
+def _replicated_instead(memory: DeviceMemory, longest_tokens: int) -> str:
+    """Consequence of replicated states: tokens that they hold, or bytes that are missing."""
+    if longest_tokens:
+        return f"they would hold {longest_tokens:,} tokens"
     states = memory.state_bytes("replicated", 1)
-    notes.append(
-        f"states are sharded over {shard_ranks} ranks: replicated, they would need {states / _GIB:.1f} GiB per rank; "
-        f"{memory.usable_bytes / _GIB:.1f} GiB are usable"
-    )
-    return replace(whole, parameters="sharded", shard_ranks=shard_ranks)
+    return f"they would need {states / _GIB:.1f} GiB per rank; {memory.usable_bytes / _GIB:.1f} GiB are usable"
 
 
 def _as_parameters(text: str) -> Parameters:

@@ -21,7 +21,7 @@ from fake_cuda.machine.device import FakeDevice
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.process_groups.links import lane_options
+from hf_longctx.runtime.process_groups.links import few_multiprocessors
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CUDA = torch.device("cuda", 0)
@@ -71,7 +71,7 @@ def test_a_stage_never_waits_for_its_own_message(
 def test_lanes_occupy_few_multiprocessors(device: FakeDevice) -> None:
     limit = timedelta(seconds=7)
     with patch.object(dist, "get_backend", lambda: "nccl"):
-        options = lane_options(limit)
+        options = few_multiprocessors(limit)
     assert isinstance(options, dist.ProcessGroupNCCL.Options)
     assert options.config.max_ctas == 4 and options._timeout == limit
     assert dist.ProcessGroupNCCL.Options().config.max_ctas != 4

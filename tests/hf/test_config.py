@@ -185,7 +185,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "collective_timeout_s": 7.5,
         "fp32_gradients": False,
         "fp32_master_weights": False,
-        "optimizer_states": "host",
+        "optimizer_states": "auto",
         "self_test": False,
         "on_nonfinite": "skip",
         "replica_check_steps": 5,

@@ -30,7 +30,7 @@ plan.pipeline
 plan.planner
 plan.stage_count
 sim.text_lines
-sim.workloads  sim.capacity
+sim.workloads  sim.capacity  sim.prices
 sim.scenario  sim.execution  sim.longest
 sim.memory_use  sim.others
 sim.forecast
@@ -71,7 +71,7 @@ OUTSIDE = {
         "torch numpy transformers accelerate datasets peft tqdm psutil xxhash safetensors huggingface_hub pyarrow jinja2 "
         "packaging (matplotlib) (bitsandbytes) (trl)"
     ),
-    "cli": "(torch) (transformers) (accelerate) (numpy) (yaml)",
+    "cli": "(torch) (transformers) (accelerate) (numpy) (yaml) (rich)",
 }
 
 # Modules that may use private names of transformers, and torch.distributed is nothing for kernels.

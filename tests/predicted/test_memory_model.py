@@ -82,6 +82,7 @@ WIDE_MLP = Shape(inner=1024)
 WIDE_HEADS = Shape(inner=32, heads=8, head_dim=32, vocabulary=8)
 WIDE_HIDDEN = Shape(hidden=256, inner=64, heads=2, vocabulary=8)
 WIDE_LOSS = Shape(inner=32, vocabulary=1024)
+GROUPED = Shape(inner=32, heads=16, kv_heads=4, head_dim=32, vocabulary=8)
 
 
 PLAIN = LayerPolicy()
@@ -126,10 +127,10 @@ def predicted(
     return ByteModel(shape.spec(dtype)).chunk(load, policy), 16 * sum(documents)
 
 
-def reruns(host: float) -> tuple[LayerPolicy, LayerPolicy]:
+def reruns(host: float, head_pieces: int = 1) -> tuple[LayerPolicy, LayerPolicy]:
     """Policies of two layers, of which only the first keeps its input; the share `host` of it waits on the host."""
-    first = offloading(host=host)
-    return first, LayerPolicy((TensorShare("layer_input", recompute=1.0), *first.shares[1:]))
+    first = offloading(host=host, head_pieces=head_pieces)
+    return first, replace(first, shares=(TensorShare("layer_input", recompute=1.0), *first.shares[1:]))
 
 
 WHOLE = (NUM_TOKENS,)
@@ -153,7 +154,7 @@ CASES = {
     "reruns-hidden": (replace(WIDE_HIDDEN, layers=8), reruns(0.0), 256, WHOLE),
     "reruns-host": (replace(WIDE_HIDDEN, layers=8), reruns(1.0), 256, WHOLE),
     "reruns-mlp": (WIDE_MLP, reruns(0.0), 0, WHOLE),
-    "reruns-heads-alone": (Shape(kv_heads=4, layers=8), reruns(0.0), 256, WHOLE),
+    "reruns-heads-alone": (replace(GROUPED, kv_heads=16, layers=8), reruns(0.0), 256, WHOLE),
     "split": (Shape(layers=8), offloading(host=0.5, recompute=0.25), 256, LONG),
     "mlp-kept": (Shape(), offloading(mlp=0.5), 64, WHOLE),
     "qkv-kept": (Shape(), offloading(recompute=0.0, qkv=0.0), 256, WHOLE),
@@ -161,6 +162,17 @@ CASES = {
     "qkv-kept-qwen3": (Shape(family="qwen3"), offloading(recompute=0.0, qkv=0.0), 256, WHOLE),
     "qkv-cut-heads": (WIDE_HEADS, offloading(recompute=0.0, qkv=0.5), 256, WHOLE),
     "qkv-host-heads": (WIDE_HEADS, offloading(host=1.0, recompute=0.0, qkv=0.0), 256, WHOLE),
+    # attention in pieces of heads
+    "recomputed-heads-alone": (replace(GROUPED, kv_heads=16), offloading(), 256, WHOLE),
+    "pieces-2": (GROUPED, offloading(head_pieces=2), 256, WHOLE),
+    "pieces-4": (GROUPED, offloading(head_pieces=4), 256, WHOLE),
+    "pieces-dense": (replace(GROUPED, kv_heads=16), offloading(head_pieces=8), 256, WHOLE),
+    "pieces-packed": (GROUPED, offloading(head_pieces=4), 256, PACKED),
+    "pieces-qwen3": (replace(GROUPED, family="qwen3"), offloading(head_pieces=4), 256, WHOLE),
+    "pieces-kept": (GROUPED, offloading(recompute=0.0, head_pieces=4), 256, WHOLE),
+    "pieces-host": (GROUPED, offloading(host=1.0, recompute=0.5, head_pieces=2), 256, WHOLE),
+    "pieces-hidden": (replace(WIDE_HIDDEN, heads=4), offloading(head_pieces=2), 256, WHOLE),
+    "pieces-reruns": (replace(GROUPED, layers=8), reruns(0.0, head_pieces=4), 256, WHOLE),
     "plain": (Shape(), PLAIN, 0, WHOLE),
     "plain-mlp": (WIDE_MLP, PLAIN, 0, WHOLE),
     "plain-packed": (Shape(), PLAIN, 0, PACKED),

@@ -60,8 +60,9 @@ def counted() -> Iterator[Counter[str]]:
 
     def summed(tensor: torch.Tensor, *args: Any, **others: Any) -> Any:
         num_ranks = dist.get_world_size(others["group"])
-        # all ranks together sum the loss
-        if tensor.is_floating_point() and num_ranks < dist.get_world_size():
+        # all ranks together sum the loss; maxima tell which weights have gradients
+        is_sum = others.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
+        if tensor.is_floating_point() and is_sum and num_ranks < dist.get_world_size():
             total["sum"] += 2 * tensor.numel() * tensor.element_size() * (num_ranks - 1) // num_ranks
         return real_sum(tensor, *args, **others)
 

@@ -158,9 +158,8 @@ def test_states_of_adapters_are_those_of_the_memory_model() -> None:
 def test_the_report_says_what_planned_steps_hold() -> None:
     own = engine()
     text = forecast_text(make_forecast(own, None, 1, 1, 0))
-    assert (
-        f"planned steps hold {own.longest_tokens:,} tokens (4 ranks of {own.tokens_per_rank:,}): everything kept up to 42" in text
-    )
+    longest = f"LONGEST SEQUENCE  {own.longest_tokens:,} tokens (4 ranks of {own.tokens_per_rank:,}), all weights trained: "
+    assert f"{longest}everything kept up to 42" in text
     planned = forecast_text(forecast((KEPT + 1, 30), of=own))
     assert "  activations: 1 group(s) " in planned and "nothing is offloaded: " in planned
     assert "does not fit: the longest sequence has 169 tokens, but 4 rank(s) hold 168 with everything kept" in planned

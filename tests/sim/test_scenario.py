@@ -62,15 +62,40 @@ def test_keys_and_values_are_saved_once_where_a_run_would_save_them_once(
 
 
 def test_states_are_replicated_where_they_fit_and_else_sharded_and_said_so() -> None:
-    assert build_scenario(SMALL).placement.parameters == "replicated"
+    assert build_scenario(replace(SMALL, longest_tokens=1000)).placement.parameters == "replicated"
     scenario = build_scenario(GPT)
     assert (scenario.placement.parameters, scenario.placement.shard_ranks) == ("sharded", 64)
     assert scenario.costs.parameters == "sharded" and scenario.costs.shard_ranks == 64
-    assert any("states are sharded over 64 ranks: replicated, they would need 113" in note for note in scenario.notes)
+    assert any("64 ranks, which holds the longest sequence; replicated, they would need 113" in note for note in scenario.notes)
+    for_lengths = build_scenario(replace(GPT, longest_tokens=1000))
+    assert any("states are sharded over 64 ranks: replicated, they would need 113" in note for note in for_lengths.notes)
+
+
+def test_without_lengths_the_way_that_holds_the_longest_sequence_is_taken() -> None:
+    # replicated states fit an H200, and leave less room than shards
+    request = Request("llama-3.1-8b", "h200", 8, bf16_updates=True)
+    longest = build_scenario(request)
+    replicated = build_scenario(replace(request, parameters="replicated"))
+    assert longest.placement.parameters == "sharded" and longest.longest_tokens > replicated.longest_tokens > 0
+    assert any(f"replicated, they would hold {replicated.longest_tokens:,} tokens" in note for note in longest.notes)
+    # for sequences that fit beside them, whole states are quicker
+    assert build_scenario(replace(request, longest_tokens=1000)).placement.parameters == "replicated"
+
+
+def test_a_slow_network_is_shared_by_the_ranks_of_a_node() -> None:
+    fast, slow = (build_scenario(replace(SMALL, num_ranks=16, network_gbit=gbit)) for gbit in (0.0, 25.0))
+    # 25 Gbit/s are 3.125e9 bytes/s, of which eight ranks get an eighth each and exchanges reach four fifths
+    assert slow.costs.cluster.hardware.network_bytes_per_s == pytest.approx(0.8 * 3.125e9 / 8)
+    assert fast.costs.cluster.hardware.network_bytes_per_s == read_profile("h100").spec.network_bytes_per_s
+    assert slow.costs.cluster.hardware.link_bytes_per_s == fast.costs.cluster.hardware.link_bytes_per_s
+    measured = build_scenario(Request("llama-3.2-1b", "a100-40g", 16, network_gbit=25.0)).costs.cluster.hardware
+    assert [ranks for ranks, _ in measured.exchange_bytes_per_s] == [2, 4, 8]
+    with pytest.raises(ValueError, match="--slow-network has no effect"):
+        build_scenario(replace(GPT, network_gbit=25.0))
 
 
 def test_states_are_sharded_for_a_sequence_that_would_not_fit_beside_whole_ones() -> None:
-    whole = 8 * build_scenario(SMALL).kept_tokens
+    whole = 8 * build_scenario(replace(SMALL, parameters="replicated")).kept_tokens
     assert build_scenario(replace(SMALL, longest_tokens=whole)).placement.parameters == "replicated"
     longer = build_scenario(replace(SMALL, longest_tokens=whole + 1))
     assert longer.placement.parameters == "sharded" and longer.longest_tokens > whole
@@ -167,9 +192,10 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     message = str(error.value)
     assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 314.5 GiB" in message
     assert "59.6 of the 74.5 GiB" in message
-    assert "8 times the ranks: --gpus 16 (up to 119,888 tokens)" in message
+    assert "8 times the ranks: --gpus 16 (up to 1,318,768 tokens)" in message
+    assert "adapters over weights of four bits (QLoRA): --lora-rank 16 --quantize nf4 (up to" in message
     # the change that it proposes works
-    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 119_888
+    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 1_318_768
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
 
@@ -178,8 +204,15 @@ def test_plans_of_adapters_say_what_they_are_priced_as() -> None:
     assert not any("those of training all weights" in note for note in build_scenario(lora).notes)
     planned = build_scenario(replace(lora, longest_tokens=1000))
     assert any("those of training all weights" in note for note in planned.notes)
-    # saved activations are those of training all weights, but the states are smaller
-    assert planned.tokens_per_rank > build_scenario(SMALL).tokens_per_rank
+    # saved activations are those of training all weights, but the states are smaller; attention under adapters runs whole
+    costs, room = planned.costs, planned.budget
+    assert room is not None and not costs.model.cuts_heads
+    whole = replace(build_scenario(SMALL).costs.model, cuts_heads=False)
+    sharing = {"is_shared": True, "block_ranks": 8}
+    budget = build_scenario(SMALL).budget
+    assert budget is not None
+    most = most_tokens(whole, budget.device_bytes, budget.host_bytes, budget.tile_tokens, **sharing)
+    assert planned.tokens_per_rank > most
 
 
 def mixture(folder: Path) -> str:
@@ -216,7 +249,7 @@ def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
 
 
 def test_only_what_was_not_measured_is_recomputed_by_need() -> None:
-    scenario = build_scenario(replace(SMALL, host_bytes=2**34))
+    scenario = build_scenario(replace(SMALL, host_bytes=2**34, parameters="replicated"))
     budget, memory = scenario.planner_config.activations, scenario.memory
     assert budget is not None and budget == scenario.budget
     left = memory.usable_bytes - memory.state_bytes("replicated", 1)
@@ -234,10 +267,11 @@ def test_a_plan_has_the_budget_and_the_room_of_the_engine_s_longest_document() -
     scenario = build_scenario(replace(SMALL, num_ranks=1))
     assert scenario.budget is not None
     room = scenario.budget.device_bytes, scenario.budget.host_bytes, scenario.budget.tile_tokens
-    assert scenario.tokens_per_rank == most_tokens(scenario.costs.model, *room, reruns=True)
+    assert scenario.tokens_per_rank == most_tokens(scenario.costs.model, *room, reruns=True, head_pieces=8)
     # exchanges within a group take memory
-    shared = build_scenario(replace(SMALL, degrees=(1, 8)))
-    most = most_tokens(scenario.costs.model, *room, is_shared=True, reruns=True, block_ranks=8)
+    shared = build_scenario(replace(SMALL, degrees=(1, 8), parameters="replicated"))
+    # 32 query heads of 8 ranks go in 4 pieces
+    most = most_tokens(scenario.costs.model, *room, is_shared=True, reruns=True, block_ranks=8, head_pieces=4)
     assert shared.tokens_per_rank == most < scenario.tokens_per_rank
 
 
@@ -245,3 +279,12 @@ def test_a_model_config_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("[" * 10**5)
     with pytest.raises(ValueError, match=r"config\.json cannot be read as a model config: the file is nested too deeply"):
         read_model(str(tmp_path), 2)
+
+
+def test_states_move_to_the_host_from_the_first_token_without_room() -> None:
+    request = replace(SMALL, host_bytes=2**38, parameters="sharded")
+    most = build_scenario(request).longest_tokens
+    for longest, on_host in ((most, False), (most + 1, True)):
+        chosen = build_scenario(replace(request, optimizer_states="auto", longest_tokens=longest))
+        assert chosen.costs.model.updates_on_host == on_host
+        assert f"the longest sequence has {longest:,} tokens, and {most:,} fit " in chosen.notes[-1]

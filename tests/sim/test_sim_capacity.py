@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.forecasts import MEMORY, MODEL, TOKEN_BYTES
 
+from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies, rooms, wider_job
 
@@ -58,7 +59,23 @@ def test_the_longest_sequence_fills_the_largest_group() -> None:
 def lengths_by_remedy(placement: Placement, memory: DeviceMemory = MEMORY) -> dict[str, int]:
     found = remedies(memory, placement)
     assert [remedy.longest_tokens for remedy in found] == sorted((remedy.longest_tokens for remedy in found), reverse=True)
-    return {remedy.change: remedy.longest_tokens for remedy in found}
+    # adapters have a test of their own
+    return {remedy.change: remedy.longest_tokens for remedy in found if "--lora-rank" not in remedy.change}
+
+
+def test_adapters_are_remedies_by_the_bytes_of_their_states() -> None:
+    half = ModelSpec(4, 512, 1024, 8, 8, 64, 1000, 100, bytes_per_element=2, has_master_weights=True)
+    found = {one.change: one.longest_tokens for one in remedies(DeviceMemory.by_formula(half, 2**28), REPLICATED)}
+    lora, qlora = (next(tokens for change, tokens in found.items() if f"({name})" in change) for name in ("LoRA", "QLoRA"))
+    # frozen weights have no copies, gradients and moments
+    frozen = replace(half, has_master_weights=False)
+    memory = replace(DeviceMemory.by_formula(frozen, 2**28), lora_rank=16)
+    assert lora == REPLICATED.longest_tokens(memory)
+    packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False)
+    assert qlora == REPLICATED.longest_tokens(replace(memory, model=packed))
+    # nothing is said of LoRA to those who have it, and nothing of QLoRA to those who have that
+    assert not any("(LoRA)" in one.change for one in remedies(memory, REPLICATED))
+    assert not any("LoRA" in one.change for one in remedies(replace(memory, model=packed), REPLICATED))
 
 
 def test_every_remedy_is_computed_by_the_same_formula() -> None:

@@ -82,6 +82,10 @@ def probe_plans(
         plan = _plan([sliced], lengths, ranks_per_stage, parts, costs)
         name = f"slices, {_name(shape)}" + (", interleaved" if len(parts[0]) > 1 else "")
         probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
+        if has_policies and len(num_layers) == 1 and (pieces := costs.model.head_pieces(shape.ulysses)) > 1:
+            group = SequenceGroup.of(shape, range(shape.degree), whole)
+            plan = _recomputed(_plan([group], lengths, ranks_per_stage, parts, costs), pieces)
+            probes.append(ProbePlan(f"{_name(shape)}, attention in {pieces} pieces of heads", plan))
         if config.lend_stages and lengths[LONG] >= least_lent_tokens(len(num_layers), shape.degree):
             alone = [SequenceGroup.of(shape, range(shape.degree), chunks) for chunks in _long_alone(lengths, len(num_layers))]
             plan = _lent(_plan(alone, lengths, ranks_per_stage, parts, costs))
@@ -170,13 +174,16 @@ def _lent(plan: StepPlan) -> StepPlan:
     return validate_plan(replace(plan, micro_batches=(lent, *others)))
 
 
-def _recomputed(plan: StepPlan) -> StepPlan:
-    """The plan with a policy for every chunk: recompute everything, except half of attention's output, and tile the loss."""
+def _recomputed(plan: StepPlan, head_pieces: int = 1) -> StepPlan:
+    """The plan with a policy for every chunk: recompute everything, except half of attention's output, and tile the loss.
+
+    head_pieces: see `LayerPolicy`.
+    """
     shares = (*_REPLAYED, TensorShare("attention_output", recompute=0.5, device=0.5))
 
     def with_policies(stage: StagePlan, num_chunks: int) -> StagePlan:
         policies = (
-            ActivationPolicy(chunk, part, (LayerPolicy(shares),) * layers.num_layers, _TILE_TOKENS)
+            ActivationPolicy(chunk, part, (LayerPolicy(shares, head_pieces),) * layers.num_layers, _TILE_TOKENS)
             for part, layers in enumerate(stage.parts)
             for chunk in range(num_chunks)
         )

@@ -44,14 +44,9 @@ def activation_budget(
     bytes of the weights of a reference model, which is divided among ranks as the model is. Raises ValueError if `host_gib`, or
     optimizer states on the host, ask for more host memory than is available.
     """
-    spec, cluster = costs.model, costs.cluster
-    lends = config.lend_stages and len(ranges) > 1
-    groups = num_communicators(cluster.num_ranks, block_sizes(degrees, costs), costs.shard_ranks, len(ranges), lends)
-    own_bytes = _own_device_bytes(config, cluster, groups if has_communicators(device) else 0)
-    own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
-    everyone = gather_objects((own_bytes, *own_host_bytes), control)
-    usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
-    byte_model = ByteModel(spec)
+    cluster = costs.cluster
+    usable_bytes, available_bytes, total_bytes = rank_memory(config, costs, ranges, degrees, device, control)
+    byte_model = ByteModel(costs.model)
     states = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
     reference = reference_bytes * states // max(1, byte_model.states())
     left_bytes = max(0, usable_bytes - states - reference)
@@ -75,6 +70,28 @@ def activation_budget(
             f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
         )
     return byte_model.budget(left_bytes, host_bytes, config.tile_tokens, is_shared=degrees[-1] > 1)
+
+
+def rank_memory(
+    config: LongContextConfig,
+    costs: CostModel,
+    ranges: Ranges,
+    degrees: tuple[int, ...],
+    device: torch.device,
+    control: dist.ProcessGroup | None,
+) -> tuple[int, int, int]:
+    """Bytes of a rank: of its device for states and activations, of the host now, and of the host in all; collective.
+
+    The smallest numbers of all ranks.
+    """
+    cluster = costs.cluster
+    lends = config.lend_stages and len(ranges) > 1
+    groups = num_communicators(cluster.num_ranks, block_sizes(degrees, costs), costs.shard_ranks, len(ranges), lends)
+    own_bytes = _own_device_bytes(config, cluster, groups if has_communicators(device) else 0)
+    own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
+    everyone = gather_objects((own_bytes, *own_host_bytes), control)
+    device_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
+    return device_bytes, available_bytes, total_bytes
 
 
 def has_communicators(device: torch.device) -> bool:

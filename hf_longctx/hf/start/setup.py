@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data.scan_cache import scan_on_every_rank
+from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapters
 from hf_longctx.hf.models.older.positions import absent_token_ids
@@ -25,7 +29,7 @@ from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.arguments import launch_problems, setup_problems, stage_ranks
-from hf_longctx.hf.start.budget import activation_budget, describe_states
+from hf_longctx.hf.start.budget import activation_budget, describe_states, rank_memory
 from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -35,7 +39,9 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
+from hf_longctx.plan.memory.states_place import StatesPlace
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
@@ -51,12 +57,20 @@ _ROOM_PRECISION = 100
 
 
 @dataclass(frozen=True)
+class TrainingRows:
+    """The training set, if there is one, and the labels that its rows give."""
+
+    dataset: Any = None
+    task: HeadTask = NEXT_TOKEN
+
+
+@dataclass(frozen=True)
 class RunSetup:
     """Basis of a run's plans: the cost model before anything is measured, the planner's limits, the longest sequence.
 
     ranges: layer ranges of every pipeline stage; without a pipeline there is one stage. max_length: the most tokens of a
     sequence by the settings. room_tokens: the most tokens of a sequence that memory holds. placeholders: token ids that stand
-    for padding, images, sound or video, which no row may have.
+    for padding, images, sound or video, which no row may have. states_line: where optimizer states lie and why, if the run chose.
     """
 
     costs: CostModel
@@ -65,6 +79,7 @@ class RunSetup:
     ranges: Ranges
     room_tokens: int
     placeholders: tuple[int, ...] = ()
+    states_line: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -107,27 +122,26 @@ def choose_setup(
     args: TrainingArguments,
     degrees: tuple[int, ...],
     control: dist.ProcessGroup | None,
-    dataset: Any = None,
+    rows: TrainingRows | None = None,
     reference_bytes: int = 0,
 ) -> RunSetup:
-    """Chooses cost model, limits and stages for `model` on the ranks of `control`; collective over these ranks.
+    """Chooses cost model, limits, stages and place of optimizer states for `model` on `control`; collective over its ranks.
 
-    dataset: the training set, whose lengths decide on pipeline stages. reference_bytes: bytes of a reference model. Raises
-    ValueError if the model's states leave no room for a single token.
+    rows: their lengths decide on pipeline stages, and the longest on the place. reference_bytes: bytes of a reference model.
+    Raises ValueError if the model's states leave no room for a single token.
     """
     launch = LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
     # nodes may have different numbers of ranks; with a common divisor of these, blocks lie inside nodes and every rank makes
     # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
-    on_host = config.optimizer_states == "host"
     spec = model_spec(model, is_autocast=args.bf16)
     head_dim = max(spec.head_dim, spec.value_head_dim)
     raise_together(flash_problems(args.device, _attention_dtype(args, model), head_dim), control)
     spec = replace(
         spec,
         has_master_weights=config.fp32_master_weights,
-        updates_on_host=on_host,
+        updates_on_host=config.optimizer_states == "host",
         saves_kv_once=_shares_calls(spec, args, model),
     )
     if family_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
@@ -143,10 +157,69 @@ def choose_setup(
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
-    basis = _SetupBasis(config, model, args, degrees, control, costs, config.max_length or spec.max_positions, reference_bytes)
-    if (loaded := loaded_ranges(model)) is not None or config.stages == 1:
+    max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()
+    basis = _SetupBasis(config, model, args, degrees, control, costs, max_length, rows, reference_bytes)
+    if config.optimizer_states != "auto":
+        return _staged_setup(basis)
+    place = _states_place(basis)
+    return replace(_staged_setup(basis.with_states(place.on_host)), states_line=place.line())
+
+
+def _states_place(basis: _SetupBasis) -> StatesPlace:
+    """Rooms with the optimizer's states on the device and on the host, agreed on all ranks; collective.
+
+    Raises ValueError, with both reasons, if neither place leaves room for a token.
+    """
+    config, control = basis.config, basis.control
+    # a limit that the user sets is trusted elsewhere, so look at what memory alone holds
+    free = replace(basis, config=replace(config, tokens_per_rank=None))
+    rooms: list[int] = []
+    problems: list[str] = []
+    setups: list[RunSetup] = []
+    for on_host in (False, True):
+        room, problem = 0, ""
+        try:
+            setups.append(_staged_setup(free.with_states(on_host)))
+            room = setups[-1].room_tokens
+        except ValueError as error:
+            problem = str(error)
+        rooms.append(min(gather_objects(room, control)))
+        problems.append(problem)
+    if not setups:
+        raise ValueError(f"optimizer_states='auto' finds no room. On the device: {problems[0]}. On the host: {problems[1]}")
+    setup = setups[0]
+    like = replace(setup.costs, model=replace(setup.costs.model, updates_on_host=False))
+    states, host_states = (
+        ByteModel(replace(like.model, updates_on_host=on_host)).most_states(
+            setup.ranges, like.parameters, like.shard_ranks, on_host=on_host
+        )
+        for on_host in (False, True)
+    )
+    usable, free_on_host, _ = rank_memory(config, like, setup.ranges, setup.planner.degrees, basis.args.device, control)
+    wanted = min(basis.max_length, _longest_row(basis, setup.placeholders))
+    if config.tokens_per_rank is not None:
+        wanted = min(wanted, config.tokens_per_rank * setup.planner.degrees[-1] * setup.num_stages)
+    return StatesPlace(wanted, rooms[0], rooms[1], states, usable, host_states, free_on_host, problems[1])
+
+
+def _longest_row(basis: _SetupBasis, placeholders: tuple[int, ...]) -> int:
+    """Tokens of the longest row of the training set on any rank; for a stream, or without a set, the limit; collective."""
+    longest, dataset, task = basis.max_length, basis.rows.dataset, basis.rows.task
+    is_read = dataset is not None and not is_stream(dataset)
+    # ranks with and without a set differ, which is refused later; but scanning is collective
+    if all(gather_objects(is_read, basis.control)):
+        sets, show_progress = {"train_dataset": dataset}, not basis.args.disable_tqdm
+        scan = scan_on_every_rank(sets, basis.costs.model.vocab_size, show_progress, placeholders, task)["train_dataset"]
+        longest = max(map(int, scan.sequence_lengths), default=longest)
+    return max(gather_objects(longest, basis.control))
+
+
+def _staged_setup(basis: _SetupBasis) -> RunSetup:
+    """The setup with the pipeline stages that the settings ask for, or that a sample of rows decides on. Collective."""
+    config, args, control, costs = basis.config, basis.args, basis.control, basis.costs
+    if (loaded := loaded_ranges(basis.model)) is not None or config.stages == 1:
         return basis.with_stages(loaded or balanced_ranges(costs, 1, ()))
-    lengths = sampled_lengths(dataset, basis.max_length, control)
+    lengths = sampled_lengths(basis.rows.dataset, basis.max_length, control)
     setups: dict[tuple[int, int], RunSetup] = {}
 
     def setup_of(num_stages: int, num_parts: int) -> StageSetup:
@@ -161,7 +234,7 @@ def choose_setup(
     per_step = max(1, args.per_device_train_batch_size * args.world_size)
     batch = list(itertools.islice(itertools.cycle(lengths), per_step))
     is_auto = config.stages == "auto"
-    counts = stage_counts(args.world_size, spec.num_layers, degrees) if is_auto else [int(config.stages)]
+    counts = stage_counts(args.world_size, costs.model.num_layers, basis.degrees) if is_auto else [int(config.stages)]
     best = stage_options(batch, counts, setup_of, interleave=config.interleave)[0]
     # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
     return setups[gather_objects((best.num_stages, best.num_parts), control)[0]]
@@ -178,7 +251,12 @@ class _SetupBasis:
     control: dist.ProcessGroup | None
     costs: CostModel
     max_length: int
+    rows: TrainingRows
     reference_bytes: int
+
+    def with_states(self, on_host: bool) -> _SetupBasis:
+        """Basis of the same run with the optimizer's states on the host, or on the device."""
+        return replace(self, costs=replace(self.costs, model=replace(self.costs.model, updates_on_host=on_host)))
 
     def with_stages(self, ranges: Ranges) -> RunSetup:
         """The setup with these layer ranges on the stages. Collective."""
@@ -202,7 +280,10 @@ class _SetupBasis:
         budget = activation_budget(config, costs, ranges, degrees, self.args.device, self.control, self.reference_bytes)
         activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
         reruns = len(ranges) == 1 and may_rerun(costs.model, costs.parameters)
-        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, degrees[-1], reruns)
+        # pipelines run slices, which are not cut
+        pieces = costs.model.head_pieces(degrees[-1]) if len(ranges) == 1 else 1
+        ways: dict[str, Any] = {"reruns": reruns, "head_pieces": pieces}
+        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, degrees[-1], ways)
         planner = PlannerConfig(
             tokens_per_rank=tokens_per_rank,
             activations=activations,
@@ -229,17 +310,17 @@ class _SetupBasis:
         budget: ActivationBudget,
         activations: ActivationBudget | None,
         degree: int,
-        reruns: bool,
+        ways: Mapping[str, Any],
     ) -> int:
         """Most tokens of a micro-batch on a rank: the setting, or what memory holds if that is less or nothing is set.
 
-        With activations="keep" the setting is trusted. degree: ranks of the largest group. reruns: see `most_tokens`.
+        With activations="keep" the setting is trusted. degree: ranks of the largest group. ways: reruns and
+        head_pieces of `most_tokens`.
         """
         config, fitting = self.config, budget.kept_tokens
         if activations is not None:
             room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
-            ways = {"is_shared": degree > 1, "reruns": reruns}
-            fitting = max(fitting, most_tokens(costs.model, *room, **ways, block_ranks=degree))
+            fitting = max(fitting, most_tokens(costs.model, *room, **ways, is_shared=degree > 1, block_ranks=degree))
         if config.tokens_per_rank is None and fitting < 1:
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
             has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty
@@ -337,7 +418,8 @@ def open_plan_source(
     """Makes the group pool of a run and the source of its plans. Collective: every rank calls it at the same point."""
     blocks = block_sizes(setup.planner.degrees, setup.costs)
     lends = setup.planner.lend_stages
-    pool = GroupPool(blocks, config.collective_timeout_s, control, setup.num_stages, lends=lends)
+    sums_early = setup.costs.shard_ranks == 1 and not lends
+    pool = GroupPool(blocks, config.collective_timeout_s, control, setup.num_stages, lends, sums_early)
     # explore one step more than are fitted, since the first step includes start-up costs and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     source = PlanSource(pool, setup.costs, setup.planner, explore_steps, alive_s=config.collective_timeout_s / 3)
@@ -353,7 +435,7 @@ def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
     dtype = _attention_dtype(args, model)
     scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
     advice = [slow_tiles(setup.costs.model, args.device, dtype), scans, allocator_advice(args.device.type, dict(os.environ))]
-    return "\n".join(filter(None, (_opening_line(setup, args, dtype), *advice)))
+    return "\n".join(filter(None, (_opening_line(setup, args, dtype), setup.states_line, *advice)))
 
 
 def _attention_dtype(args: TrainingArguments, model: PreTrainedModel) -> torch.dtype:

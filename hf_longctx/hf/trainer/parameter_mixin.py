@@ -71,12 +71,12 @@ class ParameterMixin(CheckpointMixin):
         self._placed_model()
         optimizer = super().create_optimizer(model)
         config, plain = self.longctx_config, self._plain_optimizer
-        on_host = config.optimizer_states == "host"
+        on_host = self.longctx_run.setup.costs.model.updates_on_host
         if not on_host and not (config.fp32_master_weights and has_half_weights(plain)):
             return optimizer
         if reason := why_no_master_weights(plain):
             instead = (
-                "leave optimizer_states='host' out"
+                f"leave optimizer_states={config.optimizer_states!r} out"
                 if on_host
                 else "load the model in fp32, or set fp32_master_weights=False, which rounds every update to bf16"
             )

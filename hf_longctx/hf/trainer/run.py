@@ -36,7 +36,7 @@ from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
 from hf_longctx.hf.start.layer_kernels import fused_layers
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
-from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
+from hf_longctx.hf.start.setup import RunSetup, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (
@@ -186,6 +186,9 @@ def start_run(request: RunRequest) -> Run:
     all problems, after giving the model its own attention back.
     """
     config, model, args = request.config, request.model, request.args
+    if request.datasets is None:
+        # the optimizer of a stock trainer keeps its states beside the weights, so plans must count them there
+        config = replace(config, optimizer_states="device")
     control = meet(config, request.control)
     align_padding(request.task, model, request.processing_class)
     problems = request.problems + request.problems_of_loss(control)
@@ -196,8 +199,8 @@ def start_run(request: RunRequest) -> Run:
     forward = user_forward(model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
     beside = request.reference.parameters() if request.reference is not None else ()
     reference_bytes = sum(weight.nbytes for weight in beside)
-    train_dataset = (request.datasets or {}).get("train_dataset")
-    setup = choose_setup(config, model, args, degrees, control, train_dataset, reference_bytes)
+    rows = TrainingRows((request.datasets or {}).get("train_dataset"), task)
+    setup = choose_setup(config, model, args, degrees, control, rows, reference_bytes)
     raise_together(unread_problems(model, setup), control)
     sets = SequenceSets(config, args, setup, control, task)
     if request.datasets is None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup
-from hf_longctx.plan.memory.capacity import lean_policy
+from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
 
 Room = TypeVar("Room")
 
@@ -120,7 +120,7 @@ class FittedGroups:
 def _like(group: SequenceGroup, solved: SequenceGroup, found: SequenceGroup) -> SequenceGroup:
     """The answer `found` for the group `solved`, with the sequences and ranks of an equal group."""
     if found.chunks is solved.chunks:
-        return replace(group, stages=found.stages)
+        return replace(found, positions=group.positions, chunks=group.chunks)
     numbers = {
         old.sequence: new.sequence
         for old_chunk, new_chunk in zip(solved.chunks, group.chunks, strict=True)
@@ -156,11 +156,12 @@ def lean_group(
     host_share: Callable[[int, int], int],
     keeps_attention: bool = False,
     reruns: bool = False,
+    head_pieces: int = 1,
 ) -> SequenceGroup:
     """The group with every layer of every chunk recomputed, which needs the least device memory.
 
     host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk on
-    every stage. keeps_attention, reruns: see `lean_policy`.
+    every stage. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
     """
     tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
     layers: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
@@ -172,6 +173,7 @@ def lean_group(
                 size = num_tokens, owned.num_layers, host_share(num_tokens, owned.num_layers)
                 if size not in known:
                     ways = owned.num_layers, keeps_attention, reruns
-                    known[size] = lean_policy(model, num_tokens, size[2], tile_tokens, *ways).layers
+                    policy = lean_policy(model, num_tokens, size[2], tile_tokens, *ways)
+                    known[size] = in_pieces(policy, head_pieces).layers
                 layers[stage.stage, chunk.index, part] = known[size]
     return with_layers(group, layers, tile_tokens)

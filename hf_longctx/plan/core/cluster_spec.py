@@ -17,7 +17,7 @@ class HardwareSpec:
     backward_attention: time of the backward pass divided by that of the forward, for the same tokens. copy_bytes_per_s: copies
     between device and host. host_bytes: host memory available to each rank (0: unknown). exchange_bytes_per_s: measured
     all-to-alls as (number of ranks, rate); rates for other numbers of ranks follow from link and network. source: where the
-    numbers come from; empty for a guess.
+    numbers come from; empty for a guess. memory_bytes_per_s: reads and writes of the device's own memory (0: unknown).
     """
 
     name: str
@@ -34,6 +34,7 @@ class HardwareSpec:
     host_bytes: int = 0
     exchange_bytes_per_s: tuple[tuple[int, float], ...] = ()
     source: str = ""
+    memory_bytes_per_s: float = 0.0
 
 
 # share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process itself

@@ -1,4 +1,4 @@
-"""Short forms of values, names and texts in messages."""
+"""Short forms of values, names, texts and times in messages."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ def shortened(message: str) -> str:
         return message
     half = _MOST_CHARACTERS // 2
     return f"{message[:half]} ... ({len(message)} characters) ... {message[-half:]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: "85 ms", "12.3 s", "3 min 20 s", "2 h 5 min", "7.8 days"."""
+    if seconds < 1e-7:
+        return "0 s"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.3g} ms"
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    if seconds < 48 * 3600:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours} h {rest} min" if rest else f"{hours} h"
+    return f"{seconds / 86400:,.1f} days"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ _GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5
 _SHARED_TYPES = ("zamba", "zamba2")
 # values whose models normalize queries and keys; others set `use_qk_norm`
 _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe", *_GATED_TYPES)
+# values whose attention modules may run in pieces of their heads, as the runtime finds by their code
+_CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # fields of a config with the rate of dropout of attention weights
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
@@ -147,7 +149,8 @@ class ModelSpec:
     predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
     input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
     states lie in host memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
-    that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention.
+    that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention. cuts_heads:
+    attention may run in pieces of its heads.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -193,6 +196,7 @@ class ModelSpec:
     input_size: int = 0
     updates_on_host: bool = False
     saves_kv_once: bool = False
+    cuts_heads: bool = False
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -269,9 +273,17 @@ class ModelSpec:
             can_keep_qkv=states.is_empty,
             gates_output=is_gated,
             has_wide_norms=is_gated,
+            cuts_heads=config.get("model_type") in _CUT_TYPES and not any(config.get(field) for field in WEIGHT_DROPOUT),
             experts=experts,
             **latent,
         )
+
+    def head_pieces(self, block_ranks: int = 1) -> int:
+        """Most pieces of heads in which attention may run, such that ranks of a block have equally many heads of each."""
+        if not self.cuts_heads:
+            return 1
+        counts = range(self.num_kv_heads, 0, -1)
+        return next((n for n in counts if self.num_kv_heads % n == 0 == self.num_heads // n % block_ranks), 1)
 
     @property
     def query_size(self) -> int:

@@ -15,6 +15,8 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.profiles import normal_name
 
 _TIED = True
+# beginnings of names of models whose attention may run in pieces of its heads
+_CUT = ("llama", "mistral", "qwen2", "qwen3-")
 
 
 def _gpt(num_layers: int, hidden_size: int) -> ModelSpec:
@@ -81,7 +83,7 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
     """
     for known, spec in _MODELS.items():
         if normal_name(known) == normal_name(name):
-            return replace(spec, bytes_per_element=bytes_per_element)
+            return replace(spec, bytes_per_element=bytes_per_element, cuts_heads=known.startswith(_CUT))
     close = difflib.get_close_matches(name.lower(), _MODELS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}" if close else f"known are {', '.join(_MODELS)}"
     raise ValueError(f"model {name!r} is not known; {hint}, or a path to config.json?")
@@ -92,8 +94,8 @@ def spec_name(spec: ModelSpec) -> str:
 
     Models with equal names cost the same.
     """
-    # how weights are updated costs no seconds of a chunk
-    spec = replace(spec, has_master_weights=False, updates_on_host=False, saves_kv_once=False)
+    # how weights are updated, and what memory may be saved, costs no seconds of a chunk
+    spec = replace(spec, has_master_weights=False, updates_on_host=False, saves_kv_once=False, cuts_heads=False)
     for known, shapes in _MODELS.items():
         if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions) == spec:
             return known

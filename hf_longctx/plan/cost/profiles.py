@@ -44,6 +44,7 @@ _RULES: dict[type, dict[str, _Rule]] = {
         "copy_bytes_per_s": "a number above 0",
         "host_bytes": "an integer of 0 or more",
         "source": "text",
+        "memory_bytes_per_s": "a number of 0 or more",
     },
     PassCoefficients: {field.name: "a number of 0 or more" for field in dataclasses.fields(PassCoefficients)},
     CostCoefficients: {"step_s": "a number of 0 or more", "source": "text"},
@@ -161,6 +162,11 @@ def read_profile(name_or_path: str | Path) -> HardwareProfile:
     if not Path(name).is_file():
         raise ValueError(f"hardware {name!r} is neither a shipped profile ({', '.join(shipped)}) nor the path of a profile")
     return profile_from_json(Path(name).read_text(encoding="utf-8"), name)
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the shipped profiles."""
+    return tuple(_shipped_profiles())
 
 
 def _shipped_profiles() -> dict[str, str]:

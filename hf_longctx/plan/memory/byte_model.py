@@ -26,6 +26,7 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
 )
+from hf_longctx.plan.memory.head_pieces import PiecedLayerBytes
 from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments
 from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes, UnmixedLayerBytes
 from hf_longctx.plan.memory.round_bytes import (
@@ -298,6 +299,8 @@ class ByteModel:
         return known[key]
 
     def _counted_layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind) -> LayerBytes:
+        if policy.head_pieces > 1 and kind.attends:
+            return PiecedLayerBytes(self.model, load, policy, tile_tokens)
         if not kind.has_state:
             return (LayerBytes if kind.attends else UnmixedLayerBytes)(self.model, load, policy, tile_tokens)
         mixer = StateLayerBytes(self.model, load, policy, tile_tokens)

@@ -53,24 +53,43 @@ def lean_policy(
     return ActivationPolicy(0, 0, tuple(layers), tile_tokens)
 
 
+def in_pieces(policy: ActivationPolicy, head_pieces: int) -> ActivationPolicy:
+    """The policy of a lean chunk with attention of every layer in so many pieces of heads."""
+    # equal layers share one object
+    known = {id(layer): replace(layer, head_pieces=head_pieces) for layer in policy.layers}
+    return replace(policy, layers=tuple(known[id(layer)] for layer in policy.layers))
+
+
 def may_rerun(model: ModelSpec, parameters: Parameters) -> bool:
     """Whether layers of a run without stages may run once more to make the next layer's input: they meet no other ranks then."""
     is_plain = model.states.is_empty and model.index.is_empty and not model.experts.num_experts
     return is_plain and parameters == "replicated" and model.num_layers > 1
 
 
-def most_tokens(model: ModelSpec, device_bytes: int, host_bytes: int, tile_tokens: int, reruns: bool = False, **load: Any) -> int:
+def most_tokens(
+    model: ModelSpec,
+    device_bytes: int,
+    host_bytes: int,
+    tile_tokens: int,
+    reruns: bool = False,
+    head_pieces: int = 1,
+    **load: Any,
+) -> int:
     """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
 
     device_bytes: bytes of the device that weights, gradients and optimizer states leave free. reruns: layers may run once more to
-    make the next layer's input, see `may_rerun`. load: fields of `Load` such as is_shared, with which the result is a rank's
-    share of the document.
+    make the next layer's input, see `may_rerun`. head_pieces: most pieces of heads in which attention may run. load: fields of
+    `Load` such as is_shared, with which the result is a rank's share of the document.
     """
 
     def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
         # copies that come back from the host take device memory too, so with few layers offloading may not pay
-        ways = [(limit, again) for again in {False, reruns} for limit in {0, host_bytes}]
-        return tuple(lean_policy(model, num_tokens, limit, tile_tokens, reruns=again) for limit, again in ways)
+        ways: list[tuple[int, bool, int]] = [
+            (limit, again, pieces) for again in {False, reruns} for pieces in {1, head_pieces} for limit in {0, host_bytes}
+        ]
+        return tuple(
+            in_pieces(lean_policy(model, num_tokens, limit, tile_tokens, reruns=again), pieces) for limit, again, pieces in ways
+        )
 
     like = replace(Load.document(1, model.num_layers), **load)
     return ByteModel(model).longest(device_bytes, host_bytes, policies, like)

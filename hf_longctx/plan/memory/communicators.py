@@ -22,7 +22,8 @@ def num_communicators(
     """Number of groups that the rank with the most of them is in, the default group included; 0 for a single rank.
 
     degrees: those of groups that exchange heads (`cost_model.block_sizes`). shard_ranks: ranks that share one copy of the
-    parameters. lends: stages may lend ranks to each other.
+    parameters; with 1, gradients are summed early in a group of their own, unless stages lend ranks. lends: stages may lend
+    ranks to each other.
     """
     if num_ranks == 1:
         return 0
@@ -34,7 +35,8 @@ def num_communicators(
     )
     # shards, and ranks with equal shards
     sharding = (1 + (shard_ranks < per_stage)) if shard_ranks > 1 else 0
-    return 1 + most + sharding
+    early_sums = shard_ranks == 1 and per_stage > 1 and not lends
+    return 1 + most + sharding + early_sums
 
 
 def usable_bytes(device_bytes: int, num_communicators: int) -> int:

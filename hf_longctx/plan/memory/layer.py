@@ -366,8 +366,20 @@ class LayerBytes:
         outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange
         if self.is_plain:
             outside -= self._replayed_norm * self.tokens
-        outside += (2 * k * self._wide if is_lone else a + 2 * k) * self.tokens
-        most = 0
+        outside += (self._lone_sums if is_lone else a + 2 * k) * self.tokens
+        return outside + self._operator_backward()
+
+    @property
+    def _lone_sums(self) -> int:
+        """Bytes per token of gradients of keys and values of a lone document, summed over the query heads that read them."""
+        _, a, k, _ = self._sizes
+        return 2 * k * self._wide if a != k else 0
+
+    def _operator_backward(self) -> int:
+        """Bytes of attention's backward beside its inputs and the gradients that it returns."""
+        _, a, k, _ = self._sizes
+        load, most = self.load, 0
+        is_lone = len(load.documents) == 1 and not load.sliced_tokens
         for before, document in pairwise((0, *load.documents)):
             # gradients of the document before, with those of keys and values summed over heads in fp32
             found = (a + 2 * k * self._wide) * before
@@ -394,7 +406,7 @@ class LayerBytes:
         longest = max(load.documents, default=0)
         # values, outputs and their gradients are copied where values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
-        return outside + most + self._hops_back + self._choice + self._score_blocks(longest, longest + load.front_tokens)
+        return most + self._hops_back + self._choice + self._score_blocks(longest, longest + load.front_tokens)
 
     def _heads_at_once(self, num_tokens: int) -> float:
         """Share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of the keys."""

@@ -241,10 +241,23 @@ class ChunkSeconds:
                 shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk, kind)]
                 again_s = sum(item.recompute_part_s(share.recompute) for item, share in shares[1:])
                 again_s += self.saved(chunk, before)[0].recompute_part_s(shares[0][1].recompute)
+                again_s += self._pieces_s(chunk, layer.head_pieces, shares[2][0].recompute_s)
                 copied = sum(item.num_bytes * share.host for item, share in shares)
                 found = again_s, copied / self.costs.cluster.hardware.copy_bytes_per_s
             self._layers[key] = layer, found
         return self._layers[key][1]
+
+    def _pieces_s(self, chunk: int, head_pieces: int, projections_s: float) -> float:
+        """Seconds that pieces of heads add to a layer: projections and their exchange once more, and messages of every piece.
+
+        A forward, a replay and a backward exchange each piece by itself.
+        """
+        if head_pieces == 1:
+            return 0.0
+        costs, shape, tokens = self.costs, self.group.shape, self.group.chunks[chunk].num_tokens
+        (fixed_s, token_s), (back_s, _) = (costs.exchange_line(shape, is_backward) for is_backward in (False, True))
+        exchange_s = fixed_s + token_s * max(tokens, shape.degree) + (head_pieces - 1) * (2 * fixed_s + back_s)
+        return projections_s + exchange_s / costs.model.num_layers
 
     def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
         """Tensors that a layer saves for a chunk."""

@@ -1,4 +1,4 @@
-"""Predicts the seconds in which ranks gather sharded weights and sum gradients, beside the chunks that `evaluate` predicts.
+"""Predicts the seconds in which ranks gather sharded weights, sum gradients and update weights, beside the chunks of `evaluate`.
 
 They stand apart because FSDP2 gathers the next layer while the present one computes, so that only a part of these seconds
 lengthens a step, and because coefficients that were measured in a run contain that part already.
@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_longctx.plan.core.types import StagePlan, StepPlan
+from hf_longctx.plan.core.sharding import is_lent
+from hf_longctx.plan.core.types import SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, round_traffic
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.stage import part_state_bytes
 from hf_longctx.plan.prediction.evaluate import RankUse
 
 
@@ -20,11 +23,14 @@ class WeightSeconds:
     """Seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile.
 
     gathers_s: for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches. sum_s: the
-    sum of gradients over copies, once after the last backward. Empty and 0 if the cost model was measured.
+    sum of gradients over copies, once per step. update_s: the optimizer. hidden_s: most seconds of that sum that run beside the
+    last backward. Empty and 0 if the cost model was measured.
     """
 
     gathers_s: tuple[float, ...] = ()
     sum_s: float = 0.0
+    update_s: float = 0.0
+    hidden_s: float = 0.0
 
     @property
     def gather_s(self) -> float:
@@ -34,17 +40,18 @@ class WeightSeconds:
     def range_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> tuple[float, float]:
         """Least and most seconds of a step that takes `step_s` without these.
 
-        Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts. Most: nothing
-        runs beside them. The sum over copies runs alone in both.
+        Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of
+        replicated weights run beside the last backward. Most: nothing runs beside them. The update counts in full in both.
         """
+        alone_s = self.sum_s + self.update_s
         if not self.gathers_s:
-            return step_s + self.sum_s, step_s + self.sum_s
+            return step_s + alone_s - self.hidden_s, step_s + alone_s
         on_links_s = max(rank.exchange_s + gather_s for rank, gather_s in zip(ranks, self.gathers_s, strict=True))
-        return max(step_s, once_s + on_links_s) + self.sum_s, step_s + self.gather_s + self.sum_s
+        return max(step_s, once_s + on_links_s) + alone_s - self.hidden_s, step_s + self.gather_s + alone_s
 
 
 def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
-    """Seconds in which the ranks of `plan` gather weights and sum gradients; none if the coefficients of `costs` were measured.
+    """Seconds in which the ranks of `plan` gather, sum and update weights; none if the coefficients of `costs` were measured.
 
     Coefficients that follow from the hardware's rates contain neither. Measured ones contain what their measurement had, and are
     not told apart from it.
@@ -52,7 +59,37 @@ def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
     if not plan.micro_batches or costs.coefficients != default_coefficients(costs.model, costs.cluster):
         return WeightSeconds()
     found = [_of_stage(plan, place, costs) for place in range(plan.num_stages)]
-    return WeightSeconds(tuple(s for each in found for s in each.gathers_s), max(each.sum_s for each in found))
+    gathers_s = tuple(s for each in found for s in each.gathers_s)
+    longest = max(found, key=lambda each: each.sum_s)
+    # rest of the longest sum, but never less than of another stage's
+    left_s = max(each.sum_s - each.hidden_s for each in found)
+    return WeightSeconds(gathers_s, longest.sum_s, _update_s(plan, costs), longest.sum_s - left_s)
+
+
+def hidden_sums_s(layer_sums_s: float, backward_s: float, num_layers: int) -> float:
+    """Seconds of early sums that run beside the last backward.
+
+    layer_sums_s: seconds of the sums of all layers, which are equal. backward_s: of the backward of these layers. A layer's sum
+    starts when its backward and the sum of the layer after it have ended, so that the sum of the first layer always remains, and
+    more where sums take longer than backwards.
+    """
+    return (num_layers - 1) / num_layers * min(layer_sums_s, backward_s) if num_layers else 0.0
+
+
+def _update_s(plan: StepPlan, costs: CostModel) -> float:
+    """Seconds of the optimizer, which reads and writes all states once: 0 if the rate of the device's memory is unknown.
+
+    States on the host are updated there, at the rate of copies to it, which the memory of a host gives each of its devices.
+    """
+    hardware, bytes_of = costs.cluster.hardware, ByteModel(costs.model)
+    last, share = plan.num_stages - 1, 1 if plan.parameters == "replicated" else plan.block_ranks
+    stages = plan.micro_batches[0].groups[0].stages
+    whole = max(
+        part_state_bytes(costs.model, stage.num_layers, place == 0, place == last, "replicated", 1)
+        for place, stage in enumerate(stages)
+    )
+    device_s = 2 * whole / share / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
+    return device_s + 2 * bytes_of.host_states(plan.parameters, share) / hardware.copy_bytes_per_s
 
 
 def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
@@ -70,7 +107,29 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
             gathers[index] += costs.coefficients.forward.exchange_s(traffic)
     to_copies = copies_traffic(weights, cluster, block, plan.ranks_per_stage // block)
     gathers_s = tuple(gathers[position // block] for position in range(plan.ranks_per_stage))
-    return WeightSeconds(gathers_s, costs.coefficients.forward.exchange_s(to_copies))
+    sum_s = costs.coefficients.forward.exchange_s(to_copies)
+    return WeightSeconds(gathers_s, sum_s, hidden_s=_hidden_s(plan, place, costs, sum_s) if sum_s else 0.0)
+
+
+def _hidden_s(plan: StepPlan, place: int, costs: CostModel, sum_s: float) -> float:
+    """Most seconds of a stage's sum over copies that early sums hide; sums over shards, or of lent stages, start at the end."""
+    groups = plan.micro_batches[-1].groups
+    if plan.block_ranks > 1 or any(is_lent(group) for micro_batch in plan.micro_batches for group in micro_batch.groups):
+        return 0.0
+    num_layers = groups[0].stages[place].num_layers
+    whole = StageWeights.of(costs.model, num_layers, place == 0, place == plan.num_stages - 1)
+    layers = StageWeights.of(costs.model, num_layers, False, False)
+    share = min(1.0, layers.gradients / whole.gradients)
+    return hidden_sums_s(share * sum_s, max(_last_backward_s(group, place, costs) for group in groups), num_layers)
+
+
+def _last_backward_s(group: SequenceGroup, place: int, costs: CostModel) -> float:
+    stage = group.stages[place]
+    last = next((action for action in reversed(stage.actions) if action.kind == "B"), None)
+    if last is None:
+        return 0.0
+    chunk = next(chunk for chunk in group.chunks if chunk.index == last.chunk)
+    return costs.backward_s(chunk, group.shape, stage.parts[last.part].num_layers)
 
 
 def _num_forwards(stage: StagePlan) -> int:

@@ -486,13 +486,20 @@ class _LayerBinding:
             slot.whole_input_bytes = sum(x.numel() * x.element_size() for x in inputs if isinstance(x, Tensor))
         with hooks:
             output = checkpoint(layer_forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-        if slot.feeds_next and len(inputs) == 1 and isinstance(output, Tensor):
+        # some layers return a tuple, hidden states first
+        hidden = output[0] if isinstance(output, tuple) else output
+        if slot.feeds_next and isinstance(hidden, Tensor) and not any(isinstance(x, Tensor) for x in inputs[1:]):
             following = context.activations.slots[self.index + 1]
-            following.rerun_before = Rerun(slot, self._rerun(function, context, slot), output)
+            following.rerun_before = Rerun(slot, self._rerun(function, inputs[1:], context, slot), hidden)
         return output
 
-    def _rerun(self, function: partial[Any], context: Any, first: LayerSlot) -> Callable[[Tensor], Tensor]:
-        """Forward of the layer without a graph, which leaves the records of its first run as they are."""
+    def _rerun(
+        self, function: partial[Any], others: tuple[Any, ...], context: Any, first: LayerSlot
+    ) -> Callable[[Tensor], Tensor]:
+        """Forward of the layer without a graph, which leaves the records of its first run as they are.
+
+        others: the layer's positional arguments after the hidden states, no tensors.
+        """
         device = next(self.modules.layer.parameters()).device.type
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         tile_tokens, head_pieces = first.tile_tokens, first.head_pieces
@@ -502,8 +509,9 @@ class _LayerBinding:
             slot = LayerSlot(replace(_NOTHING_KEPT, head_pieces=head_pieces), tile_tokens, None, None)
             # backward does not restore autocast by itself
             with torch.no_grad(), torch.autocast(*autocast), _Inside(self, slot, context.tokens, is_replay=False):
-                output: Tensor = _forward_with(function, context, slot)(hidden_1TC)
-            return output
+                output = _forward_with(function, context, slot)(hidden_1TC, *others)
+            made: Tensor = output[0] if isinstance(output, tuple) else output
+            return made
 
         return run
 

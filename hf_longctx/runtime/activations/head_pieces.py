@@ -174,15 +174,19 @@ class _Noted(AttentionRecord):
 
 
 class _Given(AttentionRecord):
-    """Hands over the output and LSE that the forward of a piece noted."""
+    """Hands over the output and LSE that the forward of a piece noted, once.
+
+    The output becomes that of attention's node, which holds this record: if the record kept it, they would hold each other.
+    """
 
     def __init__(self, out_ShE: Tensor, lse_hS: Tensor) -> None:
         super().__init__(_KEPT)
         self.is_replay = True
-        self._result = KeptOutput(0, out_ShE, lse_hS)
+        self._result: KeptOutput | None = KeptOutput(0, out_ShE.detach(), lse_hS)
 
-    def take(self) -> KeptOutput:
-        return self._result
+    def take(self) -> KeptOutput | None:
+        result, self._result = self._result, None
+        return result
 
 
 class PiecedAttention:
@@ -286,6 +290,8 @@ class _InPieces(torch.autograd.Function):
             sums.add_norms(found[3:])
             for number, dy_1Th in enumerate(found[:3]):
                 sums.add_rows(number, piece.features[number], dy_1Th.flatten(0, -2), x_TC)
+            # not beside the next piece's
+            del found, dy_1Th
         if biases[3] is not None and ctx.needs_input_grad[9]:
             sums.biases[3] = gradient_TC.sum(0)
         return sums.gradients(x_1TC)

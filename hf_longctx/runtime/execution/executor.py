@@ -119,13 +119,15 @@ class StepExecutor:
         memory = StepMemory()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        with self.parameters.in_step():
+        # lent ranks sum over all stages, in another group
+        with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None):
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
                 if is_lent(group):
                     current: Round = LentRound(host, group, stage, inputs[index], index)
                 else:
                     current = Round(host, group, stage, inputs[index], index, is_counted)
+                    current.is_last_of_plan = index == len(plan.rounds) - 1
                 total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
                 memory = memory.most(current.memory)
         self._settle_routers()
@@ -192,11 +194,13 @@ class StepExecutor:
 
     @contextmanager
     def _forgetting_broken_steps(self) -> Iterator[None]:
-        """Context that drops the expert balance of a step that raised, so that the next step starts without it."""
+        """Context that forgets a step that raised: the next one starts without its expert balance, and sums at its end."""
         try:
             yield
         except BaseException:
             self._router_loss, self._is_in_step = None, False
+            # sums that have started would meet those of a later step
+            self.pool.drop_early()
             if self.routers is not None:
                 self.routers.forget()
             raise

@@ -61,6 +61,7 @@ class Round:
         self.activations: dict[_Pass, ChunkActivations] = {}
         self.memory = StepMemory()
         self.num_backwards = 0
+        self.is_last_of_plan = False
         self.books: list[KVBook] = []
         self.state_book = StateBook()
         self.messages: RoundMessages | None = None
@@ -141,7 +142,8 @@ class Round:
         output, gradient = self.outputs.pop(key), self.gradients.pop(key, None)
         self.num_backwards -= 1
         self.host.settle_routers()
-        self.host.parameters.before_backward(is_last=not self.num_backwards)
+        is_last = not self.num_backwards
+        self.host.parameters.before_backward(is_last, is_last and self.is_last_of_plan)
         # with adapters on later layers only, the first stages have nothing to train
         if output.requires_grad:
             with self._routing(action):

@@ -1,4 +1,4 @@
-"""Sums the gradients of a step: over chunks in at least fp32, then once over ranks, in flat buckets.
+"""Sums the gradients of a step: over chunks in at least fp32, then once over ranks, in buckets, some of them early.
 
 `ReplicatedParameters` and `sharded.ShardedParameters` use it; the executor calls those.
 """
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.runtime.parameters.early_sums import EarlyGroup, EarlySums
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 * 2**20
@@ -73,28 +74,65 @@ class GradientSum:
             self._wide[parameter] = gradient.float()
         parameter.grad = None
 
-    def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
+    def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None, early: EarlySums | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
         A rank without a gradient for a parameter adds zeros if another rank has one. The gradient of `tied` is also summed over
-        the two stages that hold it. Every rank of a group must call it with equal parameters in equal order. Only the local
-        shard of a sharded gradient is summed, so the ranks of the group must hold equal shards. Runs on the current stream, and
-        waits once for the device if there is a group.
+        the two stages that hold it. `early` has summed gradients over `group` already. Every rank of a group must call it with
+        equal parameters in equal order. Only the local shard of a sharded gradient is summed, so the ranks of the group must hold
+        equal shards. Runs on the current stream, and waits once for the device if there is a group.
         """
         for parameter in [parameter for parameter in self._wide if not parameter.requires_grad]:
             del self._wide[parameter]
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if group is not None:
-            used = _any_rank([self._has_gradient(parameter) for parameter in trained], trained, group)
-            sums = [local_shard(self._sum_of(parameter)) for parameter, is_used in zip(trained, used, strict=True) if is_used]
-            for bucket in _buckets(sums):
-                _sum_bucket(bucket, group)
+            self._reduce_over(group, trained, early)
         if tied is not None and tied.parameter.requires_grad:
-            (is_used,) = _any_rank([self._has_gradient(tied.parameter)], [tied.parameter], tied.ends)
+            (is_used,) = _most_over_ranks([self._has_gradient(tied.parameter)], tied.parameter, tied.ends)
             if is_used:
                 _sum_bucket([local_shard(self._sum_of(tied.parameter))], tied.ends)
         for parameter in list(self._wide):
             parameter.grad = self._wide.pop(parameter).to(parameter.dtype)
+
+    def _reduce_over(self, group: dist.ProcessGroup, trained: list[nn.Parameter], early: EarlySums | None) -> None:
+        """Leaves sums over `group` where this rank's gradients add up, and nothing for parameters that no rank used."""
+        had = {} if early is None else early.start_all()
+        has = [self._has_gradient(parameter) for parameter in trained]
+        used = [now or had.get(parameter, False) for parameter, now in zip(trained, has, strict=True)]
+        late = [now and parameter in had for parameter, now in zip(trained, has, strict=True)]
+        backward_s = 0.0 if early is None else early.backward_s
+        *flags, longest_s = _most_over_ranks([*used, *late, backward_s], trained[0], group) if trained else [0.0]
+        is_used = dict(zip(trained, flags, strict=False))
+        is_late = dict(zip(trained, flags[len(trained) :], strict=True))
+        found = {} if early is None else early.finish(longest_s, [parameter for parameter in trained if is_late[parameter]])
+        left = [each for each in trained if is_used[each] and (each not in found or is_late[each])]
+        for bucket in _buckets([local_shard(self._sum_of(parameter)) for parameter in left]):
+            _sum_bucket(bucket, group)
+        for parameter, total in found.items():
+            if is_late[parameter]:
+                total += self.take(parameter)[0]
+            if is_used[parameter]:
+                self._keep(parameter, total)
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Dtype in which a parameter's gradients add up."""
+        return torch.float32 if self._in_fp32 and parameter.dtype in HALF_DTYPES else parameter.dtype
+
+    def take(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """Gives up this rank's gradient of a parameter; zeros, and False, if there is none."""
+        has_gradient = self._has_gradient(parameter)
+        if self._in_fp32:
+            self._absorb(parameter)
+        total = self._sum_of(parameter)
+        self._wide.pop(parameter, None)
+        parameter.grad = None
+        return total, has_gradient
+
+    def _keep(self, parameter: nn.Parameter, total: Tensor) -> None:
+        if total.dtype == parameter.dtype:
+            parameter.grad = total
+        else:
+            self._wide[parameter] = total
 
     def _has_gradient(self, parameter: nn.Parameter) -> bool:
         return parameter in self._wide or parameter.grad is not None
@@ -104,28 +142,28 @@ class GradientSum:
         if parameter not in self._wide:
             if parameter.grad is not None:
                 return parameter.grad
-            if not (self._in_fp32 and parameter.dtype in HALF_DTYPES):
+            if (dtype := self.dtype_of(parameter)) == parameter.dtype:
                 parameter.grad = torch.zeros_like(parameter)
                 return parameter.grad
-            self._wide[parameter] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+            self._wide[parameter] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return self._wide[parameter]
 
 
-def _any_rank(flags: Sequence[bool], parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[bool]:
-    """For every parameter, whether its flag is set on some rank of `group`. Collective; waits for the device."""
-    if not flags:
-        return []
-    found = torch.tensor(flags, dtype=torch.uint8, device=local_shard(parameters[0]).device)
+def _most_over_ranks(values: Sequence[float], parameter: nn.Parameter, group: dist.ProcessGroup) -> list[float]:
+    """The largest of every value over the ranks of `group`, exchanged where `parameter` is. Collective; waits for the device."""
+    found = torch.tensor(values, dtype=torch.float64, device=local_shard(parameter).device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in found.tolist()]
+    most: list[float] = found.tolist()
+    return most
 
 
 class ReplicatedParameters:
-    """Parameters of a plain or DDP-wrapped model: whole on every rank, gradients summed once at the end of a step."""
+    """Parameters of a plain or DDP-wrapped model: whole on every rank, gradients summed over ranks once per step."""
 
     def __init__(self, model: nn.Module, fp32_gradients: bool) -> None:
         self.model = model
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
+        self.early = EarlySums(model, self.gradients.take, self.gradients.dtype_of)
 
     def check(self, parameters: Parameters) -> None:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
@@ -133,28 +171,32 @@ class ReplicatedParameters:
             raise ValueError(f"the plan expects {parameters} parameters, but this model is not sharded; apply shard_model to it")
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Context around all forwards and backwards of a step.
+    def in_step(self, early_group: EarlyGroup | None = None) -> Iterator[None]:
+        """Context around all forwards and backwards of a plan.
 
-        It switches off DDP's own reducer, which expects one forward per backward; plans do not promise that.
+        It switches off DDP's own reducer, which expects one forward per backward; plans do not promise that. early_group: for
+        gradients that are summed in the last backward of the plan, which must be the last one of the step.
         """
         no_sync = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
-        with no_sync, self.gradients.absorbing():
+        with no_sync, self.gradients.absorbing(), self.early.in_step(early_group):
             yield
 
     def enter_round(self, parameters: Parameters) -> None:
         """Nothing to gather."""
 
-    def before_backward(self, is_last: bool) -> None:
-        """Nothing to announce."""
+    def before_backward(self, is_last: bool, is_last_of_plan: bool = False) -> None:
+        """Announces a backward: the last one of a micro-batch (`is_last`), or of this rank's plan."""
+        if is_last_of_plan:
+            self.early.begin_last()
 
     def after_backward(self) -> None:
         """Collects the gradients of a backward; call it after each one."""
         self.gradients.absorb()
+        self.early.end_backward()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the sum over `group` in every `.grad`, for `tied` also over its two stages. Collective over these ranks."""
-        self.gradients.reduce(group, tied)
+        self.gradients.reduce(group, tied, self.early)
 
     def free(self) -> None:
         """Nothing to free."""

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.core.time_limits import group_limit
+from hf_longctx.runtime.parameters.early_sums import EarlyGroup
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 
 # description of the mesh's groups in torch's logs
@@ -126,8 +127,8 @@ class ShardedParameters:
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
 
-    def in_step(self) -> AbstractContextManager[None]:
-        """Context around all forwards and backwards of a step; nothing to switch here."""
+    def in_step(self, early_group: EarlyGroup | None = None) -> AbstractContextManager[None]:
+        """Context around all forwards and backwards of a plan; nothing to switch here, and FSDP2 sums early by itself."""
         return nullcontext()
 
     def enter_round(self, parameters: Parameters) -> None:
@@ -136,7 +137,7 @@ class ShardedParameters:
         for layer in self.layers:
             layer.set_reshard_after_forward(not self._is_gathered, recurse=False)
 
-    def before_backward(self, is_last: bool) -> None:
+    def before_backward(self, is_last: bool, is_last_of_plan: bool = False) -> None:
         """Prepares a backward: the last one of a micro-batch (`is_last`) reduces gradients and frees weights.
 
         All ranks must agree on which backward is the last, since the reduction is collective.

@@ -70,7 +70,7 @@ class Links:
         lanes: dict[_Way, dist.ProcessGroup] = {}
         for lane in _LANES:
             for pair in _pairs(place, is_wrap=lane[1]):
-                group = dist.new_group(list(pair), timeout=timeout, pg_options=lane_options(timeout))
+                group = dist.new_group(list(pair), timeout=timeout, pg_options=few_multiprocessors(timeout))
                 if place.rank in pair:
                     lanes[lane, pair[pair[0] == place.rank]] = group
         found: dict[str, dist.ProcessGroup] = {}
@@ -100,15 +100,15 @@ class Links:
             work.wait()
 
 
-def lane_options(timeout: timedelta) -> Any:
-    """Options for a group of two ranks that send each other messages one by one; None on other backends than NCCL.
+def few_multiprocessors(timeout: timedelta, most: int = _LANE_CTAS) -> Any:
+    """Options for a group whose messages run beside computing; None on other backends than NCCL.
 
     A message that waits for its other end occupies as many multiprocessors as its communicator may use, by default up to 16.
     """
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _LANE_CTAS
+    options.config.max_ctas = most
     # torch warns if it differs from the group's
     options._timeout = timeout
     return options

@@ -11,6 +11,8 @@ hangs if ranks have created different numbers.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +32,13 @@ from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, slices_of
 from hf_longctx.runtime.attention.layout import GroupLayout
 from hf_longctx.runtime.core.time_limits import group_limit
-from hf_longctx.runtime.process_groups.links import Links, Place
+from hf_longctx.runtime.parameters.early_sums import EarlyGroup
+from hf_longctx.runtime.process_groups.links import Links, Place, few_multiprocessors
+
+# longest last backward with which gradients are summed early, as a share of a group's time-out
+_EARLY_SHARE = 1 / 8
+# multiprocessors that such a sum may occupy while layers compute on the others
+_SUM_CTAS = 8
 
 
 class GroupPool:
@@ -40,7 +48,8 @@ class GroupPool:
     only to groups created with it, so plans, forwards, backwards and the gradient reduction all run on groups of the pool. (The
     trainer's own gather of the logged loss runs on the default group, with its own time-out.) `lends`: stages may lend ranks to
     slices of other stages; then there are also groups of equal positions, for the stages from any one to the last and from the
-    first to any one.
+    first to any one. `sums_early`: gradients of replicated weights are summed during the last backward of a step, in a group of
+    their own (`early`).
     """
 
     def __init__(
@@ -50,11 +59,14 @@ class GroupPool:
         control: dist.ProcessGroup | None = None,
         num_stages: int = 1,
         lends: bool = False,
+        sums_early: bool = False,
     ) -> None:
         self.rank, self.num_ranks, self.num_stages = 0, 1, num_stages
         self.everyone: dist.ProcessGroup | None = None
         self.control = control
         self.links: Links | None = None
+        self.early: EarlyGroup | None = None
+        self._early_ranks: dist.ProcessGroup | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = {}
         if dist.is_initialized():
@@ -86,22 +98,45 @@ class GroupPool:
         if num_stages > 1:
             place = Place(self.rank, self.stage, num_stages, self.ranks_per_stage)
             self.links = Links.create(place, timeout, device)
+        if sums_early and self.ranks_per_stage > 1:
+            self.early = self._early_group(timeout)
+            self._early_ranks = self.early.ranks
         # NCCL connects the ranks of a group at its first use, which takes seconds and needs all of them: rings send messages
         # between some ranks only, and in a step ranks would wait for each other's first uses
-        for ranks, group in self._groups.items():
-            if self.rank in ranks:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        for group in [
+            *(group for ranks, group in self._groups.items() if self.rank in ranks),
+            *([] if self._early_ranks is None else [self._early_ranks]),
+        ]:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def _early_group(self, timeout: timedelta) -> EarlyGroup:
+        """Creates the groups of all stages' ranks for early sums; returns this rank's. Collective over all ranks."""
+        longest_s = timeout.total_seconds() * _EARLY_SHARE
+        # a rank waits for the last backward of another, besides the time that it may wait at the end of a step
+        timeout += timedelta(seconds=longest_s)
+        found = []
+        for first in range(0, self.num_ranks, self.ranks_per_stage):
+            ranks = list(range(first, first + self.ranks_per_stage))
+            group = dist.new_group(ranks, timeout=timeout, pg_options=few_multiprocessors(timeout, _SUM_CTAS))
+            found += [group] if self.rank in ranks else []
+        return EarlyGroup(found[0], longest_s)
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks of this rank's stage, which hold equal layers; None for a single rank."""
         return self.group(tuple(range(self.ranks_per_stage)))
 
+    def drop_early(self) -> None:
+        """Lets later steps sum all gradients at their ends; for a step that ended in an error, with sums under way."""
+        self.early = None
+
     def close(self) -> None:
         """Destroys all groups, including the control group. No rank may still run anything on them."""
         groups = [*self._groups.values(), *([self.control] if self.control is not None else [])]
         groups += self.links.groups if self.links is not None else ()
+        groups += [self._early_ranks] if self._early_ranks is not None else []
         self._groups, self.everyone, self.control, self.links = {}, None, None, None
+        self.early = self._early_ranks = None
         for group in groups:
             dist.destroy_process_group(group)
 

@@ -24,12 +24,13 @@ from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, Forecast, StepForecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import length_bins
+from hf_longctx.sim.prices import Price
 
 # annotation of a field -> types that its JSON value may have
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
-def forecast_record(forecast: Forecast) -> dict[str, Any]:
+def forecast_record(forecast: Forecast, price: Price | None = None) -> dict[str, Any]:
     """The forecast as plain data; "plan", "estimate" and "baselines" describe the first step, "mean" averages all steps."""
     scenario, first = forecast.scenario, forecast.steps[0] if forecast.steps else None
     return {
@@ -46,6 +47,8 @@ def forecast_record(forecast: Forecast) -> dict[str, Any]:
         "tokens_per_rank": scenario.tokens_per_rank,
         "kept_tokens_per_rank": scenario.kept_tokens,
         "planned_context_tokens": scenario.longest_tokens,
+        "planned_context_s": forecast.at_limit_s,
+        "usd_per_gpu_hour": None if price is None else price.usd_per_hour,
         "longest_context_tokens": forecast.longest_row.tokens,
         "longest_context_s": forecast.longest_row.step_s,
         "longest_context": [dataclasses.asdict(row) for row in forecast.longest],
@@ -90,7 +93,8 @@ def _weights_record(of: Execution | Forecast) -> dict[str, float]:
     """Seconds of gathers of weights and of sums of gradients, which `step_s` leaves out, and those of a step with them."""
     least_s, most_s = of.range_s
     weights = of.weights if isinstance(of, Execution) else of
-    return {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "least_step_s": least_s, "most_step_s": most_s}
+    parts = {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "update_s": weights.update_s}
+    return {**parts, "least_step_s": least_s, "most_step_s": most_s}
 
 
 def _memory_record(forecast: Forecast) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
+from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators
@@ -17,6 +18,8 @@ from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import LengthBin, length_bins
+from hf_longctx.sim.output.summary import answer, state_words
+from hf_longctx.sim.output.tables import Table, as_text
 from hf_longctx.sim.scenario import Scenario
 
 _GIB = 2**30
@@ -31,13 +34,18 @@ _EQUAL = 5e-3
 
 
 def forecast_text(forecast: Forecast) -> str:
-    """The whole report: step, layout with reasons, lengths, baselines, rejected alternatives, memory, and longest sequence."""
-    sections = [_head(forecast)]
+    """The whole report: answer, step, layout with reasons, lengths, baselines, alternatives, memory, and longest sequence."""
+    return as_text(forecast_sections(forecast))
+
+
+def forecast_sections(forecast: Forecast) -> list[list[str]]:
+    """Sections of the report, each a list of lines and tables."""
+    sections = [[answer(forecast), *_head(forecast)]]
     if forecast.steps:
         sections += [_step(forecast), _why(forecast), _lengths(forecast), _baselines(forecast), _rejected(forecast)]
         sections += [_ablation(forecast)]
     sections += [_memory(forecast), _longest(forecast)]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+    return [lines for lines in sections if lines]
 
 
 def _head(forecast: Forecast) -> list[str]:
@@ -65,11 +73,11 @@ def _step(forecast: Forecast) -> list[str]:
     gap = forecast.step_s / bound_s - 1
     over = f"mean of {len(forecast.steps)} steps" if len(forecast.steps) > 1 else "one step"
     return [
-        f"STEP  {_seconds(forecast.step_s)} ({over} of {len(first.lengths):,} sequences), {forecast.tokens_per_s:,.0f} tokens/s",
-        f"  lower bound for these degrees and this memory: {_seconds(bound_s)}; this plan is within {gap:.1%} of optimal",
+        f"STEP  {duration(forecast.step_s)} ({over} of {len(first.lengths):,} sequences), {forecast.tokens_per_s:,.0f} tokens/s",
+        f"  lower bound for these degrees and this memory: {duration(bound_s)}; this plan is within {gap:.1%} of optimal",
         f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
-        *_weights_lines(forecast.gather_s, forecast.sum_s, forecast.range_s),
-        f"  planned in {_seconds(first.estimate.solve_s)} on this CPU ({first.estimate.solver}); a run plans one step ahead",
+        *_weights_lines(forecast.gather_s, forecast.sum_s, forecast.update_s, forecast.range_s),
+        f"  planned in {duration(first.estimate.solve_s)} on this CPU ({first.estimate.solver}); a run plans one step ahead",
         f"  layout of the first step ({_micro_batches(first)}, <degree x groups>):",
         *_wrapped(first.folded_layouts),
     ]
@@ -149,7 +157,7 @@ def _baselines(forecast: Forecast) -> list[str]:
     rows = [_choice_row(choice, ours) for choice in forecast.baselines]
     return [
         f"BASELINES  same sequences, same cost model, same memory{kept}; static has to hold {forecast.context_limit:,} tokens",
-        *_table(("", "seconds", "this plan", ""), [("this plan", _seconds(ours), "", ""), *rows]),
+        *_table(("", "seconds", "this plan", ""), [("this plan", duration(ours), "", ""), *rows]),
     ]
 
 
@@ -161,7 +169,7 @@ def _rejected(forecast: Forecast) -> list[str]:
     # one row for all degrees that are too small, with the reason of the largest of them
     rows = [_choice_row(replace(choice, name=f"all groups of {choice.degree} or fewer"), ours) for choice in impossible[-1:]]
     rows += [_choice_row(choice, ours) for choice in forecast.alternatives if choice not in impossible]
-    return [f"REJECTED  for the first step, against {_seconds(ours)}", *_table(("", "seconds", "this plan", ""), rows)]
+    return [f"REJECTED  for the first step, against {duration(ours)}", *_table(("", "seconds", "this plan", ""), rows)]
 
 
 def _ablation(forecast: Forecast) -> list[str]:
@@ -172,7 +180,7 @@ def _ablation(forecast: Forecast) -> list[str]:
     for row in (together, *alone):
         factor = row.step_s / together.step_s if together.is_possible else 0.0
         slower = f"{factor:.2f}x" if row.is_possible and factor else ""
-        rows.append((row.name, _seconds(row.step_s) if row.is_possible else "-", slower, _shortened(row.detail, 90)))
+        rows.append((row.name, duration(row.step_s) if row.is_possible else "-", slower, _shortened(row.detail, 90)))
     return [
         "ABLATION  the first step by each system alone, with pipeline stages where it has them, and by all in one plan",
         *_table(("", "seconds", "of all", ""), rows),
@@ -186,7 +194,7 @@ def _choice_row(choice: Choice, ours_s: float) -> tuple[str, ...]:
     verdict = f"{factor:.2f}x faster" if factor > 1 else f"{1 / factor:.2f}x slower"
     if abs(factor - 1) < _EQUAL:
         verdict = "equal"
-    return choice.name, _seconds(choice.step_s), verdict, _shortened(choice.layout or choice.detail)
+    return choice.name, duration(choice.step_s), verdict, _shortened(choice.layout or choice.detail)
 
 
 def _reserved(scenario: Scenario) -> list[tuple[str, str, str]]:
@@ -234,6 +242,7 @@ def _memory(forecast: Forecast) -> list[str]:
     return [
         f"MEMORY  of the fullest rank, {source}",
         *_table(("", "GiB", ""), rows),
+        *([f"  states: {words}"] if (words := state_words(memory)) else []),
         *(_use_lines(use) if use else []),
         "",
         *_table(("how they live", "GiB", "tokens per rank", "longest sequence", ""), ways),
@@ -251,28 +260,16 @@ def _use_lines(use: MemoryUse) -> list[str]:
             phrases.append(f"{_gib(use.host_bytes)} GiB of host memory on the fullest rank")
         if use.num_sliced:
             phrases.append(f"{use.num_sliced} group(s) in up to {use.most_slices} slices")
-        phrases.append(f"{_seconds(use.added_s)} added to their passes")
+        phrases.append(f"{duration(use.added_s)} added to their passes")
     lines = [f"  activations: {'; '.join(phrases)}"]
     return [*lines, f"  {use.reason}"] if use.reason else lines
 
 
 def _longest(forecast: Forecast) -> list[str]:
-    scenario, memory, best = forecast.scenario, forecast.scenario.memory, forecast.longest_row
+    scenario, memory = forecast.scenario, forecast.scenario.memory
     planned, positions = scenario.longest_tokens, scenario.costs.model.max_positions
-    degree = scenario.placement.degrees[-1]
     over = "" if scenario.costs.model.packed.is_empty else " over weights of four bits"
     trained = f"LoRA of rank {memory.lora_rank}{over}" if memory.lora_rank else "all weights trained"
-    rows = [(row.switches, f"{row.tokens:,}", _seconds(row.step_s) if row.tokens else "-", "") for row in forecast.longest]
-    lines = [
-        f"LONGEST SEQUENCE  {best.tokens:,} tokens on {_ranks(degree)}, {trained}; "
-        f"a step with one alone takes {_seconds(best.step_s)}",
-        f"  {1 - memory.usable_bytes / memory.device_bytes:.0%} of each device is reserved, here and in planned steps",
-        *_table(("what the activation engine does", "tokens", "step", ""), rows),
-    ]
-    if best.tokens > positions:
-        lines.append(
-            f"  the model itself has {positions:,} positions; beyond them its RoPE or position embeddings must be extended"
-        )
     if memory.is_measured:
         how = "as was measured"
     elif memory.keeps_everything:
@@ -280,26 +277,53 @@ def _longest(forecast: Forecast) -> list[str]:
     else:
         kept = min(scenario.kept_tokens, scenario.tokens_per_rank)
         how = f"everything kept up to {kept:,} on a rank, recomputed as needed above"
-        if scenario.costs.model.bytes_per_element == 2:
-            how += ",\n  with room for attention operators that copy heads, which the rows above do not count"
-    lines.append(f"  planned steps hold {planned:,} tokens ({_ranks(degree)} of {scenario.tokens_per_rank:,}): {how}")
+    lines = [
+        f"LONGEST SEQUENCE  {planned:,} tokens ({_ranks(scenario.placement.degrees[-1])} of {scenario.tokens_per_rank:,}), "
+        f"{trained}: {how}",
+        f"  {1 - memory.usable_bytes / memory.device_bytes:.0%} of each device is reserved",
+        *([] if memory.is_measured else _switches(forecast)),
+    ]
+    if planned > positions:
+        lines.append(
+            f"  the model itself has {positions:,} positions; beyond them its RoPE or position embeddings must be extended"
+        )
     rows = [
         (remedy.change, f"{remedy.longest_tokens:,}", f"{remedy.longest_tokens / planned:.1f}x", "")
         for remedy in forecast.remedies
     ]
-    return [*lines, *_table(("what would lengthen a planned one", "tokens", "", ""), rows)] if rows else lines
+    return [*lines, *_table(("what would lengthen it", "tokens", "", ""), rows)] if rows else lines
+
+
+def _switches(forecast: Forecast) -> list[str]:
+    """Rows for the switches of the activation engine that lengthen sequences; beside some, the same if attention is kept."""
+    rows: list[list[str]] = []
+    most, gains = -1, True
+    for row in forecast.longest:
+        cells = [f"{row.tokens:,}", duration(row.step_s) if row.tokens else "-"]
+        if not row.switches.startswith(" "):
+            gains, most = row.tokens > most, max(row.tokens, most)
+            if gains:
+                rows.append([row.switches, *cells, "", "", ""])
+        elif gains:
+            rows[-1][3:5] = cells
+    return _table(("what the activation engine does", "tokens", "step", "attention kept", "step", ""), rows)
 
 
 def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> str:
     """The report of a simulated step: seconds, shares, and a row per rank; consecutive ranks with equal rows share one."""
+    return as_text([execution_lines(plan, execution, costs, memory)])
+
+
+def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> list[str]:
+    """Lines and the table of `execution_text`."""
     folded: list[tuple[int, int, tuple[str, ...]]] = []
-    peaks = peak_bytes(plan, execution, costs, memory)
+    peaks, weights = peak_bytes(plan, execution, costs, memory), execution.weights
     for rank, on_device, on_host in zip(execution.ranks, peaks, execution.host_bytes, strict=True):
         cells = (
-            _seconds(rank.busy_s),
-            _seconds(rank.compute_s),
-            _seconds(rank.exchange_s),
-            _seconds(rank.idle_s),
+            duration(rank.busy_s),
+            duration(rank.compute_s),
+            duration(rank.exchange_s),
+            duration(rank.idle_s),
             f"{rank.peak_tokens:,}",
             _gib(on_device),
             _gib(on_host),
@@ -309,17 +333,15 @@ def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memor
         else:
             folded.append((rank.rank, rank.rank, cells))
     rows = [(str(first) if first == last else f"{first} to {last}", *cells) for first, last, cells in folded]
-    return "\n".join(
-        [
-            f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
-            f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
-            f"  {_seconds(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
-            *_weights_lines(execution.weights.gather_s, execution.weights.sum_s, execution.range_s),
-            f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB usable",
-            *_use_lines(memory_use(plan, execution, costs, memory)),
-            *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB", "host GiB"), rows),
-        ]
-    )
+    return [
+        f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
+        f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
+        f"  {duration(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
+        *_weights_lines(weights.gather_s, weights.sum_s, weights.update_s, execution.range_s),
+        f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB usable",
+        *_use_lines(memory_use(plan, execution, costs, memory)),
+        *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB", "host GiB"), rows),
+    ]
 
 
 def _ranks(count: int) -> str:
@@ -334,15 +356,17 @@ def _shares(compute: float, exchange: float, idle: float) -> str:
     return f"rank-seconds: {compute:.0%} computing, {exchange:.0%} communication, {idle:.0%} waiting"
 
 
-def _weights_lines(gather_s: float, sum_s: float, range_s: tuple[float, float]) -> list[str]:
-    """A line about gathers of weights and sums of gradients, which no other seconds of the report contain."""
-    parts = [f"gathers of sharded weights take {_seconds(gather_s)}"] if gather_s else []
-    parts += [f"sums of gradients over copies take {_seconds(sum_s)}"] if sum_s else []
+def _weights_lines(gather_s: float, sum_s: float, update_s: float, range_s: tuple[float, float]) -> list[str]:
+    """A line about gathers of weights, sums of gradients and the optimizer, which no other seconds of the tables contain."""
+    parts = [f"gathers of sharded weights take {duration(gather_s)}"] if gather_s else []
+    parts += [f"sums of gradients over copies take {duration(sum_s)}"] if sum_s else []
+    parts += [f"the optimizer takes {duration(update_s)}"] if update_s else []
     if not parts:
         return []
-    least, most = (_seconds(seconds) for seconds in range_s)
-    total = f"{least} to {most}, by how much of the gathers is hidden" if gather_s else most
-    return [f"  not included: {', '.join(parts)}; with them a step takes {total}"]
+    least, most = (duration(seconds) for seconds in range_s)
+    moved = "gathers" if gather_s else "sums"
+    total = f"{least} to {most}, by how much of the {moved} is hidden" if least != most else most
+    return [f"  beside it: {', '.join(parts)}; with them a step takes {total}"]
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:
@@ -356,24 +380,7 @@ def _shortened(text: str, limit: int = 60) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows below their header, indented by two; the first and last column are left-aligned, the others right-aligned."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = []
-    for row in (head, *rows):
-        cells = [
-            cell.ljust(width) if column in (0, len(head) - 1) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return [line for line in lines if line]
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 1e-7:
-        return "0 s"
-    if seconds >= 0.9995:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.3g} ms"
+    return [Table.of(head, rows)]
 
 
 def _gib(num_bytes: float) -> str:

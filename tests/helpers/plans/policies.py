@@ -65,8 +65,13 @@ def policies_for(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
     return with_policies(plan, chosen, validated=False)
 
 
-def offloading(host: float = 0.0, recompute: float = 1.0, mlp: float = 1.0, qkv: float = 1.0) -> LayerPolicy:
-    """Policy of a replayed layer: of what is not recomputed, the share `host` waits on the host, but nothing of the MLP does."""
+def offloading(
+    host: float = 0.0, recompute: float = 1.0, mlp: float = 1.0, qkv: float = 1.0, head_pieces: int = 1
+) -> LayerPolicy:
+    """Policy of a replayed layer: of what is not recomputed, the share `host` waits on the host, but nothing of the MLP does.
+
+    head_pieces: see `replayed`.
+    """
     kept = 1 - recompute
     return LayerPolicy(
         (
@@ -74,7 +79,8 @@ def offloading(host: float = 0.0, recompute: float = 1.0, mlp: float = 1.0, qkv:
             TensorShare("attention_output", recompute=recompute, host=host * kept, device=(1 - host) * kept),
             TensorShare("qkv", recompute=qkv, host=host * (1 - qkv), device=(1 - host) * (1 - qkv)),
             TensorShare("mlp", recompute=mlp, device=1 - mlp),
-        )
+        ),
+        head_pieces,
     )
 
 

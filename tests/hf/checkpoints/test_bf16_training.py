@@ -17,7 +17,7 @@ from helpers.trainers.trainer_runs import SKEWED, make_trainer
 
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT
+from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, has_host_states
 
 CASE = ModelCase(dtype=torch.bfloat16, tied=True)
 ARGUMENTS = {"max_steps": 4, "learning_rate": 1e-5, "warmup_steps": 0, "save_strategy": "steps", "save_steps": 4}
@@ -40,6 +40,11 @@ def train(rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any],
     """Trains on this rank; returns master weights, second moments, and weights, of the rank's stage."""
     trainer = make_trainer(CASE, rows, folder, config, {**ARGUMENTS, **arguments})
     trainer.train(resume_from_checkpoint=resume or None)
+    return values_of(trainer)
+
+
+def values_of(trainer: Any) -> Found:
+    """Master weights, second moments, and weights, of this rank's stage."""
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     states = {names[parameter]: state for parameter, state in trainer._plain_optimizer.state.items()}
     masters = {name: whole(state[MASTER_WEIGHT]).clone() for name, state in states.items() if MASTER_WEIGHT in state}
@@ -181,3 +186,47 @@ def test_plans_count_them(ranks, rows, tmp_path: Path, config: dict[str, Any]) -
     else:
         assert planned == pytest.approx(weights + states + 4 * count, rel=0.02)
         assert planned_on_host == 0
+
+
+def train_where_chosen(
+    rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], resume: str
+) -> tuple[Found, str, bool]:
+    """Trains like `train`; returns also what the run prints at its start, and whether its states lay on the host."""
+    trainer = make_trainer(CASE, rows, folder, config, ARGUMENTS)
+    opening = trainer.longctx_run.report.opening
+    trainer.train(resume_from_checkpoint=resume or None)
+    return values_of(trainer), opening, has_host_states(trainer._plain_optimizer)
+
+
+@resuming
+def test_states_go_where_the_longest_row_has_room_and_come_back(ranks, rows, runs, tmp_path: Path) -> None:
+    spec = replace(model_spec(build_model(CASE)), has_master_weights=True)
+    auto = {**CONFIGS["sharded"], "optimizer_states": "auto"}
+    small = {**auto, "device_gib": ByteModel(spec).states("sharded", 2) / 2**30, "tile_tokens": 16}
+    pool = ranks(2)
+    roomy, moved = (
+        pool.run(train_where_chosen, rows, str(tmp_path / name), config, "") for name, config in (("a", auto), ("b", small))
+    )
+    start = {name: weight.detach().float() for name, weight in build_model(CASE).named_parameters()}
+    for results, on_host in ((roomy, False), (moved, True)):
+        for (found, opening, is_on_host), expected in zip(results, runs["sharded"][1], strict=True):
+            assert is_on_host == on_host
+            assert f"optimizer states: on the {'host' if on_host else 'device'}; " in opening
+            assert "the longest sequence has 61" in opening
+            for values, others, before in zip(found[:2], expected[:2], (start, {}), strict=True):
+                for name, value in values.items():
+                    if on_host:
+                        # other plans round otherwise; weights are compared by how far they moved
+                        distance = others[name] - before.get(name, torch.zeros(()))
+                        assert (value - others[name]).norm() < 0.1 * distance.norm(), name
+                    else:
+                        assert torch.equal(value, others[name]), name
+    # no step is left to do: the states only move
+    for config, first, on_host in ((auto, "b", False), (small, "a", True)):
+        resumed = pool.run(
+            train_where_chosen, rows, str(tmp_path / f"then-{first}"), config, str(tmp_path / first / "checkpoint-4")
+        )
+        for (found, _, is_on_host), (expected, _, was_on_host) in zip(resumed, moved if first == "b" else roomy, strict=True):
+            assert (is_on_host, was_on_host) == (on_host, not on_host)
+            for values, others in zip(found, expected, strict=True):
+                assert values.keys() == others.keys() and all(torch.equal(values[name], others[name]) for name in values)

@@ -100,6 +100,7 @@ def test_spec_by_hand() -> None:
         tied_embeddings=False,
         bytes_per_element=4,
         qk_norms=True,
+        cuts_heads=True,
     )
 
 

@@ -68,6 +68,17 @@ def test_probes_use_what_plans_of_the_run_may(num_ranks: int, settings, names: l
         assert ranks == {LONE[0]: (0,), LONE[1]: (plan.ranks_per_stage - 1,)}
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_may_cut_heads_probes_it(num_ranks: int) -> None:
+    found = probes(num_ranks, model=replace(MODEL, cuts_heads=True))
+    ((name, plan),) = [(name, plan) for name, plan in found.items() if "pieces" in name]
+    pieces = replace(MODEL, cuts_heads=True).head_pieces(num_ranks)
+    assert pieces > 1 and f"in {pieces} pieces" in name
+    stages = [group.stages[0] for micro_batch in plan.micro_batches for group in micro_batch.groups]
+    assert {layer.head_pieces for stage in stages for policy in stage.activations for layer in policy.layers} == {pieces}
+    assert not any("pieces" in name for name in probes(num_ranks, has_policies=False, model=replace(MODEL, cuts_heads=True)))
+
+
 @pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 2), (4, 2), (5, 5), (6, 2)])
 def test_lent_stages_run_the_first_and_the_last_slices_of_the_long_document(num_ranks: int, num_stages: int) -> None:
     found = probes(num_ranks, ((1,),) * num_stages, lends=True, method="ulysses", parameters="replicated", shard_ranks=1)

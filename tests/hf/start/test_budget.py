@@ -14,7 +14,7 @@ from helpers.plans.cost_models import MODEL, cost_model
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start import budget
-from hf_longctx.hf.start.setup import choose_setup
+from hf_longctx.hf.start.setup import TrainingRows, choose_setup
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
@@ -63,11 +63,47 @@ def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activ
 
 
 def test_communicators_take_a_part_of_the_memory_that_the_user_gave(monkeypatch) -> None:
-    # the default group, all four ranks, and pairs: three communicators of half a GiB
+    # the default group, all four ranks for sums at the end and early ones, and pairs: four communicators of half a GiB
     costs = cost_model("exchange", 4)
     states = ByteModel(costs.model).most_states(RANGES, "replicated", 1)
     config = LongContextConfig(device_gib=(states + 4 * 2**30) / 2**30)
-    for takes_memory, expected in ((False, 4 * 2**30), (True, 5 * 2**29)):
+    for takes_memory, expected in ((False, 4 * 2**30), (True, 4 * 2**29)):
         monkeypatch.setattr(budget, "has_communicators", lambda _, found=takes_memory: found)
         found = budget.activation_budget(config, costs, RANGES, (1, 2), torch.device("cpu"), None)
         assert found.device_bytes == expected
+
+
+def auto_setup(gib: float, lengths: list[int], **settings: Any) -> Any:
+    """The setup of a run on one rank that chooses the place of optimizer states for rows of these lengths."""
+    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1, disable_tqdm=True)
+    config = LongContextConfig(**{"device_gib": gib, "tile_tokens": 16, "optimizer_states": "auto", **settings})
+    rows = [{"input_ids": [3] * length} for length in lengths]
+    return choose_setup(config, build_model(ModelCase(dtype=torch.bfloat16)), arguments, (1,), None, TrainingRows(rows or None))
+
+
+def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) -> None:
+    spec = replace(model_spec(build_model(ModelCase(dtype=torch.bfloat16))), has_master_weights=True)
+    gib = (ByteModel(spec).states() + ByteModel(spec).kept_bytes(20)) / 2**30
+    room = auto_setup(gib, [20], optimizer_states="device").room_tokens
+    assert 20 <= room < spec.max_positions
+    for longest, on_host in ((room, False), (room + 1, True)):
+        setup = auto_setup(gib, [5, longest, 7])
+        assert setup.costs.model.updates_on_host == on_host
+        assert setup.states_line.startswith(f"optimizer states: on the {'host' if on_host else 'device'}; ")
+        assert f"the longest sequence has {longest} tokens, and {room} fit " in setup.states_line
+        assert ("of host memory now free" in setup.states_line) == on_host
+        assert setup == replace(
+            auto_setup(gib, [5, longest, 7], optimizer_states="host" if on_host else "device"), states_line=setup.states_line
+        )
+    # a stream, or no set, may be as long as the settings allow
+    assert auto_setup(gib, []).costs.model.updates_on_host
+    assert not auto_setup(gib, [], max_length=room).costs.model.updates_on_host
+    assert not auto_setup(gib, [room + 1], tokens_per_rank=room).costs.model.updates_on_host
+    # without host memory they stay where they are, and the line says why
+    monkeypatch.setattr(budget, "bytes_of_host", lambda: (2**10, 2**30))
+    setup = auto_setup(gib, [room + 1])
+    assert not setup.costs.model.updates_on_host and "of the 0.00 GiB of host memory now free" in setup.states_line
+    with pytest.raises(
+        ValueError, match=r"'auto' finds no room\. On the device: weights.*On the host: optimizer_states='host' n"
+    ):
+        auto_setup(ByteModel(spec).states() / 2**30, [20])

@@ -24,6 +24,8 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTraine
 
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.models.attention import attention_name
+from hf_longctx.hf.start.setup import RunSetup
+from hf_longctx.hf.trainer import run
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 CASE = ModelCase(promoted=True)
@@ -409,16 +411,23 @@ def test_a_rank_that_is_slow_to_start_is_waited_for(ranks, rows) -> None:
 
 
 def train_with_ddp_arguments(rows: list[dict[str, list[int]]]) -> bool:
-    config = quiet_config(lookahead_batches=2, micro_batch_trials=1)
+    config = quiet_config(lookahead_batches=2, micro_batch_trials=1, optimizer_states="auto")
     with tempfile.TemporaryDirectory() as folder:
         arguments = {"max_steps": 1, "ddp_find_unused_parameters": False}
         trainer = make_stock_trainer(CASE, rows, folder, arguments, callbacks=[LongContextCallback(config)])
         with pytest.MonkeyPatch.context() as patch:
             lines: list[str] = []
             patch.setattr("hf_longctx.hf.stock.callback.logger.warning", lambda text, *values: lines.append(text % values))
+            setups: list[RunSetup] = []
+            patch.setattr(
+                run, "choose_setup", lambda *given, choose=run.choose_setup: setups.append(choose(*given)) or setups[-1]
+            )
             trainer.train()
-    is_said = any("lookahead_batches" in line and "micro_batch_trials" in line for line in lines)
-    return trainer.state.global_step == 1 and is_said == (dist.get_rank() == 0)
+    is_said = any(all(name in line for name in ("lookahead_batches", "micro_batch_trials", "optimizer_states")) for line in lines)
+    # the stock trainer's optimizer has its states on the device, and plans count them there
+    (setup,) = setups
+    is_planned = not setup.states_line and not setup.costs.model.updates_on_host
+    return trainer.state.global_step == 1 and is_planned and is_said == (dist.get_rank() == 0)
 
 
 def test_alone_it_leaves_ddp_its_arguments_and_says_what_it_does_not_use(ranks, rows) -> None:

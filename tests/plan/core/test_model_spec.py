@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes, saved_token_bytes
 
 LLAMA_7B = {
@@ -149,3 +151,9 @@ def test_the_index_of_sparse_attention_is_counted() -> None:
     shared = ModelSpec.from_config({**config, "indexer_types": ["full", "shared", "shared", "shared"]})
     assert (shared.index.num_chosen, shared.index.num_indexes, shared.index.passed_bytes) == (4, 1, 512)
     assert shared.pair_operations == dense.pair_operations + 16
+
+
+@pytest.mark.parametrize("block_ranks,pieces", [(1, 8), (2, 8), (4, 8), (8, 4), (16, 2), (32, 1), (3, 1)])
+def test_pieces_of_heads_are_as_many_as_ranks_share_evenly(block_ranks: int, pieces: int) -> None:
+    assert named_model("llama-3.1-8b").head_pieces(block_ranks) == pieces
+    assert replace(named_model("llama-3.1-8b"), cuts_heads=False).head_pieces(block_ranks) == 1

@@ -52,7 +52,7 @@ LEAST: dict[str, Any] = {
 
 def profile() -> HardwareProfile:
     """A profile with a different value in every field."""
-    spec = HardwareSpec("box", 3e12, 2e12, 7, 5e9, 4e9, 1e-4, 2e-5, 2.1, 2.6, 9e9, 11, ((2, 1e9), (6, 2e8)), "bench")
+    spec = HardwareSpec("box", 3e12, 2e12, 7, 5e9, 4e9, 1e-4, 2e-5, 2.1, 2.6, 9e9, 11, ((2, 1e9), (6, 2e8)), "bench", 8e11)
     coefficients = CostCoefficients(
         PassCoefficients(1e-9, 2e-6, 3e-2, 4e-5, 5e-10, 6e-10, 7e-5), PassCoefficients(2e-9, 3e-6, 4e-2), 0.5, "run 3"
     )

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.layer_kinds import IndexSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -24,10 +26,12 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.catalog import model_names, named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import LayerBytes, Load
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
+from hf_longctx.plan.planner import plan_step
 
 # Llama-3.1-8B, and a small model with half as many KV heads as heads
 LLAMA = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072, bytes_per_element=2)
@@ -244,3 +248,24 @@ def test_layers_that_are_one_object_are_counted_once(monkeypatch: pytest.MonkeyP
     half = LayerPolicy((TensorShare("mlp", recompute=0.5, device=0.5),))
     ByteModel(model).chunk(Load.document(100, model.num_layers), ActivationPolicy(0, layers=(half,) * 40))
     assert len(made) == 3
+
+
+def test_pieces_of_heads_make_room_for_longer_documents() -> None:
+    model = replace(named_model("llama-3.2-1b"), vocab_size=1000)
+    whole, pieces = (most_tokens(model, 8 * GIB, 64 * GIB, 2048, head_pieces=count) for count in (1, 8))
+    assert pieces > 1.2 * whole
+
+
+def test_plans_cut_heads_only_where_nothing_else_fits() -> None:
+    model, cluster = replace(named_model("llama-3.2-1b"), vocab_size=1000), ClusterSpec(1, 1, GENERIC_CPU)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster))
+    room = 8 * GIB, 64 * GIB, 2048
+    whole, most = (most_tokens(model, *room, head_pieces=count) for count in (1, 8))
+    budget = ActivationBudget(1, *room)
+    counts = []
+    for tokens in (whole - 100, (whole + most) // 2):
+        plan = plan_step(0, (tokens,), costs, PlannerConfig(tokens, (1,), activations=budget))
+        (policy,) = plan.micro_batches[0].groups[0].stages[0].activations
+        counts.append({layer.head_pieces for layer in policy.layers})
+        assert plan.estimate.peak_bytes - ByteModel(model).states() <= 8 * GIB
+    assert counts == [{1}, {8}]

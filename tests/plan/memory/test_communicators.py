@@ -43,7 +43,8 @@ def groups_of_a_run(number: int, degrees: tuple[int, ...], shard_ranks: int, num
     with patch.object(dist, "new_group", counted):
         if shard_ranks > 1:
             shard_mesh("cpu", shard_ranks, timeout_s, num_stages)
-        pool = GroupPool(degrees, timeout_s, num_stages=num_stages, lends=lends)
+        # settings of `open_plan_source`
+        pool = GroupPool(degrees, timeout_s, num_stages=num_stages, lends=lends, sums_early=shard_ranks == 1 and not lends)
     dist.barrier()
     pool.close()
     return 1 + len(found)

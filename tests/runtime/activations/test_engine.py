@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import plan_of
@@ -77,7 +78,10 @@ def counted(model: Any) -> Iterator[Work]:
 
         return hook
 
-    gates = [next(m for name, m in modules.mlp.named_modules() if name.endswith("gate_proj")) for modules in layers]
+    gates = [
+        next(m for name, m in modules.mlp.named_modules() if name.endswith(("gate_proj", "fc_in", "dense_h_to_4h")))
+        for modules in layers
+    ]
     handles = [gate.register_forward_hook(count(index)) for index, gate in enumerate(gates)]
     with patch.object(rows_module, "tile_forward", tile_forward):
         yield work
@@ -330,6 +334,18 @@ def test_a_layer_input_that_the_layer_before_makes_again_gives_the_same_gradient
         # the first layer runs three times, and its attention too; the second one twice
         assert work.pairs == 5 * PAIRS
         assert work.mlp_tokens == [3 * 52, 2 * 52]
+
+
+@pytest.mark.parametrize("name", ["GPTJForCausalLM", "FalconForCausalLM"])
+def test_layers_that_return_tuples_make_inputs_again(name: str) -> None:
+    rows = random_rows(LENGTHS)
+    with wide_floats():
+        expected_loss, expected = reference_step(build_any(name), rows)
+        model = build_any(name)
+        loss, work = step(model, None, rows, INPUTS_HALVED, 8)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert worst_error(model, expected) <= TOLERANCE
+    assert work.mlp_tokens == [3 * 52, 2 * 52]
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])

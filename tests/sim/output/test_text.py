@@ -27,7 +27,8 @@ def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequenc
     assert "all groups of 2 or fewer" in text
     assert "does not fit: the longest sequence has 120 tokens, but 2 rank(s) hold 84" in text
     assert "1 rank(s) hold 42" not in text
-    assert "planned steps hold 168 tokens (4 ranks of 42): everything kept" in text
+    assert "LONGEST SEQUENCE  168 tokens (4 ranks of 42), all weights trained: everything kept" in text
+    assert text.startswith("You can train sequences up to 168 tokens; a step with one takes ")
     assert "2 times the ranks: --gpus 8" not in text
     assert "beyond them its RoPE or position embeddings must be extended" in text
 
@@ -41,7 +42,7 @@ def test_no_line_ends_in_blanks_and_no_table_is_empty() -> None:
 def test_without_lengths_nothing_is_said_of_steps() -> None:
     text = forecast_text(make_forecast(scenario(), None, 1, 1, 0))
     assert "STEP" not in text and "BASELINES" not in text
-    assert "MEMORY" in text and "planned steps hold 168 tokens" in text and "LONGEST SEQUENCE" in text
+    assert "MEMORY" in text and "LONGEST SEQUENCE  168 tokens" in text
 
 
 def test_communicators_are_a_row_of_the_memory_of_gpus() -> None:
@@ -59,11 +60,11 @@ def test_communicators_are_a_row_of_the_memory_of_gpus() -> None:
 
 def test_gathers_are_told_beside_the_seconds_unless_they_were_measured() -> None:
     found = forecast()
-    weights = WeightSeconds((0.5,) * 4, 0.25)
+    weights = WeightSeconds((0.5,) * 4, 0.25, 0.125)
     steps = tuple(replace(step, execution=replace(step.execution, weights=weights)) for step in found.steps)
     text = forecast_text(replace(found, steps=steps))
-    assert "gathers of sharded weights take 500 ms, sums of gradients over copies take 250 ms; with them a step takes" in text
-    assert "not included" not in forecast_text(found)
+    assert "gathers of sharded weights take 500 ms, sums of gradients over copies take 250 ms, the optimizer takes 125 ms" in text
+    assert "beside it" not in forecast_text(found)
 
 
 def test_sequences_that_fit_a_rank_are_not_said_to_need_more() -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
@@ -22,6 +23,7 @@ from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.memory.round_bytes import RoundBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
@@ -161,7 +163,16 @@ class RoomMaker:
         return self._known.fit(group, partial(self._fitting, allows_slices), self._nothing_fits, allows_slices)
 
     def _fitting(self, allows_slices: bool, group: SequenceGroup) -> list[Trial]:
-        """Trials that fit: of the whole chunk, and of its slices if they are allowed."""
+        """Trials that fit: in the group's shape, or else in the first other shape of its ranks that holds the chunk."""
+        if found := self._fitting_shape(allows_slices, group):
+            return found
+        # rings are chosen by seconds alone, but need more bytes than Ulysses
+        others = group_shapes(group.degree, self.costs.method, self.costs.model, self.costs.cluster)
+        reshaped = (SequenceGroup.of(shape, group.positions, group.chunks, group.stages) for shape in others)
+        return next(filter(None, (self._fitting_shape(allows_slices, other) for other in reshaped if other != group)), [])
+
+    def _fitting_shape(self, allows_slices: bool, group: SequenceGroup) -> list[Trial]:
+        """Trials that fit in the group's own shape: of the whole chunk, and of its slices if they are allowed."""
         tiled = with_layers(group, {}, self.budget.tile_tokens)
         programs: list[Program] = [lambda: [self._trial(tiled)], partial(self._programmed, group, *self._layer_way(group))]
         found = first_fitting(programs, self._lean(group), self._trial)
@@ -261,12 +272,16 @@ class RoomMaker:
 
     def _lean(self, group: SequenceGroup) -> Iterator[list[SequenceGroup]]:
         """The group in least memory, with the host and without it, since copies need device memory too."""
-        yield [self._lean_group(group, host_bytes) for host_bytes in (self.budget.host_bytes, 0)]
-        # slices would write their keys and values again
-        if len(group.chunks) == 1 and may_rerun(self.costs.model, self.costs.parameters):
-            yield [self._lean_group(group, host_bytes, reruns=True) for host_bytes in (self.budget.host_bytes, 0)]
+        ways: list[tuple[bool, int]] = [(False, 1)]
+        if len(group.chunks) == 1:
+            # the cheaper first; with another run of layers, slices would write their keys and values again
+            most = self.costs.model.head_pieces(group.shape.ulysses)
+            reruns = (False, True) if may_rerun(self.costs.model, self.costs.parameters) else (False,)
+            ways = [(again, pieces) for again in reruns for pieces in sorted({1, most})]
+        for way in ways:
+            yield [self._lean_group(group, host_bytes, *way) for host_bytes in (self.budget.host_bytes, 0)]
 
-    def _lean_group(self, group: SequenceGroup, host_bytes: int, reruns: bool = False) -> SequenceGroup:
+    def _lean_group(self, group: SequenceGroup, host_bytes: int, reruns: bool = False, head_pieces: int = 1) -> SequenceGroup:
         left_bytes = host_bytes
 
         def host_share(num_tokens: int, num_layers: int) -> int:
@@ -276,7 +291,8 @@ class RoomMaker:
             left_bytes = max(0, share - num_layers * num_tokens * class_bytes(self.costs.model, "layer_input"))
             return share
 
-        return lean_group(group, self.costs.model, self.budget.tile_tokens, host_share, reruns=reruns)
+        ways: dict[str, Any] = {"reruns": reruns, "head_pieces": head_pieces}
+        return lean_group(group, self.costs.model, self.budget.tile_tokens, host_share, **ways)
 
     def _trial(self, group: SequenceGroup) -> Trial:
         """Predicts the run of the group alone and compares it with the budget.

@@ -51,6 +51,11 @@ class Stopper(TrainerCallback):
             time.sleep(2 * float(sys.argv[4]))
         stop("saving")
 
+def stop_in_backward(layer, *gradients):
+    # before the sum of this layer's gradients, and after the sums of the layers behind it
+    if trainer.state.global_step == 1:
+        stop("backward")
+
 class Rows:
     def __len__(self):
         return len(rows)
@@ -77,6 +82,8 @@ else:
     trainer = make_stock_trainer(ModelCase(), rows, str(folder), {**arguments, "eval_strategy": "no"}, callbacks=alone)
 trainer.callback_handler.callbacks.insert(0, Stopper())
 reads_steps = True
+if place == "backward":
+    trainer.model.model.layers[0].register_full_backward_hook(stop_in_backward)
 if place == "slow writing" and rank == lost:
     write = trainer._save
 
@@ -119,6 +126,8 @@ def start(folder: Path, place: str, lost: int, num_ranks: int) -> list[Program]:
         ("writing behind", 1, 2, 2),
         ("data", 1, 2, 1),
         ("logging", 0, 2, 1),
+        ("backward", 1, 2, 2),
+        ("backward", 0, 3, 2),
         # a stock trainer with the callback alone
         ("alone, logging", 1, 2, 1),
     ],

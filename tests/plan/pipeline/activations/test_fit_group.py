@@ -101,9 +101,6 @@ def test_plans_are_valid_and_fit(
     config = config_of(costs, device_bytes, host_bytes, tile_tokens)
     # copies on their way to the host take device memory, so a sequence that fits only with the host may be refused
     longest = config_of(costs, device_bytes, 0, tile_tokens).tokens_per_rank * config.degrees[-1]
-    if model.index.num_heads and method == "auto":
-        # `most_tokens` counts one block, but a plan may choose a ring, whose indexes need more: it is refused, not cut down
-        longest = max(1, longest // 2)
     lengths = [min(length, longest) for length in lengths]
     plan = plan_step(0, lengths, costs, config)
     validate_plan(plan)

@@ -1,0 +1,109 @@
+"""Writes the pages that repeat what the code says: `python docs/scripts/generated_pages.py`.
+
+`reference/settings.md` comes from the fields of `LongContextConfig`, `llms.txt` from the site's navigation and the first sentence
+of every page. A test compares both with what stands in the repository.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_longctx.hf.config import LongContextConfig
+
+DOCS = Path(__file__).parents[1]
+CONFIG = DOCS.parent / "mkdocs.yml"
+
+
+def settings_page() -> str:
+    """The table of all settings: name, default, and the help text of `--help`."""
+    rows = []
+    for field in dataclasses.fields(LongContextConfig):
+        text, _, default = field.metadata["help"].partition(" Default: ")
+        shown = default.removesuffix(".") if default else f"`{_as_typed(field.default)}`"
+        rows.append(f"| `{field.name}` | {_linked(shown)} | {_linked(text)} |")
+    return "\n".join(
+        [
+            "# Settings of `LongContextConfig`",
+            "",
+            "Pass them in a script as `LongContextConfig(max_length=32768)`, or to recipes as `--max_length 32768` or in YAML.",
+            "`python docs/scripts/generated_pages.py` writes this page.",
+            "",
+            "| field | default | meaning |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _as_typed(value: Any) -> str:
+    """A default as users type it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value) or '""'
+
+
+def _linked(text: str) -> str:
+    """The text with links in place of the paths of other pages."""
+    return re.sub(r"\(docs/([\w/-]+)\.md\)", lambda path: f"([more](../{path[1]}.md))", text)
+
+
+def llms_page() -> str:
+    """The site as `llms.txt`: the name, what it is for, and every page with its first sentence."""
+    config = site_config()
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
+    for section, pages in sections(config["nav"]):
+        lines += ["", f"## {section}", ""]
+        lines += [f"- [{title_of(page)}]({page}): {first_sentence((DOCS / page).read_text())}" for page in pages]
+    return "\n".join(lines) + "\n"
+
+
+def site_config() -> dict[str, Any]:
+    """The settings of `mkdocs.yml`, without the tags that only mkdocs knows."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+    settings: dict[str, Any] = yaml.load(CONFIG.read_text(), Loader)
+    return settings
+
+
+def sections(nav: list[Any]) -> Iterator[tuple[str, list[str]]]:
+    """Every section of the navigation with its pages."""
+    for entry in nav:
+        ((name, inside),) = entry.items()
+        yield name, [inside] if isinstance(inside, str) else [next(iter(page.values())) for page in inside]
+
+
+def title_of(page: str) -> str:
+    """The heading of a page, without backquotes."""
+    return (DOCS / page).read_text().splitlines()[0].removeprefix("# ").replace("`", "")
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a page's first paragraph, without links and marks."""
+    without_code = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
+    paragraphs = (part.strip() for part in without_code.split("\n\n")[1:])
+    prose = next(part for part in paragraphs if part and part[0] not in "#|!-")
+    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", prose).replace("\n", " ").replace("**", "")
+    return re.split(r"(?<=[.:])\s", plain)[0].removesuffix(":").removesuffix(".") + "."
+
+
+PAGES = {DOCS / "reference" / "settings.md": settings_page, DOCS / "llms.txt": llms_page}
+
+
+def main() -> None:
+    for file, page in PAGES.items():
+        file.write_text(page())
+        print(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Prints reports: tables drawn by `rich` on a terminal, plain text elsewhere and where `rich` is not installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_longctx.sim.output.tables import Table
+
+
+def is_rich() -> bool:
+    """Whether tables are drawn: standard output is a terminal that can, and `rich` is installed."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "") != "dumb" and find_spec("rich") is not None
+
+
+def print_sections(sections: Sequence[Sequence[str]]) -> None:
+    """Prints sections of lines and tables; the first line of each is its heading."""
+    from hf_longctx.sim.output.tables import Table, as_text
+
+    if not is_rich():
+        print(as_text(sections))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for place, section in enumerate(sections):
+        for number, item in enumerate(section):
+            if isinstance(item, Table):
+                console.print(_drawn(item))
+            else:
+                console.print(Text(item, style="bold" if number == 0 else ""))
+        if place < len(sections) - 1:
+            console.print()
+
+
+def print_summary(answer: str, rows: Sequence[tuple[str, str]], text: str) -> None:
+    """Prints an answer and its named lines, which wrap on a terminal; elsewhere the plain `text`."""
+    if not is_rich():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    console, grid = Console(highlight=False), Grid.grid(padding=(0, 1), pad_edge=True)
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column()
+    for name, line in rows:
+        grid.add_row(name, Text(line))
+    console.print(Text(answer, style="bold green"))
+    console.print(grid)
+
+
+def _drawn(table: Table) -> object:
+    from rich import box
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(table.head))
+    last = len(table.head) - 1
+    for column, name in enumerate(table.head):
+        grid.add_column(Text(name), justify="left" if column in (0, last) else "right", overflow="fold")
+    for row in table.rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    return grid

@@ -1,0 +1,48 @@
+"""Chooses between device and host for the optimizer's states, for runs and forecasts with `optimizer_states="auto"`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class StatesPlace:
+    """Tokens of the longest sequence with the optimizer's states in either place, and the bytes of a rank behind them.
+
+    wanted_tokens: tokens of the longest sequence that is asked for. device_tokens, host_tokens: tokens that fit with the states
+    on the device, or in host memory (0: that place cannot hold them). state_bytes: bytes of weights, gradients and states
+    on the device, with all states there. usable_bytes: bytes of the device. host_bytes: host memory that the states need.
+    free_bytes: host memory that is free for them. host_problem: why they cannot lie on the host; empty if they can.
+    """
+
+    wanted_tokens: int
+    device_tokens: int
+    host_tokens: int
+    state_bytes: int
+    usable_bytes: int
+    host_bytes: int
+    free_bytes: int
+    host_problem: str = ""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the states go to the host: the wanted sequence does not fit beside them, and more tokens fit without them."""
+        return self.device_tokens < self.wanted_tokens and self.device_tokens < self.host_tokens
+
+    def line(self) -> str:
+        """The choice and the numbers behind it, in one line."""
+        line = (
+            f"optimizer states: on the {'host' if self.on_host else 'device'}; the longest sequence has {self.wanted_tokens:,} "
+            f"tokens, and {self.device_tokens:,} fit with all states on the device "
+            f"({self.state_bytes / _GIB:.2f} of its {self.usable_bytes / _GIB:.2f} GiB)"
+        )
+        if self.device_tokens >= self.wanted_tokens:
+            return line
+        taken = f"{self.host_bytes / _GIB:.2f} of the {self.free_bytes / _GIB:.2f} GiB of host memory now free for each rank"
+        if self.host_bytes > self.free_bytes:
+            return f"{line}; on the host they would need {taken}"
+        if self.host_problem:
+            return f"{line}; on the host they would take {taken}, but {self.host_problem}"
+        return f"{line}; {self.host_tokens:,} fit with states on the host ({taken})"

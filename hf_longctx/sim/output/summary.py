@@ -1,0 +1,182 @@
+"""Answer a forecast in some ten lines: how long a sequence may be, what a step takes and costs, and what to do next.
+
+Called by `hf-longctx plan`; `text.py` writes all tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_longctx.plan.core.messages import duration
+from hf_longctx.sim.capacity import DeviceMemory
+from hf_longctx.sim.forecast import Forecast
+from hf_longctx.sim.prices import Price
+from hf_longctx.sim.scenario import Scenario
+
+_GIB = 2**30
+_MOST_LONGER = 3
+# seconds of two ways closer than this share are called equal
+_EQUAL = 5e-3
+
+
+def answer(forecast: Forecast) -> str:
+    """The first sentence: the most tokens of a sequence that a run would accept, and the seconds of a step with one."""
+    return (
+        f"You can train sequences up to {forecast.scenario.longest_tokens:,} tokens; a step with one takes "
+        f"{duration(forecast.at_limit_s)}."
+    )
+
+
+def forecast_summary(forecast: Forecast, price: Price | None = None) -> str:
+    """The answer, what it rests on, and the next command. price: of a GPU hour, if one is known."""
+    rows = "\n".join(f"  {name:<8} {text}" for name, text in summary_rows(forecast, price))
+    return f"{answer(forecast)}\n{rows}"
+
+
+def summary_rows(forecast: Forecast, price: Price | None) -> list[tuple[str, str]]:
+    """Facts that the answer rests on, as pairs of a name and a line."""
+    scenario = forecast.scenario
+    rows = [("model", _where(scenario)), *_steps(forecast), *_money(forecast, price), ("memory", _memory(forecast))]
+    if forecast.workload is None:
+        rows += _states(forecast)
+    rows += [*_longer(forecast), *_positions(forecast), ("numbers", _source(scenario)), *_next(forecast)]
+    return rows
+
+
+def _where(scenario: Scenario) -> str:
+    cluster, placement = scenario.costs.cluster, scenario.placement
+    memory = scenario.memory
+    states = placement.parameters.replace("_", " ")
+    if placement.parameters != "replicated":
+        states += f" over {placement.shard_ranks} ranks"
+    trained = "all weights trained" if not memory.lora_rank else f"LoRA of rank {memory.lora_rank}"
+    trained += "" if memory.model.packed.is_empty else " over weights of four bits"
+    where = "one node" if cluster.num_ranks <= cluster.ranks_per_node else f"{cluster.ranks_per_node} per node"
+    return f"{scenario.model_name} on {cluster.num_ranks} x {cluster.hardware.name} ({where}), {trained}, states {states}"
+
+
+def _steps(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    """Lines about the planned steps: the data, the seconds of a step and an epoch, and the best other system."""
+    workload = forecast.workload
+    if workload is None:
+        return
+    left_out = f", {workload.num_dropped:,} above {workload.limit:,} left out" if workload.num_dropped else ""
+    yield (
+        "data",
+        f"{workload.num_sequences:,} sequences: median {workload.quantile(0.5):,}, 99% up to "
+        f"{workload.quantile(0.99):,}, longest {workload.longest:,} tokens{left_out}",
+    )
+    batch, whole_s = len(forecast.steps[0].plan.lengths), forecast.whole_step_s
+    tokens = sum(sum(step.plan.lengths) for step in forecast.steps) / len(forecast.steps)
+    epoch = ""
+    if num_steps := epoch_steps(forecast):
+        epoch = f"; an epoch of {num_steps:,} steps {duration(num_steps * whole_s)}"
+    yield "step", f"{duration(whole_s)} for {batch:,} sequences ({tokens / whole_s:,.0f} tokens/s){epoch}"
+    best = next((choice for choice in forecast.baselines if choice.is_possible), None)
+    if best is None:
+        yield "others", "none of the systems compared can run these lengths: they keep all activations"
+    else:
+        factor = best.step_s / forecast.step_s
+        verdict = "equal to" if abs(factor - 1) < _EQUAL else f"{factor:.2f}x as fast as"
+        static = next((choice for choice in forecast.baselines if choice.name == "static" and choice.is_possible), None)
+        beside = f", {static.step_s / forecast.step_s:.2f}x as fast as one degree for all" if static and static != best else ""
+        yield "others", f"{verdict} the best of the others ({best.name}){beside}"
+    yield "layout", f"of the first step, <ranks x groups>: {_shortened(forecast.steps[0].plan.folded_layout)}"
+
+
+def epoch_steps(forecast: Forecast) -> int:
+    """Steps of an epoch; 0 if the lengths are drawn from a distribution, which has no end, or if there are none."""
+    workload = forecast.workload
+    if workload is None or workload.source.startswith("lognormal"):
+        return 0
+    return -(-workload.num_sequences // len(forecast.steps[0].plan.lengths))
+
+
+def _money(forecast: Forecast, price: Price | None) -> Iterator[tuple[str, str]]:
+    if price is None:
+        return
+    per_second = price.usd_per_hour * forecast.scenario.costs.cluster.num_ranks / 3600
+    parts = [f"${per_second * forecast.at_limit_s:,.2f} for the longest"]
+    if forecast.steps:
+        parts.insert(0, f"${per_second * forecast.whole_step_s:,.2f} a step")
+        if num_steps := epoch_steps(forecast):
+            parts.insert(1, f"${per_second * num_steps * forecast.whole_step_s:,.2f} an epoch")
+    yield "price", f"{', '.join(parts)}, at ${price.usd_per_hour:,.2f} per GPU hour ({price.source})"
+
+
+def _memory(forecast: Forecast) -> str:
+    memory, placement = forecast.scenario.memory, forecast.scenario.placement
+    states = memory.state_bytes(placement.parameters, placement.shard_ranks)
+    is_used = memory.host_bytes and not memory.keeps_everything
+    host = f", and {memory.host_bytes / _GIB:.0f} GiB of its host for activations" if is_used else ""
+    return (
+        f"{memory.device_bytes / _GIB:.1f} GiB a rank: {states / _GIB:.1f} states, "
+        f"{(memory.usable_bytes - states) / _GIB:.1f} for tokens, {(memory.device_bytes - memory.usable_bytes) / _GIB:.1f} "
+        f"left free{host}"
+    )
+
+
+def _states(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    if words := state_words(forecast.scenario.memory):
+        yield "states", f"{words}"
+
+
+def state_words(memory: DeviceMemory) -> str:
+    """The bytes of a parameter that is trained, with their purposes; empty for adapters, whose states are small."""
+    model = memory.model
+    if memory.lora_rank:
+        return ""
+    if memory.is_measured:
+        return f"{memory.state_bytes_per_parameter} bytes a parameter, as measured: weight, gradient and Adam's two moments"
+    if model.bytes_per_element == 4:
+        parts = [("weight", 4), ("gradient", 4), *([] if model.updates_on_host else [("two moments of Adam", 8)])]
+    else:
+        parts = [("bf16 weight", 2), ("its gradient", 2)]
+        if model.updates_on_host:
+            parts += [("to sum gradients in fp32", 2)]
+        elif model.has_master_weights:
+            parts += [("fp32 copy", 4), ("fp32 sum of gradients", 4), ("two moments of Adam", 8)]
+        else:
+            parts += [("two bf16 moments of Adam", 4), ("fp32 sum of gradients", 4)]
+    total = sum(count for _, count in parts)
+    on_host = "; 16 more on the host" if model.updates_on_host else ""
+    return f"{total} bytes a parameter: " + " + ".join(f"{count} {name}" for name, count in parts) + on_host
+
+
+def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    """Changes that would hold longer sequences, by the options of this command; larger devices are no option.
+
+    With lengths, which fit, only another way of holding the states is named.
+    """
+    needed = "--" if forecast.workload is None else "--parameters"
+    found = [one for one in forecast.remedies if needed in one.change][:_MOST_LONGER]
+    if found:
+        changes = (f"{one.change[one.change.index('--') :]} ({one.longest_tokens:,})" for one in found)
+        yield "longer", f"{'; '.join(changes)}"
+
+
+def _positions(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    positions = forecast.scenario.costs.model.max_positions
+    longest = forecast.scenario.longest_tokens if forecast.workload is None else forecast.workload.longest
+    if longest > positions:
+        yield "limit", f"the model has {positions:,} positions; beyond them extend its RoPE first (rope_scaling: yarn)"
+
+
+def _source(scenario: Scenario) -> str:
+    if scenario.memory.is_measured:
+        return f"measured: {scenario.costs.coefficients.source.split(';')[0]}"
+    name = scenario.costs.cluster.hardware.name
+    return f"predicted from the data sheet of {name}, not measured; `hf-longctx calibrate` measures a machine"
+
+
+def _next(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    placement = forecast.scenario.placement
+    settings = [f"max_length: {forecast.scenario.longest_tokens}"]
+    if placement.parameters != "replicated":
+        settings.append(f"parameters: {placement.parameters}")
+    more = "--output DIR for pictures" if forecast.workload else "--lengths FILE:COLUMN --tokenizer NAME for steps of your data"
+    yield "next", f"{more}; --details for all tables; to train so: {', '.join(settings)}"
+
+
+def _shortened(text: str, limit: int = 80) -> str:
+    return text if len(text) <= limit else text[: limit - 4].rstrip(" ,") + " ..."

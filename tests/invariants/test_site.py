@@ -1,0 +1,63 @@
+"""The docs site: every page is in its navigation, generated pages are up to date, and it builds without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def loaded(name: str) -> ModuleType:
+    """A script of `docs/scripts`, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PAGES = loaded("generated_pages")
+
+
+@pytest.mark.parametrize("file", PAGES.PAGES, ids=lambda file: file.name)
+def test_generated_pages_are_up_to_date(file: Path) -> None:
+    assert file.read_text() == PAGES.PAGES[file](), f"run python docs/scripts/generated_pages.py, which writes {file.name}"
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = [page for _, pages in PAGES.sections(PAGES.site_config()["nav"]) for page in pages]
+    assert sorted(listed) == sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
+
+
+def test_every_message_that_the_docs_explain_is_one_of_the_code() -> None:
+    code = "\n".join(file.read_text() for folder in ("hf_longctx", "recipes") for file in (ROOT / folder).rglob("*.py"))
+    # a text goes on in the next line's string
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    page = (DOCS / "guides" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    pieces = [(message, piece.strip()) for message in messages for piece in message.split("...")]
+    assert [each for each in pieces if each[1] not in code] == []
+
+
+def test_first_sentences_and_defaults_are_read_from_where_they_stand() -> None:
+    assert (
+        PAGES.first_sentence("# A\n\n## B\n\n```\nx\n\ny\n```\n\n![x](y)\n\n**One** [two](three.md): four. Five.\n") == "One two."
+    )
+    assert [PAGES._as_typed(value) for value in (True, 0, 60.0, "", "auto")] == ["true", "0", "60", '""', "auto"]
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason='needs mkdocs-material (pip install -e ".[docs]")')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "img" / "step.png").exists() and not (tmp_path / "scripts").exists()
