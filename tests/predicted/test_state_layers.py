@@ -20,6 +20,7 @@ from predicted.test_saved_bytes import saved_bytes
 from predicted.test_traffic import sent_on_rank
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.context.forwards import cache_parameter
 from hf_longctx.hf.models.spec import model_spec, states_of
 from hf_longctx.hf.models.states import functions, methods
 from hf_longctx.hf.models.states.patching import mixers_of
@@ -191,7 +192,7 @@ def test_mixers_under_plans_save_the_bytes_that_are_counted(
     others: dict[str, Any] = {
         "RecurrentGemma": {"position_ids": torch.arange(num_tokens)[None], "attention_mask": None, "use_cache": False},
         "MiniMax": {"position_embeddings": None, "attention_mask": None},
-        "Zaya": {"past_key_values": None},
+        "Zaya": {cache_parameter(type(mixer).forward): None},
     }
     found, _ = saved_bytes(mixer, lambda: mixer(hidden_1TC, longctx=alone(num_tokens), **others.get(name, {})))
     states = states_of(config)

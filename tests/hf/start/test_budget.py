@@ -33,7 +33,12 @@ def test_room_counts_the_exchanges_of_groups() -> None:
         room_of = planner.activations
         assert room_of is not None and room_of.kept_tokens == ByteModel(spec).kept_tokens(room_of.device_bytes, is_shared) <= 40
         room = room_of.device_bytes, room_of.host_bytes, room_of.tile_tokens
-        ways = {"is_shared": is_shared, "reruns": True, "block_ranks": 1 + is_shared}
+        ways = {
+            "is_shared": is_shared,
+            "reruns": True,
+            "block_ranks": 1 + is_shared,
+            "head_pieces": spec.head_pieces(1 + is_shared),
+        }
         assert planner.tokens_per_rank == most_tokens(spec, *room, **ways)
     assert 40 < shared.tokens_per_rank < alone.tokens_per_rank
 

@@ -258,7 +258,7 @@ def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> N
     make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 1}).train()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention: ")]
     spec = model_spec(build_model(CASE))
-    most = most_tokens(spec, ByteModel(spec).kept_bytes(KEPT_TOKENS), 0, 16)
+    most = most_tokens(spec, ByteModel(spec).kept_bytes(KEPT_TOKENS), 0, 16, head_pieces=spec.head_pieces(1))
     assert lines == [
         "attention: torch's own for whole documents, cpu_flash for tiles of rings, slices and replayed layers | everything is "
         f"kept up to {KEPT_TOKENS} tokens on a rank, recomputed as needed up to {most}, in 0.0 GiB beside the model"

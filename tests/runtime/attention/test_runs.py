@@ -81,6 +81,10 @@ PATTERNS = [CAUSAL, *(AttentionPattern(window=size) for size in (1, 5, 40)), Att
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_one_call_is_every_document_on_its_own(flash: FlashPacks, heads: tuple[int, int, int], pattern: AttentionPattern) -> None:
     found, expected = results(PackBounds(), heads, pattern), results(None, heads, pattern)
+    if pattern.window == 1:
+        # a token that sees itself alone has a weight of 1 whatever its query and key are: no gradient but rounding
+        assert max(float(gradient.abs().max()) for gradient in (*found[1:3], *expected[1:3])) <= TOLERANCE
+        del found[1:3], expected[1:3]
     assert error_of(found, expected) <= TOLERANCE
     assert len(flash.forwards) == len(flash.backwards) == 1
     if not pattern.chunk:
