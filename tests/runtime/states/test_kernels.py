@@ -21,7 +21,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.models.any_model import wide_floats
-from helpers.models.reference import relative_error, worst_error
+from helpers.models.reference import relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
 from helpers.plans.sliced_plans import sliced_plan
@@ -330,6 +330,17 @@ MODELS = pytest.mark.parametrize(
 )
 
 
+def is_close(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> bool:
+    """Whether loss and gradients are equal up to rounding in fp32.
+
+    Those of the logarithms of decays are sums of large terms that cancel.
+    """
+    assert found[1].keys() == expected[1].keys()
+    limits = {name: 1e-3 if name.endswith("A_log") else 1e-4 for name in found[1]}
+    errors = {name: relative_error(gradient, expected[1][name]) for name, gradient in found[1].items()}
+    return abs(found[0] - expected[0]) <= 1e-4 * abs(expected[0]) and all(errors[name] <= limits[name] for name in limits)
+
+
 @MODELS
 def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase, kernel: ScanKernel) -> None:
     documents: list[int] = []
@@ -343,7 +354,7 @@ def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase
     assert not documents
     with installed(kernel, counted):
         found = fp32_step(case, plan)
-    assert worst_error(found, expected) <= 1e-4
+    assert is_close(found, expected)
     # four rows of six documents are those of the check
     rows_of_layer, num_layers = [1, 1, 1, 3], len(mixers_of(build_model(case)))
     assert sorted(documents) == sorted([6] * 4 + rows_of_layer * num_layers)
@@ -364,7 +375,7 @@ def test_rows_in_blocks_give_the_same_gradients(case: ModelCase, kernel: ScanKer
     monkeypatch.setattr(state_spec, "BLOCK_BYTES", 1)
     with installed(kernel, counted):
         found = fp32_step(case, plan)
-    assert worst_error(found, expected) <= 1e-4
+    assert is_close(found, expected)
     # one more forward of every block in backward
     blocks = [[0, 64], [0, 6], [0, 64], [0, 36], [0, 7], [0, 64], [0, 26]]
     assert sorted(tokens[4:]) == sorted(blocks * 2 * len(mixers_of(build_model(case))))
