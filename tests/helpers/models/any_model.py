@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import transformers
+from helpers.models.model_table import OLDER
 from helpers.models.tiny_models import widen_decays
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 64
 WINDOW, CHUNK = 6, 8
@@ -175,8 +177,10 @@ _TOWER: dict[str, Any] = {
 
 @functools.cache
 def class_names() -> tuple[str, ...]:
-    """Every class that transformers exports under a name that ends in ForCausalLM."""
-    return tuple(sorted(name for name in dir(transformers) if name.endswith("ForCausalLM") and not name.startswith("Auto")))
+    """Every class that transformers exports under a name that ends in ForCausalLM, and older causal language models."""
+    named = {name for name in dir(transformers) if name.endswith("ForCausalLM") and not name.startswith("Auto")}
+    older = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if name.endswith(OLDER)}
+    return tuple(sorted(named | older))
 
 
 def tiny_config(model_class: type[PreTrainedModel], **changes: Any) -> PretrainedConfig:

@@ -7,6 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+# ends of names of causal language models that are older than the name ...ForCausalLM
+OLDER = ("LMHeadModel", "ModelWithLMHead", "GenerationDecoder")
+
 TESTS = Path(__file__).parents[2]
 FILE = TESTS.parent / "docs" / "models.md"
 _EXACT = """
@@ -41,7 +44,7 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
     lines = [
         "# Model classes",
         "",
-        f"Of the {total} classes of transformers {version} whose names end in `ForCausalLM`, {len(outcomes)} run exactly "
+        f"Of the {total} causal language models of transformers {version}, {len(outcomes)} run exactly "
         f"({len(outcomes) / total:.0%}). The others are refused at start with an error that names class, layer and reason:",
         "",
         "| reason | classes |",
@@ -96,7 +99,7 @@ def read_page() -> tuple[dict[str, list[str]], dict[str, str], dict[str, list[st
         {
             cells[0]: cells[1:]
             for cells in ([cell.strip() for cell in line.strip("| \n").split("|")] for line in part.splitlines())
-            if cells[0].endswith(("ForCausalLM", "ForConditionalGeneration"))
+            if cells[0].endswith(("ForCausalLM", "ForConditionalGeneration", *OLDER))
         }
         for part in (exact, refused, wrapped)
     ]

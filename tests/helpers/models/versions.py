@@ -10,8 +10,10 @@ import transformers
 from packaging.version import Version
 
 # the version with which docs/models.md was written, and on which nothing is skipped
-NEWEST_TESTED = Version("5.23")
+NEWEST_TESTED = Version("5.24")
 is_older = Version(transformers.__version__) < NEWEST_TESTED
+# a later version may have further classes, which are refused as unknown
+is_newer = Version(transformers.__version__).release[:2] > NEWEST_TESTED.release
 
 # older ones restore an optimizer to "cpu:0", which torch does not know
 resuming = pytest.mark.skipif(is_older, reason="this transformers cannot resume on CPU ranks")

@@ -322,7 +322,7 @@ KERNELS: dict[str, tuple[ScanKernel, Callable[[Any], tuple[Any, ...]]]] = {
 }
 FAMILIES = (
     StateFamily(
-        names=("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
+        names=("LaraMini", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
         mixer="GatedDeltaNet",
         functions=("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
         layer_type="linear_attention",
