@@ -255,7 +255,10 @@ class _MasterWeights:
             return self.wide(parameter.detach() if arrived is None else _placed_like(parameter, arrived))
         kept = local_shard(master)
         own = local_shard(parameter.detach()).to(kept.device) if arrived is None else arrived
-        kept.copy_(torch.where(kept.to(own.dtype) == own, kept, own.to(kept.dtype)))
+        is_kept = kept.to(own.dtype) == own
+        # for the CPU, looking is cheaper than writing; of a device, the host would have to wait for the answer
+        if kept.device.type != "cpu" or not bool(is_kept.all()):
+            kept.copy_(torch.where(is_kept, kept, own.to(kept.dtype)))
         return master
 
     def wide(self, value: Tensor) -> Tensor:
