@@ -264,11 +264,12 @@ class LongContextConfig:
     optimizer_states: Literal["device", "host", "auto"] = field(
         default="device",
         metadata={
-            "help": "`host`: the optimizer's states, and fp32 copies of the weights, lie in host memory (16 bytes per "
-            "trained parameter of a rank), and the CPU updates the weights. The device keeps weights and gradients alone, "
-            "and steps get slower. `auto`: `device` if that leaves room for the longest training sequence (at most "
-            "`max_length`; a stream counts as that long), else `host` if its memory holds the states and more tokens then "
-            "fit. The choice is made at start from numbers agreed on all ranks, and printed with them (docs/guides/memory.md)."
+            "help": "`host`: the optimizer's states, and fp32 copies of the weights, lie in host memory (16 bytes per trained "
+            "parameter of a rank in bf16, 20 in fp32), and the CPU updates the weights, part by part, while others are "
+            "copied. The device keeps weights and gradients alone, and steps get slower. `auto`: `device` if that leaves room"
+            " for the longest training sequence (at most `max_length`; a stream counts as that long), else `host` if its "
+            "memory holds the states and more tokens then fit. The choice is made at start from numbers agreed on all ranks, "
+            "and printed with them (docs/guides/memory.md).",
         },
     )
     self_test: bool = field(

@@ -1,4 +1,4 @@
-"""The host tier and activation policies under torch's CUDA sanitizer, which `test_races.py` runs in a process of its own.
+"""Offloading, activation policies and updates on the host under torch's CUDA sanitizer; `test_races.py` gives it its own process.
 
 Importing torch's sanitizer switches its hooks on. They stay in the process, and fail in any checkpoint that stops early.
 """
@@ -13,9 +13,11 @@ import pytest
 import torch.cuda._sanitizer as sanitizer
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from fake_cuda.test_host_updates import num_wrong
 from fake_cuda.test_offload import CUDA, SIZE, dropped_unread, many_leave, without
 from hf_longctx.recipes.bench.gpu import smoke_memory
 from hf_longctx.runtime.activations import host_tier
+from hf_longctx.runtime.parameters import host_steps
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,11 @@ def test_no_copy_races_with_computation(traced: sanitizer.CUDASanitizerDispatchM
     with sanitised(traced):
         for scenario in (many_leave, dropped_unread):
             assert scenario(host_tier.HostTier.on(CUDA, 4 * SIZE * 4)) == 0
+
+
+def test_updates_on_the_host_race_with_nothing(traced: sanitizer.CUDASanitizerDispatchMode) -> None:
+    with sanitised(traced):
+        assert num_wrong(host_steps) == 0
 
 
 def test_planted_copies_that_do_not_follow_computation_race(traced: sanitizer.CUDASanitizerDispatchMode) -> None:

@@ -15,6 +15,7 @@ from fake_cuda.machine.device import FakeDevice
 from hf_longctx.recipes.bench.gpu import smoke_memory
 from hf_longctx.recipes.bench.one_document import PlannedDocument, document_plan
 from hf_longctx.runtime.activations import host_tier
+from hf_longctx.runtime.core import host_copies
 
 CUDA = torch.device("cuda", 0)
 # values of one tensor, and of the smallest memory that torch's allocator gives
@@ -44,14 +45,16 @@ GUARANTEES: dict[str, tuple[str, str]] = {
 
 
 def without(line: str, instead: str) -> Any:
-    """The module of the host tier with one line changed."""
-    source = Path(host_tier.__file__).read_text()
-    assert source.count(line) == 1, line
+    """The module of the host tier, with that of its copies, with one line of either changed."""
+    sources = {module: Path(module.__file__).read_text() for module in (host_copies, host_tier)}
+    assert sum(source.count(line) for source in sources.values()) == 1, line
     changed = types.ModuleType("changed_host_tier")
     # dataclasses look their module up
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, changed.__name__, changed)
-        exec(compile(source.replace(line, instead), changed.__name__, "exec"), changed.__dict__)
+        exec(compile(sources[host_tier].replace(line, instead), changed.__name__, "exec"), changed.__dict__)
+        # in place of what that has imported
+        exec(compile(sources[host_copies].replace(line, instead), changed.__name__, "exec"), changed.__dict__)
     return changed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -97,22 +98,24 @@ def test_a_training_that_offloads(
 
 
 class States(TrainerCallback):
-    """Notes where optimizer states and weights lie, and the weights, after a step of the optimizer."""
+    """Notes where optimizer states and weights lie, the weights, and the device's peak, after a step of the optimizer."""
 
     def __init__(self) -> None:
         self.states: set[str] = set()
         self.weights: list[torch.Tensor] = []
+        self.peak_bytes = 0
 
     def on_optimizer_step(self, *arguments: Any, model: Any = None, optimizer: Any = None, **keywords: Any) -> None:
         states = getattr(optimizer, "optimizer", optimizer).state.values()
         self.states |= {value.device.type for state in states for value in state.values() if value.dim()}
         assert {weight.device.type for weight in model.parameters()} == {"cuda"}
         self.weights = [weight.detach().cpu() for weight in model.parameters()]
+        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
 
 
 def test_optimizer_states_lie_on_the_host(tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"input_ids": [[(7 * place) % 128 for place in range(64)]] * 4})
-    found = {}
+    found, peaks = {}, {}
     for where, resumed in (("device", None), ("host", None), ("host", "checkpoint-1")):
         folder = tmp_path / where
         arguments = TrainingArguments(
@@ -127,6 +130,11 @@ def test_optimizer_states_lie_on_the_host(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=str(folder / resumed) if resumed else None)
         assert states.states == {"cpu" if where == "host" else "cuda"}
         found[where, resumed] = states.weights
+        peaks[where] = states.peak_bytes
+        del trainer
+        gc.collect()
+    # two moments and a copy of every weight, in fp32
+    assert peaks["host"] + 11 * sum(map(torch.numel, states.weights)) < peaks["device"]
     for other in (("device", None), ("host", "checkpoint-1")):
         for weight, expected in zip(found[other], found["host", None], strict=True):
             assert torch.allclose(weight.float(), expected.float(), rtol=1e-2, atol=1e-4)

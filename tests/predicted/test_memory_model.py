@@ -25,8 +25,9 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
+from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.core.loss import Targets, summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model

@@ -21,7 +21,8 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import chunk_load
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.execution.executor import no_mask
 

@@ -34,12 +34,13 @@ from hf_longctx.plan.memory.saved_tensors import (
 from hf_longctx.recipes.bench.one_document import checkpointed_layer_bytes
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
+from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention.chunk import ChunkAttention
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.attention.runs import documents_of
+from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool

@@ -434,7 +434,12 @@ def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
     """The text that a run prints once: its operators for attention and scans, and from how many tokens on it recomputes."""
     dtype = _attention_dtype(args, model)
     scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
-    advice = [slow_tiles(setup.costs.model, args.device, dtype), scans, allocator_advice(args.device.type, dict(os.environ))]
+    advice = [
+        slow_tiles(setup.costs.model, args.device, dtype),
+        scans,
+        allocator_advice(args.device.type, dict(os.environ)),
+        threads_advice(setup.costs, args.device.type, torch.get_num_threads(), len(os.sched_getaffinity(0))),
+    ]
     return "\n".join(filter(None, (_opening_line(setup, args, dtype), setup.states_line, *advice)))
 
 
@@ -475,6 +480,17 @@ def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
     return (
         "memory: sizes of tensors change in every step, which leaves gaps between them; set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+    )
+
+
+def threads_advice(costs: CostModel, device_type: str, num_threads: int, num_cores: int) -> str:
+    """More threads for updates on the host, if cores would be idle; empty on a CPU, whose threads do everything."""
+    own_cores = num_cores // costs.cluster.ranks_per_node
+    if device_type != "cuda" or not costs.model.updates_on_host or 2 * num_threads > own_cores:
+        return ""
+    return (
+        f"optimizer states: the CPU updates weights with {num_threads} thread(s) a rank (torchrun sets one); set "
+        f"OMP_NUM_THREADS={own_cores} in the environment for all of the {num_cores} cores"
     )
 
 

@@ -38,6 +38,8 @@ _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwe
 _CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # fields of a config with the rate of dropout of attention weights
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+# bytes of the weights that an update on the host moves and updates at once, unless one weight has more
+UPDATE_PART_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from hf_longctx.plan.core.arrays import BoolArray, IntArray
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import UPDATE_PART_BYTES, ModelSpec
 from hf_longctx.plan.core.types import Action, Parameters, StagePlan
 
 
@@ -45,18 +45,35 @@ def part_state_bytes(
 def host_state_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """Bytes of host memory that a rank's updates need: copies, gradients and two moments, all fp32; 0 if the device has them."""
+    """Bytes of host memory that a rank's updates need; 0 if the device has them.
+
+    Copies of the weights and two moments are fp32. Gradients and weights pass through pinned homes in their own dtype, and the
+    gradients of one part of the weights are in fp32 beside these (`runtime/parameters/host_steps.py`).
+    """
     if not model.updates_on_host:
         return 0
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
-    trained, _ = _trained_sizes(model, num_layers, is_first, is_last)
-    return -(-16 * trained // (1 if parameters == "replicated" else shard_ranks))
+    trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
+    share = 1 if parameters == "replicated" else shard_ranks
+    widened = 2 * update_part_bytes(model, num_layers, is_first, is_last, share) if trained_bytes < 4 * trained else 0
+    return -(-(12 * trained + 2 * trained_bytes) // share) + widened
+
+
+def update_part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, share: int) -> int:
+    """Most bytes of the weights that an update on the host moves at once, each rank those of its share.
+
+    A part may be one large matrix, which is at most a layer, the embedding or the head.
+    """
+    _, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
+    units = (min(num_layers, 1), False, False), (0, is_first, False), (0, False, is_last)
+    largest = max(trained_sizes(model, *unit)[1] for unit in units)
+    return min(-(-trained_bytes // share), max(UPDATE_PART_BYTES, -(-largest // share)))
 
 
 def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
     """Bytes of weights, of gradients, and of all else that updates need."""
-    trained, trained_bytes = _trained_sizes(model, num_layers, is_first, is_last)
+    trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
     held = model.part_weight_bytes(num_layers, is_first, is_last) + (0 if model.adapters.is_empty else trained_bytes)
     num_half = max(0, 4 * trained - trained_bytes) // 2
     if model.updates_on_host:
@@ -66,7 +83,7 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
     return held, trained_bytes, 8 * trained + 8 * num_half * model.has_master_weights
 
 
-def _trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
+def trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
     """Trained parameters and their bytes: those of adapters, or all of the model's own."""
     if model.adapters.is_empty:
         return model.part_parameters(num_layers, is_first, is_last), model.part_weight_bytes(num_layers, is_first, is_last)

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_longctx.plan.core.sharding import is_lent
-from hf_longctx.plan.core.types import SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.core.types import Parameters, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, round_traffic
-from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.stage import part_state_bytes
+from hf_longctx.plan.memory.stage import host_state_bytes, part_state_bytes, trained_sizes, update_part_bytes
 from hf_longctx.plan.prediction.evaluate import RankUse
 
 
@@ -77,19 +76,39 @@ def hidden_sums_s(layer_sums_s: float, backward_s: float, num_layers: int) -> fl
 
 
 def _update_s(plan: StepPlan, costs: CostModel) -> float:
-    """Seconds of the optimizer, which reads and writes all states once: 0 if the rate of the device's memory is unknown.
-
-    States on the host are updated there, at the rate of copies to it, which the memory of a host gives each of its devices.
-    """
-    hardware, bytes_of = costs.cluster.hardware, ByteModel(costs.model)
+    """Seconds of the optimizer, which reads and writes all states once: 0 if the rate of the device's memory is unknown."""
+    hardware = costs.cluster.hardware
     last, share = plan.num_stages - 1, 1 if plan.parameters == "replicated" else plan.block_ranks
-    stages = plan.micro_batches[0].groups[0].stages
-    whole = max(
-        part_state_bytes(costs.model, stage.num_layers, place == 0, place == last, "replicated", 1)
-        for place, stage in enumerate(stages)
-    )
+    counts = [stage.num_layers for stage in plan.micro_batches[0].groups[0].stages]
+    stages = [(count, place == 0, place == last) for place, count in enumerate(counts)]
+    whole = max(part_state_bytes(costs.model, *stage, "replicated", 1) for stage in stages)
     device_s = 2 * whole / share / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
-    return device_s + 2 * bytes_of.host_states(plan.parameters, share) / hardware.copy_bytes_per_s
+    return device_s + max(_host_update_s(costs, *stage, plan.parameters, share) for stage in stages)
+
+
+def _host_update_s(costs: CostModel, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, share: int) -> float:
+    """Seconds of the updates of a stage's weights on the host; 0 if its states are on the device.
+
+    The CPU reads and writes all of the host's bytes once, at the rate of copies, which the memory of a host gives each of its
+    devices. Gradients and weights come from the device and weights go back at that rate, too, in parts that follow one another.
+    """
+    # stages that lend their ranks update the weights of all
+    stage = (costs.model.num_layers, True, True) if costs.model.keeps_all_stages else (num_layers, is_first, is_last)
+    states = host_state_bytes(costs.model, *stage, parameters, share)
+    if not states:
+        return 0.0
+    _, trained_bytes = trained_sizes(costs.model, *stage)
+    num_parts = max(1.0, trained_bytes / share / max(1, update_part_bytes(costs.model, *stage, share)))
+    moved = 2 * trained_bytes / share, 2 * states, trained_bytes / share
+    return piped_s([num_bytes / costs.cluster.hardware.copy_bytes_per_s for num_bytes in moved], num_parts)
+
+
+def piped_s(seconds: Sequence[float], num_parts: float) -> float:
+    """Seconds of work in several stages, each of which works on one of `num_parts` equal parts while others have the next ones.
+
+    seconds: of every stage, for all parts. The longest works all the time, and the first part passes the others before and after.
+    """
+    return max(seconds) + (sum(seconds) - max(seconds)) / num_parts
 
 
 def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:

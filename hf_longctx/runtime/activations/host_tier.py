@@ -7,122 +7,27 @@ round sizes up to powers of two.) Layers and steps ask for the same sizes again 
 its own size; free neighbours are merged only when nothing fits. A slab may be smaller than the memory that a rank may use: what
 does not fit then gets pieces of pageable memory beside it, since pinning inside a step would let other ranks wait.
 
-Copies go through a `CopyEngine`. On CUDA it has one stream per direction and blocks neither the host nor the compute stream; on
-CPU it copies at once. Both keep the same order: a copy to the host starts after the computation that was queued before it; a copy
-back starts after the copy to the host; a copy into a reused block starts after the copy that brought the old tensor back from
-that block; a reader waits for the copy back. A block is free once nobody refers to its `HostTensor`.
+Copies go through a `CopyEngine` (`runtime/core/host_copies.py`). They keep this order: a copy to the host starts after the
+computation that was queued before it; a copy back starts after the copy to the host; a copy into a reused block starts after the
+copy that brought the old tensor back from that block; a reader waits for the copy back. A block is free once nobody refers to its
+`HostTensor`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import mmap
-import weakref
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_longctx.plan.core.types import TensorShare
+from hf_longctx.runtime.core.host_copies import ALIGNMENT_BYTES, CopyEngine, HostMemory, Ticket, block_bytes, copies_of
 from hf_longctx.runtime.core.strides import dense_strides, has_strides
 
-logger = logging.getLogger(__name__)
-
-ALIGNMENT_BYTES = 64
-# tensors on their way to the host that are kept on the device; while two leave, the next layer computes
-_MOST_LEAVING = 2
 # bytes of a piece of memory beside a full slab, unless a tensor needs more
 _PIECE_BYTES = 2**26
-# threads that touch the pages of a slab, each so many bytes at a time
-_TOUCHING_THREADS, _TOUCHED_BYTES = 8, 2**28
-# handle of one copy, returned by the copy engine; it is passed to later copies that must follow that one, and to `wait`
-Ticket = Any
-
-
-class CopyEngine(Protocol):
-    """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`.
-
-    Copies to the host are made in the order of the calls, so a block that nobody fetched can be written again.
-    """
-
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
-
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
-
-    def wait(self, ticket: Ticket) -> None:
-        """Makes everything computed from now on wait for the copy."""
-
-
-class PlainCopies:
-    """Copies at once; for tensors on the CPU."""
-
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        target.copy_(source)
-
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        target.copy_(source)
-
-    def wait(self, ticket: Ticket) -> None:
-        return
-
-
-class Leaving:
-    """Tensors on their way from the device. Each is kept until its copy is done, or until `wait` has let the device wait for it.
-
-    So their memory is used again in the order of the device's own work. With `record_stream` instead, it would be free only when
-    the host finds the copy done: a host that runs ahead would fill the device's memory with tensors that have left it.
-    """
-
-    def __init__(self, wait: Callable[[Ticket], None]) -> None:
-        self._wait = wait
-        self._kept: deque[tuple[Tensor, Ticket]] = deque()
-
-    def add(self, source: Tensor, ticket: Ticket) -> None:
-        """Keeps `source`, and no more than the last few before it."""
-        while len(self._kept) >= _MOST_LEAVING:
-            self._wait(self._kept[0][1])
-            self._kept.popleft()
-        self._kept.append((source, ticket))
-
-    def drop_finished(self) -> None:
-        """Drops the tensors at the front whose copies are done."""
-        while self._kept and self._kept[0][1].query():
-            self._kept.popleft()
-
-
-class StreamCopies:
-    """Copies on one CUDA stream per direction, after all work given to the current stream so far."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving = Leaving(self.wait)
-
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        ticket = self._copy(self._out, source, target, after)
-        self._leaving.add(source, ticket)
-        return ticket
-
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        self._leaving.drop_finished()
-        return self._copy(self._back, source, target, after)
-
-    def wait(self, ticket: Ticket) -> None:
-        torch.cuda.current_stream(self._device).wait_event(ticket)
-
-    def _copy(self, stream: Any, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        for ticket in after:
-            stream.wait_event(ticket)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
 
 
 class HostSlab:
@@ -133,11 +38,8 @@ class HostSlab:
 
     def __init__(self, capacity_bytes: int, is_pinned: bool, most_bytes: int = 0) -> None:
         self.capacity_bytes, self.most_bytes = block_bytes(capacity_bytes), most_bytes
-        self.memory = _touched(self.capacity_bytes) if is_pinned else torch.empty(self.capacity_bytes, dtype=torch.uint8)
-        self.is_pinned = is_pinned and _pin(self.memory)
-        if self.is_pinned:
-            # unpin before the memory is freed: pages given back to the system must not stay locked
-            weakref.finalize(self, _unpin, self.memory.data_ptr())
+        self._home = HostMemory(self.capacity_bytes, is_pinned, "host_gib")
+        self.memory, self.is_pinned = self._home.memory, self._home.is_pinned
         # the slab and its pieces by their first offset, with a gap behind each so that none is merged with the next
         self._pieces = [(0, self.memory)]
         # sorted by size; runs of one size in the order in which they were freed
@@ -213,11 +115,6 @@ def _offset(piece: tuple[int, Tensor]) -> int:
     return piece[0]
 
 
-def block_bytes(num_bytes: int) -> int:
-    """Bytes that a tensor of `num_bytes` takes in a slab."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 class HostTier:
     """Host memory of one rank, and the copies to and from it. `stored_bytes`: bytes of the tensors stored now."""
 
@@ -228,9 +125,7 @@ class HostTier:
     @classmethod
     def on(cls, device: torch.device, capacity_bytes: int, most_bytes: int = 0) -> HostTier:
         """A tier for tensors of `device`; most_bytes: see `HostSlab`."""
-        if device.type == "cuda":
-            return cls(capacity_bytes, StreamCopies(device), is_pinned=True, most_bytes=most_bytes)
-        return cls(capacity_bytes, PlainCopies(), most_bytes=most_bytes)
+        return cls(capacity_bytes, copies_of(device), device.type == "cuda", most_bytes)
 
     def store(self, tensor: Tensor) -> HostTensor:
         """Starts a copy of `tensor` to the host; the caller may drop `tensor` at once."""
@@ -316,36 +211,3 @@ class SplitTensor:
         if self._device is not None:
             pieces.append(self._device)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _touched(num_bytes: int) -> Tensor:
-    """Memory whose pages are all there, in huge pages where the system has them: pinning makes missing pages one by one."""
-    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # a kernel without huge pages refuses
-    with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
-    parts = memory.split(_TOUCHED_BYTES)
-    with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
-        for _ in threads.map(Tensor.zero_, parts):
-            pass
-    return memory
-
-
-def _pin(memory: Tensor) -> bool:
-    """Page-locks the memory for CUDA; returns False, with a warning, if the system refuses."""
-    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if error:
-        logger.warning(
-            "%.1f GiB of host memory could not be pinned (CUDA error %d): copies from pageable memory are slower and block; "
-            "raise the limit of locked memory (ulimit -l), or lower host_gib",
-            memory.numel() / 2**30,
-            error,
-        )
-    return not error
-
-
-def _unpin(address: int) -> None:
-    # copies may still be under way, for example after an error inside a step
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)

@@ -5,7 +5,8 @@ of 1e-5. The optimizer therefore updates an fp32 copy of every weight, the maste
 optimizer's moments are then fp32, too. See Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740, section 3.1).
 
 Copies and moments may lie in host memory, where the CPU then runs the optimizer, as in ZeRO-Offload (Ren et al., arXiv
-2101.06840). Each step sends gradients to the host and weights both ways, since something else may have changed these.
+2101.06840). Each step sends gradients to the host and weights both ways, since something else may have changed these; copies and
+updates overlap (`host_steps.py`) for optimizers of torch that update each weight by itself.
 
 `keep_master_weights` serves any optimizer of `torch.optim` and any subclass that keeps its states in `state`. Outside `step` the
 optimizer's groups and states belong to the model's own parameters, with the master weight as one more state. So checkpoints hold
@@ -14,7 +15,7 @@ it under the weight's name, whether weights are whole, in shards, or in pipeline
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -24,7 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hf_longctx.runtime.core.host_copies import CopyEngine
+from hf_longctx.runtime.core.strides import has_strides
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, local_shard
+from hf_longctx.runtime.parameters.host_steps import HostSteps, updates_weight_by_weight
 
 # name of the state that is a weight's fp32 copy
 MASTER_WEIGHT = "master_weight"
@@ -44,18 +48,22 @@ def why_no_master_weights(optimizer: Optimizer) -> str:
     return ""
 
 
-def keep_master_weights(optimizer: Optimizer, on_host: bool = False) -> None:
+def keep_master_weights(optimizer: Optimizer, on_host: bool = False, copies: CopyEngine | None = None) -> None:
     """Makes `optimizer` update fp32 copies of its half-precision weights, and round them into the weights; does so once.
 
     The copies are made in the first step: 4 bytes per parameter, and as many again for each moment. A weight that something other
     than the optimizer changed since the last step goes on from its new value. on_host: copies of all weights, those in fp32
-    included, their gradients and all states lie in host memory. Raises ValueError for an optimizer that `why_no_master_weights`
-    gives a reason against.
+    included, their gradients and all states lie in host memory, some of it pinned at once. copies: the engine for copies between
+    device and host (default: that of the weights' device). Raises ValueError for an optimizer that `why_no_master_weights` gives
+    a reason against.
     """
     if reason := why_no_master_weights(optimizer):
         raise ValueError(f"no fp32 copies of weights can be kept: {reason}")
     if not has_master_weights(optimizer):
-        vars(optimizer)[_KEPT] = _MasterWeights(optimizer, on_host)
+        host = None
+        if on_host and updates_weight_by_weight(optimizer):
+            host = HostSteps((parameter for group in optimizer.param_groups for parameter in group["params"]), copies)
+        vars(optimizer)[_KEPT] = _MasterWeights(optimizer, on_host, host)
 
 
 def has_master_weights(optimizer: Any) -> bool:
@@ -104,6 +112,9 @@ def _step_with(kept: _MasterWeights, optimizer: Optimizer) -> MethodType:
                 f"of weights; remove it and use on_pre_optimizer_step and on_optimizer_step of a TrainerCallback, or set "
                 f"fp32_master_weights=False and optimizer_states='device'"
             )
+        if kept.host is not None and kept.host.fits(optimizer):
+            kept.step_in_parts(optimizer, kept.host, run)
+            return None
         try:
             kept.put_in(optimizer)
             result = run()
@@ -118,8 +129,8 @@ def _step_with(kept: _MasterWeights, optimizer: Optimizer) -> MethodType:
 class _MasterWeights:
     """Puts master weights in the place of an optimizer's parameters during `step` and `load_state_dict`."""
 
-    def __init__(self, optimizer: Optimizer, on_host: bool) -> None:
-        self.on_host = on_host
+    def __init__(self, optimizer: Optimizer, on_host: bool, host: HostSteps | None) -> None:
+        self.on_host, self.host = on_host, host
         # the parameter of every master weight that is in its place now
         self._replaced: dict[Tensor, nn.Parameter] = {}
         # how often each such parameter had been changed when its master weight took its place
@@ -139,8 +150,34 @@ class _MasterWeights:
         self._put_in(optimizer, lambda parameter: parameter.grad is not None)
         for master, parameter in self._replaced.items():
             assert parameter.grad is not None
-            master.grad = self.wide(parameter.grad)
+            master.grad = _laid_out_like(master, self.wide(parameter.grad))
         self._versions = {parameter: local_shard(parameter)._version for parameter in self._replaced.values()}
+
+    @torch.no_grad()
+    def step_in_parts(self, optimizer: Optimizer, host: HostSteps, run: Callable[[], Any]) -> None:
+        """Updates one part of the weights with `run` while others travel; the optimizer sees nothing but the part meanwhile."""
+        groups = list(optimizer.param_groups)
+        held = [group["params"] for group in groups]
+        group_of = {parameter: place for place, parameters in enumerate(held) for parameter in parameters}
+        try:
+            for part in host.send(optimizer):
+                for group in groups:
+                    group["params"] = []
+                for parameter in part.arrived:
+                    groups[group_of[parameter]]["params"].append(parameter)
+                optimizer.param_groups[:] = [group for group in groups if group["params"]]
+                self._put_in(optimizer, lambda parameter: True, part.arrived)
+                for master, parameter in self._replaced.items():
+                    master.grad = _placed_like(parameter, _in_fp32(part.gradient(parameter)))
+                run()
+                for master, parameter in self._replaced.items():
+                    part.give_back(parameter, local_shard(master))
+                self.take_out(optimizer)
+        finally:
+            self.take_out(optimizer)
+            optimizer.param_groups[:] = groups
+            for group, parameters in zip(groups, held, strict=True):
+                group["params"] = parameters
 
     @torch.no_grad()
     def round(self, optimizer: Optimizer) -> None:
@@ -175,14 +212,21 @@ class _MasterWeights:
                 state.pop(MASTER_WEIGHT, None)
 
     @torch.no_grad()
-    def _put_in(self, optimizer: Optimizer, is_wanted: Callable[[nn.Parameter], bool]) -> None:
-        # made before anything is replaced, since memory may run out
-        masters = {
-            parameter: self._master_of(parameter, optimizer.state.get(parameter, {}).get(MASTER_WEIGHT))
+    def _put_in(
+        self,
+        optimizer: Optimizer,
+        is_wanted: Callable[[nn.Parameter], bool],
+        arrived: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        """arrived: this rank's weights where they have been copied to already."""
+        wanted = [
+            parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
             if self._has_master(parameter) and is_wanted(parameter)
-        }
+        ]
+        # made before anything is replaced, since memory may run out
+        masters = {parameter: self._master_of(optimizer, parameter, (arrived or {}).get(parameter)) for parameter in wanted}
         for group in optimizer.param_groups:
             group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
         for parameter, master in masters.items():
@@ -204,27 +248,46 @@ class _MasterWeights:
     def _has_master(self, parameter: Tensor) -> bool:
         return self.on_host or parameter.dtype in HALF_DTYPES
 
-    def _master_of(self, parameter: nn.Parameter, master: Tensor | None) -> Tensor:
+    def _master_of(self, optimizer: Optimizer, parameter: nn.Parameter, arrived: Tensor | None) -> Tensor:
         """The parameter in fp32: with what its master weight knows beyond its own precision, unless something else changed it."""
+        master: Tensor | None = optimizer.state.get(parameter, {}).get(MASTER_WEIGHT)
         if master is None:
-            return self.wide(parameter.detach())
+            return self.wide(parameter.detach() if arrived is None else _placed_like(parameter, arrived))
         kept = local_shard(master)
-        own = local_shard(parameter.detach()).to(kept.device)
-        kept.copy_(torch.where(kept.to(own.dtype) == own, kept, own.to(kept.dtype)))
+        own = local_shard(parameter.detach()).to(kept.device) if arrived is None else arrived
+        is_kept = kept.to(own.dtype) == own
+        # for the CPU, looking is cheaper than writing; of a device, the host would have to wait for the answer
+        if kept.device.type != "cpu" or not bool(is_kept.all()):
+            kept.copy_(torch.where(is_kept, kept, own.to(kept.dtype)))
         return master
 
     def wide(self, value: Tensor) -> Tensor:
         """A copy in at least fp32, on the host if master weights lie there; a shard stays one."""
-        dtype = torch.float32 if value.dtype in HALF_DTYPES else value.dtype
         if not self.on_host:
-            return value.to(dtype, copy=True)
-        own = local_shard(value).to("cpu", copy=True).to(dtype)
-        if not isinstance(value, DTensor):
-            return own
-        spec = replace(value._spec, tensor_meta=value._spec.tensor_meta._replace(dtype=dtype))  # type: ignore[union-attr]
-        return DTensor(own, spec, requires_grad=False)
+            return _in_fp32(value, copy=True)
+        return _placed_like(value, _in_fp32(local_shard(value).to("cpu", copy=True)))
 
     def _wide_state(self, value: Any) -> Any:
         is_narrow = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
         is_elsewhere = self.on_host and isinstance(value, Tensor) and value.device.type != "cpu"
         return self.wide(value) if is_narrow or is_elsewhere else value
+
+
+def _in_fp32(value: Tensor, copy: bool = False) -> Tensor:
+    """The tensor in at least fp32."""
+    return value.to(torch.float32 if value.dtype in HALF_DTYPES else value.dtype, copy=copy)
+
+
+def _placed_like(value: Tensor, own: Tensor) -> Tensor:
+    """This rank's part `own` of a tensor that is divided among ranks as `value` is; `own` itself if that is whole."""
+    if not isinstance(value, DTensor):
+        return own
+    spec = replace(value._spec, tensor_meta=value._spec.tensor_meta._replace(dtype=own.dtype))  # type: ignore[union-attr]
+    return DTensor(own, spec, requires_grad=False)
+
+
+def _laid_out_like(master: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the memory layout of its weight, since fused optimizers read both in the order in which they lie there."""
+    if gradient.layout != torch.strided or has_strides(local_shard(gradient), local_shard(master).stride()):
+        return gradient
+    return torch.empty_like(master).copy_(gradient)

@@ -139,7 +139,8 @@ def state_words(memory: DeviceMemory) -> str:
         else:
             parts += [("two bf16 moments of Adam", 4), ("fp32 sum of gradients", 4)]
     total = sum(count for _, count in parts)
-    on_host = "; 16 more on the host" if model.updates_on_host else ""
+    # an fp32 copy and two moments, and pinned memory through which weight and gradient pass
+    on_host = f"; {12 + 2 * model.bytes_per_element} more on the host" if model.updates_on_host else ""
     return f"{total} bytes a parameter: " + " + ".join(f"{count} {name}" for name, count in parts) + on_host
 
 

@@ -32,6 +32,9 @@ class LateCopies:
     def wait(self, ticket: Any) -> None:
         ticket.run()
 
+    def wait_on_host(self, ticket: Any) -> None:
+        ticket.run()
+
 
 class Late:
     """One copy that has not been made yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from helpers.trainers.trainer_runs import SKEWED, make_trainer
 
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.runtime.parameters import host_steps
 from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, has_host_states
 
 CASE = ModelCase(dtype=torch.bfloat16, tied=True)
@@ -26,6 +28,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sharded": {"tokens_per_rank": 64, "parameters": "sharded"},
     "staged": {"stages": 2, "tokens_per_rank": 64},
     "on the host": {"tokens_per_rank": 64, "parameters": "sharded", "optimizer_states": "host"},
+    "whole on the host": {"tokens_per_rank": 64, "optimizer_states": "host"},
+    "staged on the host": {"stages": 2, "tokens_per_rank": 64, "optimizer_states": "host"},
 }
 
 Found = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -39,7 +43,9 @@ def rows() -> list[dict[str, list[int]]]:
 def train(rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], arguments: dict[str, Any], resume: str) -> Found:
     """Trains on this rank; returns master weights, second moments, and weights, of the rank's stage."""
     trainer = make_trainer(CASE, rows, folder, config, {**ARGUMENTS, **arguments})
-    trainer.train(resume_from_checkpoint=resume or None)
+    # updates on the host in several parts, for a model as small as this one
+    with patch.object(host_steps, "UPDATE_PART_BYTES", 4096):
+        trainer.train(resume_from_checkpoint=resume or None)
     return values_of(trainer)
 
 
@@ -77,6 +83,16 @@ def test_small_updates_reach_the_master_weights(runs, name: str) -> None:
                 assert moved > 0.9 > rounded, "updates at this rate are below what bf16 can hold"
 
 
+@pytest.mark.parametrize(
+    "here,there", [("on the host", "sharded"), ("whole on the host", "replicated"), ("staged on the host", "staged")]
+)
+def test_updates_on_the_host_have_the_bits_of_those_on_the_device(runs, here: str, there: str) -> None:
+    for found, expected in zip(runs[here][1], runs[there][1], strict=True):
+        for values, others in zip(found, expected, strict=True):
+            assert values.keys() == others.keys() and values
+            assert all(torch.equal(value, others[name]) for name, value in values.items())
+
+
 @resuming
 @pytest.mark.parametrize(
     "first,num_ranks,then",
@@ -91,6 +107,8 @@ def test_small_updates_reach_the_master_weights(runs, name: str) -> None:
         ("on the host", 4, "sharded"),
         ("sharded", 2, "on the host"),
         ("replicated", 2, "on the host"),
+        ("whole on the host", 1, "sharded"),
+        ("staged on the host", 2, "staged"),
     ],
 )
 def test_master_weights_pass_through_checkpoints(
@@ -181,8 +199,8 @@ def test_plans_count_them(ranks, rows, tmp_path: Path, config: dict[str, Any]) -
     count = weights // 4
     if config.get("optimizer_states"):
         assert planned == pytest.approx(6 * count, rel=0.02)
-        # gradients pass through the host in fp32
-        assert planned_on_host == pytest.approx(states + 4 * count, rel=0.02)
+        # pinned, every weight and its gradient; and the gradients of a part, which is all of this model, in fp32
+        assert planned_on_host == pytest.approx(states + 4 * count + 4 * count, rel=0.02)
     else:
         assert planned == pytest.approx(weights + states + 4 * count, rel=0.02)
         assert planned_on_host == 0

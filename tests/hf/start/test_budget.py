@@ -14,8 +14,10 @@ from helpers.plans.cost_models import MODEL, cost_model
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start import budget
-from hf_longctx.hf.start.setup import TrainingRows, choose_setup
+from hf_longctx.hf.start.setup import TrainingRows, choose_setup, threads_advice
+from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.types import LayerRange
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 
@@ -112,3 +114,13 @@ def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) 
         ValueError, match=r"'auto' finds no room\. On the device: weights.*On the host: optimizer_states='host' n"
     ):
         auto_setup(ByteModel(spec).states() / 2**30, [20])
+
+
+def test_idle_cores_are_named_where_the_cpu_updates_weights() -> None:
+    spec = replace(model_spec(build_model(ModelCase())), updates_on_host=True)
+    cluster = ClusterSpec(8, 8, GENERIC_GPU)
+    costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
+    assert "set OMP_NUM_THREADS=12 " in threads_advice(costs, "cuda", 1, 96)
+    assert "for all of the 96 cores" in threads_advice(costs, "cuda", 6, 96)
+    assert not threads_advice(costs, "cuda", 7, 96) and not threads_advice(costs, "cpu", 1, 96)
+    assert not threads_advice(replace(costs, model=replace(spec, updates_on_host=False)), "cuda", 1, 96)

@@ -29,7 +29,8 @@ from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
-from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CASE = ModelCase(promoted=True)

@@ -8,11 +8,11 @@ import pytest
 
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import LayerRange, Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.weight_seconds import weight_seconds
+from hf_longctx.plan.prediction.weight_seconds import piped_s, weight_seconds
 
 SPEC = replace(named_model("llama-3.2-1b"), has_master_weights=True)
 HARDWARE = replace(GENERIC_GPU, memory_bytes_per_s=1e12)
@@ -32,6 +32,31 @@ def test_the_optimizer_reads_and_writes_all_states_once(parameters: Parameters) 
     # 20 bytes a parameter, read and written at 1 TB/s
     assert update_s() == pytest.approx(2 * 20 * SPEC.num_parameters / share / 1e12, rel=1e-6)
     assert update_s(hardware=GENERIC_GPU) == 0
-    # on the host, 16 bytes a parameter move at the rate of copies; 6 stay on the device
-    on_host = 2 * 16 / GENERIC_GPU.copy_bytes_per_s + 2 * 6 / 1e12
-    assert update_s(replace(SPEC, updates_on_host=True)) == pytest.approx(on_host * SPEC.num_parameters / share, rel=1e-6)
+    # on the host, the CPU reads and writes 16 bytes a parameter, and fp32 gradients of the largest part, the embedding; meanwhile
+    # 6 bytes a parameter travel, but not those of the first and the last part; 6 stay on the device
+    part = SPEC.vocab_size * SPEC.hidden_size
+    cpu_bytes, copied_bytes = 2 * (16 * SPEC.num_parameters + 4 * part), 6 * part
+    on_host_s = (cpu_bytes + copied_bytes) / GENERIC_GPU.copy_bytes_per_s + 2 * 6 * SPEC.num_parameters / 1e12
+    assert update_s(replace(SPEC, updates_on_host=True)) == pytest.approx(on_host_s / share, rel=1e-6)
+
+
+def test_the_longest_of_copies_and_updates_hides_the_others() -> None:
+    # by hand: four parts of (1, 3, 0.5) seconds; the second stage begins at 1, works for 12 and the last part leaves at 13.5
+    assert piped_s([4.0, 12.0, 2.0], 4) == 13.5
+    assert piped_s([4.0, 12.0, 2.0], 1) == 18.0
+    # where the link is the slowest, updates hide behind it
+    assert piped_s([12.0, 4.0, 2.0], 4) == 12.0 + 1.5
+
+
+def test_a_stage_updates_its_own_weights_on_the_host() -> None:
+    spec = replace(SPEC, updates_on_host=True)
+    costs = CostModel(spec, ClusterSpec(2, 2, GENERIC_GPU), default_coefficients(spec, ClusterSpec(2, 2, GENERIC_GPU)))
+    half = spec.num_layers // 2
+    layers = ((LayerRange(0, half),), (LayerRange(half, half),))
+    staged = plan_step(0, (2000,), costs, PlannerConfig(4000, (1,), stages=layers))
+    whole = plan_step(0, (2000,), costs, PlannerConfig(4000, (1,)))
+    assert staged.num_stages == 2 and whole.num_stages == 1
+    # half of the layers and the embedding, which both stages have
+    counted = half * spec.layer_weights + spec.vocab_size * spec.hidden_size
+    ratio = weight_seconds(staged, costs).update_s / weight_seconds(whole, costs).update_s
+    assert ratio == pytest.approx(counted / spec.num_parameters, rel=0.1)

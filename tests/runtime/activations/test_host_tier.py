@@ -21,7 +21,8 @@ from torch import Tensor
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime.activations import host_tier
 from hf_longctx.runtime.activations.engine import LayerSlot
-from hf_longctx.runtime.activations.host_tier import HostSlab, HostTier, Leaving, PlainCopies, SplitTensor, block_bytes
+from hf_longctx.runtime.activations.host_tier import HostSlab, HostTier, SplitTensor
+from hf_longctx.runtime.core.host_copies import Leaving, PlainCopies, block_bytes
 
 CPU = torch.device("cpu")
 LENGTHS = [13, 1, 31, 7]
@@ -310,4 +311,4 @@ def test_a_split_tensor_drops_its_front() -> None:
 
 def test_the_tier_of_the_cpu_needs_no_stream() -> None:
     assert isinstance(HostTier.on(CPU, 1024).copies, PlainCopies)
-    assert host_tier.block_bytes(65) == 128
+    assert block_bytes(65) == 128

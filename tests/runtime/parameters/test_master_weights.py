@@ -173,6 +173,21 @@ def test_updates_on_the_host_are_the_same(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_gradient_in_another_layout_belongs_to_its_own_elements(on_host: bool) -> None:
+    found = []
+    for is_fused in (False, True):
+        weights = [nn.Parameter(half_weights()[0].t())]
+        optimizer = torch.optim.AdamW(weights, lr=0.1, fused=is_fused)
+        keep_master_weights(optimizer, on_host)
+        for step in range(2):
+            weights[0].grad = torch.randn(30, 40, generator=torch.Generator().manual_seed(step)).bfloat16()
+            optimizer.step()
+        found.append(weights[0].detach().float())
+    # the order of rounding differs
+    assert torch.allclose(*found, rtol=1e-2, atol=1e-3)
+
+
 class FailingOnce(torch.optim.SGD):
     fails = True
 

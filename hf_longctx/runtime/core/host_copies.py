@@ -1,0 +1,176 @@
+"""Copies between device and host that block neither, and the pinned host memory that they need.
+
+The host tier sends saved tensors this way, and `parameters/host_steps.py` gradients and weights. On CUDA an engine has one stream
+for each direction; on CPU it copies at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT_BYTES = 64
+# tensors on their way to the host that are kept on the device; while two leave, the next layer computes
+_MOST_LEAVING = 2
+# threads that touch the pages of a slab, each so many bytes at a time
+_TOUCHING_THREADS, _TOUCHED_BYTES = 8, 2**28
+# handle of one copy, returned by the copy engine; it is passed to later copies that must follow that one, and to `wait`
+Ticket = Any
+
+
+class CopyEngine(Protocol):
+    """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`.
+
+    Copies to the host are made in the order of the calls, so a block that nobody fetched can be written again.
+    """
+
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Makes everything computed from now on wait for the copy."""
+
+    def wait_on_host(self, ticket: Ticket) -> None:
+        """Returns when the copy is done, so that the CPU may read or write its host memory."""
+
+
+class PlainCopies:
+    """Copies at once; for tensors on the CPU."""
+
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        target.copy_(source)
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        target.copy_(source)
+
+    def wait(self, ticket: Ticket) -> None:
+        return
+
+    def wait_on_host(self, ticket: Ticket) -> None:
+        return
+
+
+class Leaving:
+    """Tensors on their way from the device. Each is kept until its copy is done, or until `wait` has let the device wait for it.
+
+    So their memory is used again in the order of the device's own work. With `record_stream` instead, it would be free only when
+    the host finds the copy done: a host that runs ahead would fill the device's memory with tensors that have left it.
+    """
+
+    def __init__(self, wait: Callable[[Ticket], None]) -> None:
+        self._wait = wait
+        self._kept: deque[tuple[Tensor, Ticket]] = deque()
+
+    def add(self, source: Tensor, ticket: Ticket) -> None:
+        """Keeps `source`, and no more than the last few before it."""
+        while len(self._kept) >= _MOST_LEAVING:
+            self._wait(self._kept[0][1])
+            self._kept.popleft()
+        self._kept.append((source, ticket))
+
+    def drop_finished(self) -> None:
+        """Drops the tensors at the front whose copies are done."""
+        while self._kept and self._kept[0][1].query():
+            self._kept.popleft()
+
+
+class StreamCopies:
+    """Copies on one CUDA stream per direction, after all work given to the current stream so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._leaving = Leaving(self.wait)
+
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        ticket = self._copy(self._out, source, target, after)
+        self._leaving.add(source, ticket)
+        return ticket
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        self._leaving.drop_finished()
+        return self._copy(self._back, source, target, after)
+
+    def wait(self, ticket: Ticket) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket)
+
+    def wait_on_host(self, ticket: Ticket) -> None:
+        ticket.synchronize()
+
+    def _copy(self, stream: Any, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        for ticket in after:
+            stream.wait_event(ticket)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+def copies_of(device: torch.device) -> CopyEngine:
+    """An engine for tensors of `device`."""
+    return StreamCopies(device) if device.type == "cuda" else PlainCopies()
+
+
+def block_bytes(num_bytes: int) -> int:
+    """Bytes that a tensor of `num_bytes` takes in host memory."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class HostMemory:
+    """One allocation of host memory, page-locked for CUDA if `is_pinned` and the system allows it. It must outlive its views.
+
+    setting: the setting that asks for less, for the warning where the system refuses.
+    """
+
+    def __init__(self, num_bytes: int, is_pinned: bool, setting: str) -> None:
+        self.memory = _touched(num_bytes) if is_pinned else torch.empty(num_bytes, dtype=torch.uint8)
+        self.is_pinned = is_pinned and _pin(self.memory, setting)
+        if self.is_pinned:
+            # unpin before the memory is freed: pages given back to the system must not stay locked
+            weakref.finalize(self, _unpin, self.memory.data_ptr())
+
+
+def _touched(num_bytes: int) -> Tensor:
+    """Memory whose pages are all there, in huge pages where the system has them: pinning makes missing pages one by one."""
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # a kernel without huge pages refuses
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+    parts = memory.split(_TOUCHED_BYTES)
+    with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
+        for _ in threads.map(Tensor.zero_, parts):
+            pass
+    return memory
+
+
+def _pin(memory: Tensor, setting: str) -> bool:
+    """Page-locks the memory for CUDA; returns False, with a warning, if the system refuses."""
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if error:
+        logger.warning(
+            "%.1f GiB of host memory could not be pinned (CUDA error %d): copies from pageable memory are slower and block; "
+            "raise the limit of locked memory (ulimit -l), or lower %s",
+            memory.numel() / 2**30,
+            error,
+            setting,
+        )
+    return not error
+
+
+def _unpin(address: int) -> None:
+    # copies may still be under way, for example after an error inside a step
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,198 @@
+"""Updates weights on the host in parts: the CPU updates one part while others travel.
+
+`master_weights.py` runs the optimizer on one part after the other, each some consecutive weights of its groups. When a step
+begins, all copies to the host are queued. The CPU waits for those of one part, updates it, and queues its rounded weights for the
+way back; the device waits for these before it computes anything else. So a step takes about as long as the slowest of copies out,
+updates and copies back, and not as their sum.
+
+Each weight has two homes in pinned memory for the whole run, one for its gradient and one for itself, both in its own dtype.
+So nothing is pinned inside a step, and no home is used twice in one. The weight's home serves both ways: the CPU reads what
+arrived before it writes what leaves.
+
+No update runs beside the backward, although gradients of the last layers are known early. Clipping needs the norm of all, and a
+step with one gradient that is not finite must change no weight. Copies alone could start there, but a step hardly waits for
+them: the CPU reads and writes about ten times the bytes of a weight's copies, at about the same rate. Callbacks may also change
+gradients after the backward, and copies that were made before would not have that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
+
+from hf_longctx.plan.core.model_spec import UPDATE_PART_BYTES
+from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of
+from hf_longctx.runtime.core.strides import dense_strides
+from hf_longctx.runtime.parameters.gradients import local_shard
+
+# optimizers whose update of a weight depends on nothing but that weight, its gradient and its states
+_WEIGHT_BY_WEIGHT = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+def updates_weight_by_weight(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` may update its weights part by part: a class of torch whose step is torch's own.
+
+    Call it before `step` of the instance is replaced. A subclass, or a step that was wrapped, might do something once per step.
+    """
+    has_own_step = "step" not in vars(optimizer) and type(optimizer).step.__module__.startswith("torch.optim.")
+    return type(optimizer) in _WEIGHT_BY_WEIGHT and has_own_step
+
+
+class HostSteps:
+    """Homes of weights and gradients in host memory, and the copies between them and the device.
+
+    parameters: those that will be updated; others get homes when they are first sent. copies: default for their device.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], copies: CopyEngine | None = None) -> None:
+        self._homes: dict[nn.Parameter, _Homes] = {}
+        # page-locked memory, which must outlive its views
+        self._memory: list[HostMemory] = []
+        self._copies = copies
+        self._make_homes([parameter for parameter in parameters if parameter.requires_grad])
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether the step of these gradients can run in parts."""
+        is_seen = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+        # a scaler of gradients looks at all of them
+        is_scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+        return not (is_seen or is_scaled) and all(_is_plain(parameter) for parameter in _trained(optimizer))
+
+    def send(self, optimizer: Optimizer) -> Iterator[Part]:
+        """Starts all copies to the host; then yields part after part as they arrive, to be updated and sent back.
+
+        When the last part has been updated, or the caller stops, the device waits for all that went back.
+        """
+        trained = list(_trained(optimizer))
+        self._make_homes([parameter for parameter in trained if not self._has_homes(parameter)])
+        parts = [self._sent(part) for part in _parts(trained)]
+        try:
+            for part in parts:
+                part.wait()
+                yield part
+        finally:
+            for part in parts:
+                part.end()
+
+    def _sent(self, parameters: Sequence[nn.Parameter]) -> Part:
+        """Starts the copies of some weights and their gradients to the host."""
+        part = Part({parameter: self._homes[parameter] for parameter in parameters}, self._engine(parameters[0]))
+        for parameter in parameters:
+            assert parameter.grad is not None
+            homes = self._homes[parameter]
+            for source, home in ((parameter, homes.weight), (parameter.grad, homes.gradient)):
+                part.tickets.append(part.copies.to_host(local_shard(source.detach()), home, ()))
+        return part
+
+    def _engine(self, parameter: nn.Parameter) -> CopyEngine:
+        if self._copies is None:
+            self._copies = copies_of(local_shard(parameter.detach()).device)
+        return self._copies
+
+    def _has_homes(self, parameter: nn.Parameter) -> bool:
+        own = local_shard(parameter.detach())
+        homes = self._homes.get(parameter)
+        return homes is not None and (homes.weight.shape, homes.weight.dtype) == (own.shape, own.dtype)
+
+    def _make_homes(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes homes of all these weights in one allocation."""
+        owns = [local_shard(parameter.detach()) for parameter in parameters]
+        sizes = [block_bytes(own.numel() * own.element_size()) for own in owns]
+        if not owns:
+            return
+        # a rank's shards may all be empty, and nothing cannot be pinned
+        is_pinned = owns[0].device.type == "cuda" and sum(sizes) > 0
+        memory = HostMemory(2 * sum(sizes), is_pinned, "optimizer_states='host'")
+        self._memory.append(memory)
+        pieces = iter(memory.memory.split([size for size in sizes for _ in range(2)]))
+        for parameter, own in zip(parameters, owns, strict=True):
+            self._homes[parameter] = _Homes(_home(next(pieces), own), _home(next(pieces), own))
+
+
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    """Host memory of one weight: for its gradient, and for itself."""
+
+    gradient: Tensor
+    weight: Tensor
+
+
+class Part:
+    """Weights that are updated together.
+
+    tickets: copies to the host. arrived: the weights in host memory, as the device has them.
+    """
+
+    def __init__(self, homes: dict[nn.Parameter, _Homes], copies: CopyEngine) -> None:
+        self.copies, self.tickets = copies, list[Ticket]()
+        self._homes, self._returning = homes, list[Ticket]()
+        self.arrived = {parameter: each.weight for parameter, each in homes.items()}
+
+    def wait(self) -> None:
+        """Waits, on the CPU, until all has arrived."""
+        for ticket in self.tickets:
+            self.copies.wait_on_host(ticket)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient in host memory, valid during this step."""
+        return self._homes[parameter].gradient
+
+    def give_back(self, parameter: nn.Parameter, updated: Tensor) -> None:
+        """Rounds the updated weight into its home, and starts the copy from there to the device."""
+        home = self._homes[parameter].weight
+        home.copy_(updated)
+        self._returning.append(self.copies.to_device(home, local_shard(parameter.detach()), ()))
+
+    def end(self) -> None:
+        """Makes everything that is computed from now on wait for the updated weights."""
+        for ticket in self._returning:
+            self.copies.wait(ticket)
+
+
+def _trained(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether the gradient can lie in the home that its weight's dtype and shape give it."""
+    assert parameter.grad is not None
+    own, gradient = local_shard(parameter.detach()), local_shard(parameter.grad)
+    return (gradient.layout, gradient.dtype, gradient.shape) == (torch.strided, own.dtype, own.shape)
+
+
+def _parts(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Consecutive weights, of at most `UPDATE_PART_BYTES` bytes unless one has more."""
+    parts: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        own = local_shard(parameter.detach())
+        num_bytes = own.numel() * own.element_size()
+        if not parts or filled + num_bytes > UPDATE_PART_BYTES:
+            parts.append([])
+            filled = 0
+        parts[-1].append(parameter)
+        filled += num_bytes
+    return parts
+
+
+def _home(memory: Tensor, own: Tensor) -> Tensor:
+    """Memory seen as a tensor like `own`, whose dimensions lie in the same order, so that copies need no other layout."""
+    home = memory[: own.numel() * own.element_size()].view(own.dtype)
+    return home.as_strided(own.shape, dense_strides(own))

@@ -1,0 +1,130 @@
+"""Updates on the host on late copies: the values of updates on the CPU, no memory of the device; each wait is needed."""
+
+from __future__ import annotations
+
+import gc
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fake_cuda.machine.computing import Computing
+from fake_cuda.machine.device import FakeDevice
+from hf_longctx.runtime.parameters import host_steps, master_weights
+from hf_longctx.runtime.parameters.master_weights import keep_master_weights
+
+CUDA = torch.device("cuda", 0)
+SIZES, STEPS = (5000, 300, 40, 7000), 3
+# lines that order copies and updates -> the same without it
+GUARANTEES: dict[str, tuple[str, str]] = {
+    "the CPU waits for what it updates": ("self.copies.wait_on_host(ticket)", "pass"),
+    "the device waits for what comes back": ("self.copies.wait(ticket)", "pass"),
+    "the CPU waits for a part before it is updated": ("part.wait()", "pass"),
+    "the device waits for every part": ("part.end()", "pass"),
+}
+
+
+def without(line: str, instead: str) -> Any:
+    """The module of updates in parts with one line changed."""
+    source = Path(host_steps.__file__).read_text()
+    assert source.count(line) == 1, line
+    changed = types.ModuleType("changed_host_steps")
+    with pytest.MonkeyPatch.context() as patch:
+        # dataclasses look their module up
+        patch.setitem(__import__("sys").modules, changed.__name__, changed)
+        exec(compile(source.replace(line, instead), changed.__name__, "exec"), changed.__dict__)
+    return changed
+
+
+def made_weights(device: Any) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randn(size, generator=generator) for size in SIZES]
+    # one in fp32, as norms may be
+    return [nn.Parameter((weight if place == 1 else weight.bfloat16()).to(device)) for place, weight in enumerate(found)]
+
+
+def set_gradients(weights: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype).to(weight.device)
+
+
+def updated(device: Any, steps: Any, patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Weights after each of some steps, as computations on the device find them."""
+    patch.setattr(steps, "UPDATE_PART_BYTES", 1024)
+    patch.setattr(master_weights, "HostSteps", steps.HostSteps)
+    weights = made_weights(device)
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+    keep_master_weights(optimizer, on_host=True)
+    found = []
+    for step in range(STEPS):
+        set_gradients(weights, step)
+        optimizer.step()
+        for weight in weights:
+            # memory of gradients is used again at once
+            weight.grad = None
+        found += [weight.detach() + 0.0 for weight in weights]
+    torch.cuda.synchronize()
+    return [weight.cpu() for weight in found]
+
+
+def num_wrong(steps: Any) -> int:
+    """Values that differ from those of updates on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        expected = updated("cpu", host_steps, patch)
+        found = updated(CUDA, steps, patch)
+    gc.collect()
+    return sum(int((a != b).sum()) for a, b in zip(found, expected, strict=True))
+
+
+def test_no_value_is_wrong_however_late_copies_are() -> None:
+    assert num_wrong(host_steps) == 0
+
+
+@pytest.mark.parametrize("name", GUARANTEES)
+def test_each_wait_is_needed(name: str) -> None:
+    assert num_wrong(without(*GUARANTEES[name])) > 0
+
+
+def test_an_update_takes_no_memory_of_the_device_and_pins_none(device: FakeDevice, computing: Computing) -> None:
+    taken = {}
+    for on_host in (False, True):
+        weights = made_weights(CUDA)
+        optimizer = torch.optim.AdamW(weights, lr=0.1)
+        before = device.count("cudaHostRegister")
+        keep_master_weights(optimizer, on_host)
+        pinned = device.count("cudaHostRegister")
+        # gradients and weights lie in one allocation
+        assert pinned - before == on_host
+        temporaries = computing.num_temporaries
+        for step in range(STEPS):
+            set_gradients(weights, step)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            if step == 0:
+                start = held
+            optimizer.step()
+            peak = torch.cuda.max_memory_allocated()
+        taken[on_host] = peak - start
+        assert device.count("cudaHostRegister") == pinned
+        assert not on_host or computing.num_temporaries == temporaries
+        del optimizer, weights
+        gc.collect()
+    # masters, moments and gradients in fp32, of what is in half precision
+    assert taken[False] >= 12 * sum(SIZES)
+    assert taken[True] == 0
+
+
+def test_the_host_waits_for_copies_only(device: FakeDevice) -> None:
+    weights = made_weights(CUDA)
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+    keep_master_weights(optimizer, on_host=True)
+    set_gradients(weights, 0)
+    with device.waits() as waits:
+        optimizer.step()
+    assert {wait.place.split(":")[0] for wait in waits} == {"runtime/core/host_copies.py"}
+    assert len(waits) <= 2 * len(SIZES)
