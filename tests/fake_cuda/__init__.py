@@ -18,11 +18,16 @@ other packages come from the environment that runs the script. In place of NVIDI
 - Waits of the host for the device are counted, each with the Python frame that caused it (`machine/device.py`).
 - A communicator whose receives occupy the device until their message comes, and kernels whose first launch waits for an idle
   device, show messages that could wait for themselves (`machine/communicator.py`).
+- Two processes with a fake device each really exchange data (`machine/mail.py`): a message is read when its stream comes to
+  it, and arrives when somebody waits for it. So a missing wait between ranks, or a buffer that is given back too early, shows
+  as wrong gradients of a ring, a stage, a shard or a sum over ranks.
+- Lines of the package can be taken out while a test runs (`machine/removals.py`). `test_waits.py` does so with every wait, and
+  `tests/invariants/test_every_wait.py` refuses a wait that it does not know.
 - torch's own CUDA sanitizer runs on top. It compares the order in which streams were told to work, so it sees what late copies
   cannot: a copy that does not wait for the computation before it.
 
-**Limits.** Computation never lags behind the host, which is why the sanitizer is needed. There is one device, no NCCL, no CUDA
-graph and no Triton; a kernel that torch launches past the dispatch mode is an error. Seconds mean nothing. Results are those of
-CPU kernels: neither the accuracy of CUDA kernels nor their limits on sizes are tested, except those that
+**Limits.** Computation never lags behind the host, which is why the sanitizer is needed. A process has one device; there is no
+NCCL, no CUDA graph and no Triton; a kernel that torch launches past the dispatch mode is an error. Seconds mean nothing.
+Results are those of CPU kernels: neither the accuracy of CUDA kernels nor their limits on sizes are tested, except those that
 `machine/attention.py` names.
 """

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from helpers.ranks.rank_pool import RankPool
 
+from fake_cuda.machine import mail
 from fake_cuda.machine.computing import Computing
 from fake_cuda.machine.device import FakeDevice, is_present
 
@@ -34,3 +38,20 @@ def computing(device: FakeDevice) -> Iterator[Computing]:
         # unpin here what the test leaves behind, because that waits for the device
         gc.collect()
         torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[list[RankPool]]:
+    """Pools of two processes so far, the last of them perhaps alive."""
+    made: list[RankPool] = []
+    yield made
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture
+def two_devices(device: FakeDevice, pools: list[RankPool], tmp_path: Path) -> RankPool:
+    """Two processes, each with a fake device, that exchange messages; new ones after a failure."""
+    if not pools or not pools[-1].is_alive:
+        pools.append(RankPool(2, begin=partial(mail.begin, str(tmp_path))))
+    return pools[-1]

@@ -13,11 +13,12 @@ import pytest
 import torch.cuda._sanitizer as sanitizer
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from fake_cuda.machine.removals import Removal, removed
+from fake_cuda.machine.scenarios import CUDA, SIZE
 from fake_cuda.test_host_updates import num_wrong
-from fake_cuda.test_offload import CUDA, SIZE, dropped_unread, many_leave, without
+from fake_cuda.test_offload import dropped_unread, many_leave
 from hf_longctx.recipes.bench.gpu import smoke_memory
-from hf_longctx.runtime.activations import host_tier
-from hf_longctx.runtime.parameters import host_steps
+from hf_longctx.runtime.activations.host_tier import HostTier
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +38,18 @@ def sanitised(traced: sanitizer.CUDASanitizerDispatchMode) -> Iterator[None]:
 def test_no_copy_races_with_computation(traced: sanitizer.CUDASanitizerDispatchMode) -> None:
     with sanitised(traced):
         for scenario in (many_leave, dropped_unread):
-            assert scenario(host_tier.HostTier.on(CUDA, 4 * SIZE * 4)) == 0
+            assert scenario(HostTier.on(CUDA, 4 * SIZE * 4)) == 0
 
 
 def test_updates_on_the_host_race_with_nothing(traced: sanitizer.CUDASanitizerDispatchMode) -> None:
     with sanitised(traced):
-        assert num_wrong(host_steps) == 0
+        assert num_wrong() == 0
 
 
 def test_planted_copies_that_do_not_follow_computation_race(traced: sanitizer.CUDASanitizerDispatchMode) -> None:
-    changed = without("stream.wait_stream(torch.cuda.current_stream(self._device))", "pass")
-    with sanitised(traced), pytest.raises(sanitizer.CUDASanitizerErrors):
-        many_leave(changed.HostTier.on(CUDA, 4 * SIZE * 4))
+    unordered = Removal("runtime.core.host_copies", "stream.wait_stream(torch.cuda.current_stream(self._device))")
+    with removed(unordered), sanitised(traced), pytest.raises(sanitizer.CUDASanitizerErrors):
+        many_leave(HostTier.on(CUDA, 4 * SIZE * 4))
 
 
 @pytest.mark.parametrize(

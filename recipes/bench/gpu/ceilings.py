@@ -78,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def sizes_of(model: str, is_toy: bool, pin_gib: float = 8.0) -> Sizes:
     if is_toy:
         return Sizes(TOY, 64, (64, 96), (32,), 1 << 16, 1 << 17, 2)
-    return Sizes(named_model(model), 16384, (8192, 32768, 131072), (4096, 8192, 16384), 1 << 30, int(pin_gib * 2**30), 7)
+    pin_bytes = int(pin_gib * 2**30)
+    # copies go both ways at once, each to a part of what is pinned
+    copy_bytes = min(1 << 30, pin_bytes // 2)
+    return Sizes(named_model(model), 16384, (8192, 32768, 131072), (4096, 8192, 16384), copy_bytes, pin_bytes, 7)
 
 
 def first_device() -> torch.device:

@@ -95,7 +95,10 @@ class Computing(TorchDispatchMode):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
             defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-            return _on_device(attend(self.plans, func._schema.name, tree_map(_on_host, defaults | given)))
+            workspace = _workspace(func._schema.name, defaults | given)
+            found = _on_device(attend(self.plans, func._schema.name, tree_map(_on_host, defaults | given)))
+            del workspace
+            return found
         return self._compute(func, args, kwargs)
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -166,6 +169,11 @@ class Computing(TorchDispatchMode):
             self._generators[id(generator)] = generator, twin
         return self._generators[id(generator)][1]
 
+    def forget_loaded(self, loads_lazily: bool) -> None:
+        """Lets every operation load anew; `loads_lazily`: see the class."""
+        self.loads_lazily = loads_lazily
+        self._loaded.clear()
+
     def _load(self, func: Any) -> None:
         if self.loads_lazily and func not in self._loaded:
             self._loaded.add(func)
@@ -179,6 +187,18 @@ class Computing(TorchDispatchMode):
         masks = args[1] if func in _INDEXED else ()
         is_masked = any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in masks or ())
         return f"{name} by a mask" if is_masked else ""
+
+
+def _workspace(name: str, arguments: dict[str, Any]) -> list[Tensor]:
+    """Device memory that a backward of attention takes while it runs, by the source of FlashAttention 2.
+
+    A sum of the queries' gradients in fp32, and gradients of keys and values for every query head.
+    """
+    if not name.endswith("_backward"):
+        return []
+    q, k = arguments["query"], arguments["key"]
+    expanded = [torch.empty_like(q) for _ in range(2 if k.numel() < q.numel() else 0)]
+    return [torch.empty_like(q, dtype=torch.float32), *expanded]
 
 
 def _is_on_device(x: Any) -> bool:

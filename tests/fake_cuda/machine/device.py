@@ -14,6 +14,8 @@ import torch
 
 _LIBRARY = "libcudart.so.13"
 _HERE, _TORCH = Path(__file__).parent, Path(torch.__file__).parent
+# numbers that the runtime adds
+_KINDS = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
 _Listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
@@ -44,6 +46,8 @@ class FakeDevice:
         self._library.fake_cuda_deliver.argtypes = [ctypes.c_long]
         self._library.fake_cuda_set_patience.argtypes = [ctypes.c_double]
         self._library.fake_cuda_set_pins.argtypes = [ctypes.c_bool]
+        self._library.fake_cuda_mail.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
+        self._library.fake_cuda_take_mail.argtypes = [*self._library.fake_cuda_mail.argtypes, ctypes.c_int]
         self._listener = _Listener(0)
 
     def count(self, name: str) -> int:
@@ -97,6 +101,26 @@ class FakeDevice:
     def deliver(self, message: int) -> None:
         """Delivers a message; any thread may."""
         self._library.fake_cuda_deliver(message)
+
+    def open_mail(self, folder: Path) -> None:
+        """Lets this process exchange messages with the processes that were given the same folder; once per process."""
+        (folder / "wanted").mkdir(exist_ok=True)
+        self._library.fake_cuda_open_mail(str(folder).encode())
+
+    def mail(self, stream: torch.cuda.Stream, name: str, tensor: torch.Tensor) -> None:
+        """Queues a message to another process, which has what `tensor` holds when the stream comes to it."""
+        assert tensor.is_cuda and tensor.is_contiguous()
+        self._library.fake_cuda_mail(stream.cuda_stream, name.encode(), tensor.data_ptr(), tensor.nbytes)
+
+    def take_mail(self, stream: torch.cuda.Stream, name: str, tensor: torch.Tensor, how: str = "replace") -> None:
+        """Queues a receive, at which the stream is stuck until the message comes.
+
+        how: whether it replaces `tensor`, is added to it ("sum"), or leaves the larger of two numbers ("max").
+        """
+        assert tensor.is_cuda and tensor.is_contiguous()
+        kind = 0 if how == "replace" else _KINDS[tensor.dtype] + 10 * (how == "max")
+        assert how != "max" or kind in (12, 13), tensor.dtype
+        self._library.fake_cuda_take_mail(stream.cuda_stream, name.encode(), tensor.data_ptr(), tensor.nbytes, kind)
 
     def _check(self, error: int) -> None:
         if error:

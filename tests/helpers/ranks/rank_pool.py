@@ -1,4 +1,4 @@
-"""A persistent pool of gloo ranks: processes that run functions of the tests, one pool per world size and session."""
+"""A persistent pool of ranks, on gloo: processes that run functions of the tests, one pool per world size and session."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ class RankFailure(RuntimeError):
     """A function raised on some rank, or a rank did not answer in time."""
 
 
-class RankPool:
-    """`num_ranks` processes joined by gloo; `run` calls a function on all of them and returns their results."""
+def _gloo() -> str:
+    return "gloo"
 
-    def __init__(self, num_ranks: int, collective_timeout_s: float = 60.0) -> None:
+
+class RankPool:
+    """`num_ranks` processes joined by gloo; `run` calls a function on all of them and returns their results.
+
+    begin: called by every process before it joins the others; returns the name of their backend.
+    """
+
+    def __init__(self, num_ranks: int, collective_timeout_s: float = 60.0, begin: Callable[[], str] = _gloo) -> None:
         self.num_ranks = num_ranks
         port = free_port()
         self._pipes: list[Connection] = []
@@ -36,7 +43,7 @@ class RankPool:
         for rank in range(num_ranks):
             ours, theirs = FORKED.Pipe()
             # ranks are no daemons, because data loaders start workers; they end when their pipe closes, even if this process dies
-            process = FORKED.Process(target=_serve, args=(rank, num_ranks, port, collective_timeout_s, theirs))
+            process = FORKED.Process(target=_serve, args=(rank, num_ranks, port, collective_timeout_s, begin, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -113,7 +120,7 @@ def _give_up_groups() -> None:
         gc.collect()
 
 
-def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, begin: Callable[[], str], pipe: Connection) -> None:
     os.environ.update(rank_environment(rank, num_ranks, port), HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true")
     import torch
     import torch.distributed as dist
@@ -121,7 +128,8 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
     settle()
     faulthandler.enable()
     torch.set_num_threads(1)
-    lasting(lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s)))
+    backend = begin()
+    lasting(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=collective_timeout_s)))
     pipe.send((True, rank))
     while True:
         try:

@@ -14,6 +14,7 @@ import torch
 from hf_longctx.plan.core.types import LayerPolicy
 from hf_longctx.recipes.bench.gpu import cases, matrix
 from hf_longctx.recipes.bench.gpu.cases import Case, run_case
+from hf_longctx.recipes.bench.gpu.ceilings import sizes_of
 from hf_longctx.recipes.bench.gpu.rows import read_rows
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
@@ -54,6 +55,12 @@ def test_what_can_run_on_the_cpu_runs_and_agrees(tmp_path: Path) -> None:
     ceilings = read_rows(file.with_suffix(".ceilings.json"))
     assert all(math.isfinite(row["value"]) and row["value"] > 0 for row in ceilings), ceilings
     assert {row["name"].split()[0] for row in ceilings} == {"product", "copy", "tile", "torch's", "slices"}
+
+
+@pytest.mark.parametrize("pin_gib", [0.5, 1.0, 8.0])
+def test_copies_of_both_ways_fit_into_what_is_pinned(pin_gib: float) -> None:
+    sizes = sizes_of("llama-3.1-8b", False, pin_gib)
+    assert 0 < 2 * sizes.copy_bytes <= sizes.pin_bytes
 
 
 def test_a_case_in_its_own_process_comes_to_the_same() -> None:

@@ -1,0 +1,166 @@
+"""Uses of the package's waits that go wrong without them, each as a function that returns how much was wrong.
+
+Functions of one process take the fake device. Functions of two ranks run on both of them, which `mail.begin` has prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from fake_cuda.machine.device import FakeDevice
+from fake_cuda.machine.removals import Removal, removed
+from fake_cuda.machine.steps import group_pool, unwaited
+from torch import Tensor
+
+from hf_longctx.hf.checkpoints.sharded import to_host
+from hf_longctx.hf.models.activations import slab_rate
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
+from hf_longctx.runtime import measure
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.core.clock import StepClock
+from hf_longctx.runtime.process_groups.links import Links, RoundMessages
+from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.states.messages import exchange
+
+CUDA = torch.device("cuda", 0)
+# values of one tensor, and of the smallest memory that torch's allocator gives
+SIZE = 1 << 14
+
+
+def full(value: float, size: int = SIZE) -> Tensor:
+    return torch.full((size,), float(value), device=CUDA)
+
+
+def stored_while_it_comes(device: FakeDevice) -> int:
+    """A tensor is stored while the current stream still copies its values from the host."""
+    tier, source, values = HostTier.on(CUDA, SIZE * 4), full(0.0), torch.ones(SIZE).pin_memory()
+    source.copy_(values, non_blocking=True)
+    home = tier.store(source)
+    home._arrival.synchronize()
+    wrong = int((home._home != 1.0).sum())
+    torch.cuda.synchronize()
+    return wrong
+
+
+def unpinned_under_copies(device: FakeDevice) -> int:
+    """An error inside a step leaves copies under way when the tier is given up."""
+    name = "cudaHostUnregister under copies"
+    before, tier = device.count(name), HostTier.on(CUDA, SIZE * 4)
+    home = tier.store(full(1.0))
+    del home, tier
+    return device.count(name) - before
+
+
+def timed_before_it_passed(device: FakeDevice) -> int:
+    """An interval is read while its last event has not passed."""
+    clock, values = StepClock(CUDA), torch.ones(SIZE).pin_memory()
+    with clock.measure(0, "F", "0F0"):
+        target = values.to(CUDA, non_blocking=True)
+    found = clock.intervals()
+    return int(len(found) != 1 or not bool((target == 1.0).all()))
+
+
+def copies_timed(device: FakeDevice) -> int:
+    """Rates of copies whose time ends before they do."""
+    with device.waits() as waits:
+        measure.copy_rate(GroupPool((1,), 60.0), CUDA)
+    return int(not any("measure.py" in wait.place for wait in waits))
+
+
+def slab_timed(device: FakeDevice) -> int:
+    """The rate of a slab whose copies are timed."""
+    tier = HostTier.on(CUDA, 2**20)
+    with device.waits() as waits:
+        slab_rate(tier, CUDA)
+    return int(not any(wait.function == "cudaDeviceSynchronize" for wait in waits))
+
+
+def runs_ahead_of_a_gathered_weight(device: FakeDevice) -> int:
+    """A rank that keeps no weight goes on before the weight is there."""
+    weight = torch.zeros(SIZE, device=CUDA)
+    weight.copy_(torch.ones(SIZE).pin_memory(), non_blocking=True)
+    with device.waits() as waits:
+        to_host(weight, is_kept=False)
+    return int(not waits)
+
+
+# ---- on two ranks
+
+
+def on_rank(scenario: Callable[[GroupPool], int], num_stages: int, removals: tuple[Removal, ...]) -> int:
+    """Runs a function of two ranks without some lines of the package; returns how much was wrong on this one."""
+    with removed(*removals):
+        wrong = scenario(group_pool(num_stages))
+        torch.cuda.synchronize()
+    return wrong
+
+
+def sent_and_dropped(pool: GroupPool) -> int:
+    """A message leaves late, and its memory has other values by then."""
+    assert pool.links is not None
+    messages = RoundMessages(pool.links, lambda chunk: (SIZE,), torch.float32, CUDA)
+    wrong = 0
+    if pool.stage == 0:
+        messages.send(Action("SF", 0, 0), full(1.0))
+        messages.finish()
+        del messages
+        others = [full(-1.0) for _ in range(4)]
+        dist.barrier(pool.control)
+        del others
+    else:
+        # a message leaves at once when somebody waits for it
+        dist.barrier(pool.control)
+        wrong = int((messages.receive(Action("RF", 0, 0)) != 1.0).sum())
+    dist.barrier(pool.control)
+    return wrong
+
+
+def received_and_read(pool: GroupPool) -> int:
+    """A message is read as soon as the package gives it to its caller."""
+    assert pool.links is not None
+    messages = RoundMessages(pool.links, lambda chunk: (SIZE,), torch.float32, CUDA)
+    if pool.stage == 0:
+        messages.send(Action("SF", 0, 0), full(1.0))
+        messages.finish()
+        return 0
+    return int((messages.receive(Action("RF", 0, 0)) != 1.0).sum())
+
+
+def connected_and_dropped(pool: GroupPool) -> int:
+    """The first messages of links come late, into memory that has other values by then."""
+    assert pool.links is not None
+    links = Links.create(pool.links.place, timedelta(seconds=60), CUDA)
+    value = 2.0 + pool.rank
+    others = [full(value, 1) for _ in range(64)]
+    torch.cuda.synchronize()
+    wrong = sum(float(other) != value for other in others)
+    dist.barrier(pool.control)
+    for group in links.groups:
+        dist.destroy_process_group(group)
+    return wrong
+
+
+def states_exchanged(pool: GroupPool) -> int:
+    """Ranks of a ring send each other states, and read them and their gradients at once."""
+    group = SequenceGroup.of(GroupShape(2, 1), range(2), (Chunk(0, (Span(0, 0, 16),)),))
+    layout = pool.context(group, group.chunks[0]).layout
+    assert not layout.is_block
+    sent = full(1.0 + pool.rank).requires_grad_()
+    nothing, other = sent[:0], 1 - pool.rank
+    sends, sizes = [nothing, nothing], [0, 0]
+    sends[other], sizes[other] = sent, SIZE
+    received = exchange(sends, sizes, (sent,), layout)
+    wrong = int((received.detach() != 1.0 + other).sum())
+    (received * (5.0 + pool.rank)).sum().backward()
+    assert sent.grad is not None
+    return wrong + int((sent.grad != 5.0 + other).sum())
+
+
+def messages_timed(pool: GroupPool) -> int:
+    """The rate of messages to neighbours, each of which somebody waits for."""
+    before = unwaited()
+    measure.neighbour_rate(pool, CUDA)
+    return unwaited() - before

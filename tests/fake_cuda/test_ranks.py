@@ -1,0 +1,52 @@
+"""Steps of two ranks whose devices exchange real data, late at both ends: gradients are those of one plain process.
+
+Receives occupy the device until their message comes. If the first run of an operation then waits for an idle device, no rank may
+wait for itself, nor for one that waits for it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from helpers.models.reference import TOLERANCE, random_rows
+from helpers.models.tiny_models import ModelCase
+from helpers.plans.layouts import plan_of
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.policies import replayed, same_policy
+from helpers.plans.sliced_plans import cut
+from helpers.ranks.rank_pool import RankPool
+
+from fake_cuda.machine.removals import Removal
+from fake_cuda.machine.steps import Found, steps_on_device
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import StepPlan
+
+LAYERS = 2
+CASE = ModelCase(promoted=True, num_layers=LAYERS)
+OFFLOADED = replayed(0.0, host=1.0, input_host=1.0)
+PLANS: dict[str, StepPlan] = {
+    "ring": same_policy(plan_of([[(2, (0, 1))]], [13, 22], 2, ulysses=1), OFFLOADED, replayed(), tile_tokens=8),
+    "shards": same_policy(
+        plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="sharded"), OFFLOADED, replayed()
+    ),
+    "gathered": plan_of([[(1, (0,)), (1, (1,))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="gathered_per_round"),
+    "early sums": plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2),
+    "stages": pipeline_plan(
+        [19, 11], [[(1, [[each] for each in cut(0, [8, 6, 5])])], [(1, [[(1, 0, 11)]])]], 2, num_layers=LAYERS
+    ),
+}
+
+
+def found_by(pool: RankPool, name: str, *removals: Removal, drains: bool = False) -> list[Found]:
+    """Findings of both ranks in steps of a plan, while lines of the package are taken out. drains: see `steps_on_device`."""
+    plan = PLANS[name]
+    rows = random_rows(list(plan.lengths))
+    return pool.run(steps_on_device, CASE, plan_to_json(plan), rows, removals, drains, timeout_s=280.0)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_steps_have_the_gradients_of_one_process(two_devices: RankPool, name: str, drains: bool) -> None:
+    for found in found_by(two_devices, name, drains=drains):
+        assert max(found.errors) <= TOLERANCE, found
+        # the first step sums at its end
+        assert (found.num_early > 0) == (name in ("early sums", "ring")), found

@@ -1,0 +1,143 @@
+"""Every wait of the package is needed: without it, some test sees wrong values, or memory that is given back too early.
+
+`tests/invariants/test_every_wait.py` refuses a wait in the source that has no line in `ONE_PROCESS` or `TWO_RANKS`. Both also
+have the lines that remember what is to be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from helpers.models.reference import TOLERANCE
+from helpers.ranks.rank_pool import RankPool
+
+from fake_cuda.machine import scenarios
+from fake_cuda.machine.device import FakeDevice
+from fake_cuda.machine.removals import Removal, removed
+from fake_cuda.test_host_updates import num_wrong
+from fake_cuda.test_offload import wrong_values
+from fake_cuda.test_ranks import found_by
+
+
+def wrong_updates(device: FakeDevice) -> int:
+    """Weights that updates on the host leave wrong."""
+    return num_wrong()
+
+
+_COPIES = partial(Removal, "runtime.core.host_copies")
+_HOST = partial(Removal, "runtime.activations.host_tier")
+_UPDATES = partial(Removal, "runtime.parameters.host_steps")
+_LINKS = partial(Removal, "runtime.process_groups.links")
+
+# purpose of a line -> the line, and what goes wrong without it
+ONE_PROCESS: dict[str, tuple[Removal, Callable[[FakeDevice], int]]] = {
+    "a copy follows the copies that it must follow": (_COPIES("stream.wait_event(ticket)"), wrong_values),
+    "a copy follows the work of the current stream": (
+        _COPIES("stream.wait_stream(torch.cuda.current_stream(self._device))"),
+        scenarios.stored_while_it_comes,
+    ),
+    "a reader's stream waits": (_COPIES("torch.cuda.current_stream(self._device).wait_event(ticket)"), wrong_values),
+    "a tensor that leaves is kept": (_COPIES("self._kept.append((source, ticket))"), wrong_values),
+    "the device waits before a tensor that leaves is dropped": (_COPIES("self._wait(self._kept[0][1])"), wrong_values),
+    "only tensors that have left are dropped early": (
+        _COPIES("while self._kept and self._kept[0][1].query():", "while self._kept:"),
+        wrong_values,
+    ),
+    "a copy back follows the copy to the host": (
+        _HOST("(self._home, target, (self._arrival,))", "(self._home, target, ())"),
+        wrong_values,
+    ),
+    "a reader waits for the copy back": (_HOST("self._tier.copies.wait(ticket)"), wrong_values),
+    "a copy back that nobody read is waited for": (_HOST("self._tier.copies.wait(self._returning[1])"), wrong_values),
+    "a freed block remembers its copy back": (
+        _HOST("self._tier.slab.give(self._run, self._tickets)", "self._tier.slab.give(self._run, ())"),
+        wrong_values,
+    ),
+    "a free run remembers its copies": (
+        _HOST("_Run(run.offset, run.num_bytes, tickets)", "_Run(run.offset, run.num_bytes, ())"),
+        wrong_values,
+    ),
+    "the part of a run that is taken has its copies": (
+        _HOST("_Run(fitting.offset, size, fitting.tickets)", "_Run(fitting.offset, size, ())"),
+        wrong_values,
+    ),
+    "the rest of a run keeps its copies": (_HOST("rest, ()), fitting.tickets)", "rest, ()), ())"), wrong_values),
+    "merged runs have the copies of the first": (_HOST("before.tickets + run.tickets", "run.tickets"), wrong_values),
+    "merged runs have the copies of the second": (_HOST("before.tickets + run.tickets", "before.tickets"), wrong_values),
+    "no memory is unpinned under copies": (_COPIES("    torch.cuda.synchronize()\n", ""), scenarios.unpinned_under_copies),
+    "the CPU waits for a copy to the host": (_COPIES("ticket.synchronize()"), wrong_updates),
+    "the CPU waits for all that it updates": (_UPDATES("self.copies.wait_on_host(ticket)"), wrong_updates),
+    "the CPU waits for a part before it is updated": (_UPDATES("part.wait()"), wrong_updates),
+    "the device waits for weights that come back": (_UPDATES("self.copies.wait(ticket)"), wrong_updates),
+    "the device waits for every part": (_UPDATES("part.end()"), wrong_updates),
+    "times are read when their events have passed": (
+        Removal("runtime.core.clock", "stop.synchronize()"),
+        scenarios.timed_before_it_passed,
+    ),
+    "rates of copies count until they are done": (
+        Removal("runtime.measure", "torch.cuda.synchronize(device)"),
+        scenarios.copies_timed,
+    ),
+    "the rate of a slab counts until copies are done": (
+        Removal("hf.models.activations", "torch.cuda.synchronize(device)"),
+        scenarios.slab_timed,
+    ),
+    "no rank runs ahead of the one that keeps gathered weights": (
+        Removal("hf.checkpoints.sharded", "torch.cuda.current_stream(whole.device).synchronize()"),
+        scenarios.runs_ahead_of_a_gathered_weight,
+    ),
+}
+# lines that two ranks need; a text is the name of a plan, whose gradients are wrong
+TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
+    "a ring reads what has arrived": (Removal("runtime.attention.ring", "request.wait()"), "ring"),
+    "a step reads gradients that are summed": (Removal("runtime.parameters.early_sums", "self._work.wait()"), "early sums"),
+    "a stage reads what has arrived": (
+        _LINKS("        work.wait()\n        return buffer", "        return buffer"),
+        (scenarios.received_and_read, 2),
+    ),
+    "a stage keeps what has not left": (
+        _LINKS("self._sending.popleft()[0].wait()", "self._sending.popleft()"),
+        (scenarios.sent_and_dropped, 2),
+    ),
+    "links keep what connects them": (
+        _LINKS("            work.wait()\n", ""),
+        (scenarios.connected_and_dropped, 2),
+    ),
+    "layers with states read what has arrived": (
+        Removal("runtime.states.messages", "request.wait()"),
+        (scenarios.states_exchanged, 1),
+    ),
+    "rates of messages count until they have arrived": (
+        Removal("runtime.measure", "request.wait()"),
+        (scenarios.messages_timed, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_wait_is_needed(name: str, device: FakeDevice) -> None:
+    removal, scenario = ONE_PROCESS[name]
+    with removed(removal):
+        try:
+            wrong = scenario(device)
+        except RuntimeError:
+            wrong = 1
+    assert wrong
+
+
+@pytest.mark.parametrize("scenario", {scenario for _, scenario in ONE_PROCESS.values()}, ids=lambda each: each.__name__)
+def test_nothing_is_wrong_with_all_waits(scenario: Callable[[FakeDevice], int], device: FakeDevice) -> None:
+    assert scenario(device) == 0
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_wait_between_ranks_is_needed(name: str, two_devices: RankPool) -> None:
+    removal, seen = TWO_RANKS[name]
+    for removals in ((), (removal,)):
+        if isinstance(seen, str):
+            is_wrong = any(max(found.errors) > TOLERANCE for found in found_by(two_devices, seen, *removals))
+        else:
+            is_wrong = any(two_devices.run(scenarios.on_rank, *seen, removals, timeout_s=280.0))
+        assert is_wrong == bool(removals), removals
