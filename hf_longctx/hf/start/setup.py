@@ -151,10 +151,11 @@ def choose_setup(
             type(base_of(model)).__name__,
         )
     # a rank that loaded only its own stage does not know the adapters and four-bit weights of other stages
-    everyone = gather_objects((spec.adapters, spec.packed), control)
-    adapters, packed = (list(each) for each in zip(*everyone, strict=True))
+    everyone = gather_objects((spec.adapters, spec.packed, spec.rounded_parameters), control)
+    adapters, packed, rounded = (list(each) for each in zip(*everyone, strict=True))
     index = replace(spec.index, most_ranks=degrees[-1])
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
+    spec = replace(spec, rounded_parameters=min(rounded))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()
