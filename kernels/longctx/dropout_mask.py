@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_longctx.kernels.jit import device_of, jit, tl
+from hf_longctx.kernels.jit import device_of, jit, launches_directly, tl
 
 NUM_ROUNDS = 10
 WORD = 0xFFFFFFFF
@@ -105,7 +105,8 @@ _keep_mask.register_kernel("cuda")(launch_keep_mask)
 
 def keep_mask(documents_T: Tensor, positions_T: Tensor, step: int, key: int, rate: float, num_channels: int) -> Tensor:
     """True for values that stay when a share of `rate` is dropped, [T, C]; documents and positions are int64, `key` 64 bits."""
-    mask: Tensor = _keep_mask(
+    draw = launch_keep_mask if launches_directly(positions_T) else _keep_mask
+    mask: Tensor = draw(
         documents_T, positions_T, step & WORD, [key & WORD, key >> 32 & WORD], round(rate * (WORD + 1)), num_channels
     )
     return mask

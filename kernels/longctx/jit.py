@@ -13,13 +13,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
     triton, tl, _missing = None, None, error
+
+
+# types of devices on whose tensors kernels are launched without torch's dispatcher
+DIRECT_DEVICES = ("cuda",)
 
 
 class _Unavailable:
@@ -66,6 +70,19 @@ def next_power_of_2(number: int) -> int:
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Context in which kernels are launched on the tensor's device; does nothing for CPU tensors (Triton's interpreter)."""
     return torch.cuda.device_of(tensor)
+
+
+def launches_directly(tensor: Tensor) -> bool:
+    """Whether a kernel may be launched on `tensor` at once, since torch's dispatcher costs the host more time than the launch.
+
+    Not while torch traces a graph, and not under a mode that watches or replaces operators, which would miss the kernel.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and tensor.device.type in DIRECT_DEVICES
+        and type(tensor) in (Tensor, nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
 def wide_type(dtype: torch.dtype) -> Any:

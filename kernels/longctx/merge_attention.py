@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.kernels import reference
-from hf_longctx.kernels.jit import device_of, jit, next_power_of_2, tl
+from hf_longctx.kernels.jit import device_of, jit, launches_directly, next_power_of_2, tl
 
 # output values that one program works on
 _TILE_VALUES = 2048
@@ -100,7 +100,11 @@ def accumulate_attention_(out_HTD: Tensor, lse_HT: Tensor, other_out_HTD: Tensor
             f"results are accumulated in an output of {out_HTD.dtype} with an LSE of {lse_HT.dtype}; make both float32, or both "
             f"float64"
         )
-    _accumulate(out_HTD, lse_HT, other_out_HTD, other_lse_HT)
+    if not launches_directly(out_HTD):
+        return _accumulate(out_HTD, lse_HT, other_out_HTD, other_lse_HT)
+    launch_accumulate(out_HTD, lse_HT, other_out_HTD, other_lse_HT)
+    # autograd refuses a backward that needs the values from before, as it does after torch's own operators
+    torch.autograd.graph.increment_version((out_HTD, lse_HT))
 
 
 def _check_shapes(out_HTD: Tensor, lse_HT: Tensor, shape: torch.Size) -> None:

@@ -23,7 +23,7 @@ may have any strides, flat buffers are contiguous, all offsets are int64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.kernels import reference
-from hf_longctx.kernels.jit import device_of, jit, next_power_of_2, pack, tl, unpack, wide_type
+from hf_longctx.kernels.jit import device_of, jit, launches_directly, next_power_of_2, pack, tl, unpack, wide_type
 
 # values that one program works on
 _TILE_VALUES = 4096
@@ -298,6 +298,54 @@ _split_blocks.register_autograd(
 )
 
 
+class _DirectScatter(torch.autograd.Function):
+    """`launch_scatter_heads` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _remember_scatter(ctx, inputs, inputs[0])
+        return launch_scatter_heads(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return *_launched(launch_sum_heads, _sum_heads, gradient, ctx.q_bounds, ctx.kv_ranges, *ctx.sizes), None, None
+
+
+class _DirectJoin(torch.autograd.Function):
+    """`launch_join_blocks` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        ctx.sizes = inputs[1]
+        return tuple(launch_join_blocks(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        return _launched(launch_split_blocks, _split_blocks, list(gradients), ctx.sizes), None, None, None
+
+
+def _launched(launch: Callable[..., Any], operator: Callable[..., Any], values: Any, *settings: Any) -> Any:
+    """The results of `launch`; those of `operator`, which has a gradient, in a backward that is differentiated again."""
+    first = values if isinstance(values, Tensor) else values[0]
+    return (operator if torch.is_grad_enabled() or not launches_directly(first) else launch)(values, *settings)
+
+
+def _scatter(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int]) -> Tensor:
+    if not all(map(launches_directly, (q, k, v))):
+        return _scatter_heads(q, k, v, q_bounds, kv_ranges)
+    needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    scatter: Callable[..., Tensor] = _DirectScatter.apply if needs_gradient else launch_scatter_heads
+    return scatter(q, k, v, q_bounds, kv_ranges)
+
+
+def _join(flat: Tensor, sizes: list[int], rows: list[int], head_dim: int) -> Sequence[Tensor]:
+    if not launches_directly(flat):
+        return _join_blocks(flat, sizes, rows, head_dim)
+    needs_gradient = torch.is_grad_enabled() and flat.requires_grad
+    join: Callable[..., Sequence[Tensor]] = _DirectJoin.apply if needs_gradient else launch_join_blocks
+    return join(flat, sizes, rows, head_dim)
+
+
 def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:
     """Flat send buffer: per rank its query heads, then keys and values of its KV heads, each [heads, T, D]. Differentiable.
 
@@ -316,7 +364,7 @@ def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequenc
             f"kv_ranges {list(kv_ranges)} must hold, for each of the {len(q_bounds) - 1} ranks, a start and a stop within the "
             f"{num_kv} KV heads"
         )
-    return _scatter_heads(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges))
+    return _scatter(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges))
 
 
 def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,7 +373,7 @@ def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int
     Rank r sent [num_q + 2 num_kv, tokens[r], D]. Raises ValueError if the buffer has another size.
     """
     _check_flat(received, (num_q + 2 * num_kv) * sum(tokens) * head_dim, f"{num_q + 2 * num_kv} heads x {list(tokens)} tokens")
-    q_hSD, k_gSD, v_gSD = _join_blocks(received, list(tokens), [num_q, num_kv, num_kv], head_dim)
+    q_hSD, k_gSD, v_gSD = _join(received, list(tokens), [num_q, num_kv, num_kv], head_dim)
     return q_hSD, k_gSD, v_gSD
 
 
@@ -346,7 +394,7 @@ def join_heads(received: Tensor, heads: Sequence[int], num_tokens: int, head_dim
     Raises ValueError if the buffer has another size.
     """
     _check_flat(received, num_tokens * sum(heads) * head_dim, f"{num_tokens} tokens x {list(heads)} heads")
-    return _join_blocks(received, list(heads), [num_tokens], head_dim)[0]
+    return _join(received, list(heads), [num_tokens], head_dim)[0]
 
 
 def _check_flat(flat: Tensor, num_values: int, layout: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.kernels.dropout_mask import NUM_ROUNDS, WORD, philox
-from hf_longctx.kernels.jit import device_of, jit, tl
+from hf_longctx.kernels.jit import device_of, jit, launches_directly, tl
 
 # heads that share a counter
 _LANES = 4
@@ -102,7 +102,8 @@ def dropped_weights(
 
     rows, keys: positions of queries and keys in the document, int64. heads: first head and number of heads. key: 64 bits.
     """
-    mask: Tensor = _dropped_weights(
+    draw = launch_dropped_weights if launches_directly(rows_NR) else _dropped_weights
+    mask: Tensor = draw(
         rows_NR, keys_NU, list(heads), document, step & WORD, [key & WORD, key >> 32 & WORD], round(rate * (WORD + 1))
     )
     return mask

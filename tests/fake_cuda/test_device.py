@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fake_cuda.machine.computing import Computing
 from fake_cuda.machine.device import FakeDevice
+from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
+from hf_longctx.runtime.execution.out_of_memory import active_bytes, explained
 
 CUDA = torch.device("cuda", 0)
 
@@ -54,6 +56,32 @@ def test_memory_is_used_again_in_the_order_of_its_stream(device: FakeDevice) -> 
         assert (other.data_ptr() == address) != is_recorded
         torch.cuda.synchronize()
         assert bool((target == 1).all()) == is_recorded
+
+
+def test_reports_count_memory_that_a_stream_still_reads() -> None:
+    # two tensors of 4 MB that are gone, of which a copy under way still reads one
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    target, side = torch.zeros(2**20).pin_memory(), torch.cuda.Stream()
+    start, tensors = active_bytes(CUDA)[0], torch.cuda.memory_allocated()
+    for _ in range(2):
+        source = torch.ones(2**20, device=CUDA)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(side)
+        del source
+    now, most = active_bytes(CUDA)
+    assert torch.cuda.memory_allocated() == tensors and torch.cuda.max_memory_allocated() == tensors + 2**22
+    assert now == most == start + 2 * 2**22
+    group = SequenceGroup((0,), "ulysses", (Chunk(0, (Span(0, 0, 8),)),), ())
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=rf"{now / 2**30:.2f} GiB are in use \(tensors: {tensors / 2**30:.2f} GiB\)"),
+        explained("step 1, round 0", Action("F", 0, 0), group, CUDA),
+    ):
+        raise torch.OutOfMemoryError("no room")
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

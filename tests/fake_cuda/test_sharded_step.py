@@ -17,6 +17,7 @@ from fake_cuda.machine.device import FakeDevice
 from fake_cuda.test_training import small_model
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import (
     Action,
@@ -35,6 +36,7 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.parameters.rounded import note_rounded, noted_rounded
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -49,9 +51,18 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("is_autocast", [False, True], ids=["bf16", "autocast"])
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
-def test_the_host_waits_for_nothing(parameters: str, two_ranks: None, device: FakeDevice, computing: Computing) -> None:
+def test_the_host_waits_for_nothing(
+    parameters: str, is_autocast: bool, two_ranks: None, device: FakeDevice, computing: Computing
+) -> None:
     model = small_model()
+    if is_autocast:
+        model = model.float()
+        note_rounded(model, find_rounded(model, CUDA, None))
+        # the head, and the matrices of a layer
+        assert len(noted_rounded(model)) == 1 + 7
+        model.forward = torch.autocast("cuda", dtype=torch.bfloat16)(model.forward)
     patch_model(model)
     shard_model(model, ("LlamaDecoderLayer",), shard_mesh("cuda", 2, 60.0))
     assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
@@ -77,6 +88,8 @@ def test_the_host_waits_for_nothing(parameters: str, two_ranks: None, device: Fa
         assert computing.num_temporaries == temporaries
         for parameter in model.parameters():
             parameter.grad = None
+        # all memory that the step held, with that which a stream still reads
+        assert result.memory.device_peak >= torch.cuda.memory_stats()["active_bytes.all.peak"] > 0
     assert torch.isfinite(result.loss)
     engine.unbind()
     pool.close()

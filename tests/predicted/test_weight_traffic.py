@@ -17,7 +17,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import plan_of
 from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
-from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs
+from helpers.ranks.rank_steps import group_pool, mesh, note_case, rank_inputs
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
@@ -78,6 +78,7 @@ def counted() -> Iterator[Counter[str]]:
 def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]]) -> dict[str, int]:
     """Bytes that this rank sends in one step, by kind."""
     pool, model = group_pool(), build_model(case)
+    note_case(model, case)
     patch_model(model)
     if case.spread:
         spread_experts(spread_experts_of(model), block_mesh(mesh(plan.block_ranks)), torch.device("cpu"))
@@ -94,6 +95,7 @@ def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]
 def stage_weights(case: ModelCase, num_ranks: int) -> StageWeights:
     """Weights of the formula, and the norms that it leaves out."""
     model = build_model(case)
+    note_case(model, case)
     spec = model_spec(model)
     if case.spread:
         spec = replace(spec, experts=replace(spec.experts, num_ranks=num_ranks))
@@ -116,6 +118,10 @@ CASES = {
     "tied": ModelCase(dtype=torch.bfloat16, tied=True),
     "experts": ModelCase("qwen3_moe", dtype=torch.bfloat16),
     "spread experts": ModelCase("qwen3_moe", dtype=torch.bfloat16, spread=True),
+    "autocast": ModelCase(dtype=torch.float32, autocast=True),
+    "autocast, tied": ModelCase(dtype=torch.float32, autocast=True, tied=True),
+    "autocast, experts": ModelCase("qwen3_moe", dtype=torch.float32, autocast=True),
+    "autocast, spread experts": ModelCase("qwen3_moe", dtype=torch.float32, autocast=True, spread=True),
 }
 
 
@@ -130,6 +136,18 @@ def test_bytes_of_weights_are_those_of_the_formula(ranks, name: str, parameters:
     expected = 2 * int(round_traffic(weights, cluster, parameters, 2, 1).num_bytes)
     for found in ranks(2).run(sent_on_rank, case, plan, random_rows(lengths)):
         assert found["gather"] + found["scatter"] == expected
+
+
+def test_autocast_halves_gathers_of_all_but_norms_and_embedding() -> None:
+    model = build_model(CASES["autocast"])
+    whole = StageWeights.of(model_spec(model), 2, True, True)
+    note_case(model, CASES["autocast"])
+    spec = model_spec(model)
+    rounded = StageWeights.of(spec, 2, True, True)
+    assert rounded.layers == whole.layers / 2 == 2 * 2 * spec.layer_weights
+    # the head in two bytes, the embedding in four
+    assert rounded.outside == 6 * spec.vocab_size * spec.hidden_size
+    assert rounded.gradients == whole.gradients
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])

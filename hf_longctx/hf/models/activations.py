@@ -53,6 +53,20 @@ class ActivationRuntime:
         self._tier: HostTier | None = None
         # most bytes of a plan so far
         self._needed_bytes = 0
+        # bytes of pieces beside the slab, as all ranks last agreed
+        self._agreed_bytes = 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of the pieces that this rank's slab got when it was full; ranks differ in them."""
+        return 0 if self._tier is None else self._tier.slab.beside_bytes
+
+    def agree(self, beside_bytes: int) -> None:
+        """Takes bytes of pieces beside a slab, on all ranks the same number, for which the next `reserve` makes room.
+
+        Otherwise a rank that alone got pieces would replace its slab, while the others wait for it in their next collective.
+        """
+        self._agreed_bytes = beside_bytes
 
     def reserve(self, needed_bytes: int) -> str:
         """Makes the slab large enough for plans that store so many bytes on a rank's host; returns a line if it took time.
@@ -60,9 +74,7 @@ class ActivationRuntime:
         Call it between steps, on all ranks with the same number, since pinning takes some tenths of a second per GiB, for which
         other ranks would wait in a step. A slab is replaced by one of at least twice its size, so that few are ever made.
         """
-        held_bytes = beside_bytes = 0
-        if self._tier is not None:
-            held_bytes, beside_bytes = self._tier.slab.capacity_bytes, self._tier.slab.beside_bytes
+        held_bytes, beside_bytes = 0 if self._tier is None else self._tier.slab.capacity_bytes, self._agreed_bytes
         # blocks of a plan that is larger than those before it leave gaps
         if int(needed_bytes * (1 + _GAPS_SHARE)) <= held_bytes and not beside_bytes:
             return ""
@@ -72,7 +84,7 @@ class ActivationRuntime:
         if (num_bytes := min(wanted, self.host_bytes)) <= held_bytes:
             return ""
         # the old one is unpinned first
-        self._tier = None
+        self._tier, self._agreed_bytes = None, 0
         if self._engine is not None:
             self._engine.tier = None
         start_s = time.perf_counter()
@@ -115,7 +127,7 @@ class ActivationRuntime:
     def close(self) -> None:
         """Restores the model's own layers and frees the slab. Idempotent."""
         self._unbind()
-        self._tier = None
+        self._tier, self._agreed_bytes = None, 0
 
     def _unbind(self) -> None:
         if self._engine is not None:

@@ -16,7 +16,7 @@ from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
 from hf_longctx.hf.models.layers import cuts_heads, final_norm, has_plain_projections
 from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
-from hf_longctx.hf.models.windows import layer_windows
+from hf_longctx.hf.models.windows import decoder_layers, layer_windows
 from hf_longctx.hf.models.wrapped.text import text_part
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.layer_kinds import Windows, config_states, config_windows, with_states
@@ -24,12 +24,16 @@ from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.runtime.parameters.rounded import rounded_weights
 
 # config fields that may hold the MLP's width, and nested configs that may hold the sizes of layers
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
 _NESTED = ("attn_config", "ffn_config")
 # largest share of parameters by which a model and its config may differ, since the config's count leaves out norms and biases
 _AGREES = 0.05
+# parts of the names of weights that adapters add, and of routed experts
+_ADDED = ("lora_", "modules_to_save")
+_EXPERTS = ".experts."
 _QK_NORMS = (".q_norm", ".q_layernorm", ".qk_norm")
 
 
@@ -50,7 +54,30 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         adapters=adapter_spec(model),
         packed=packed_spec(model),
         windows=with_states(layer_windows(model), spec.states),
+        **_rounded_sizes(model, spec),
     )
+
+
+def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
+    """The fields of `spec` for weights that are gathered in bf16; for parts that this rank loaded, means over its layers."""
+    rounded = rounded_weights(model)
+    if not rounded:
+        return {}
+    _, layers = decoder_layers(model)
+    layers = [layer for layer in layers if any(True for _ in layer.parameters())]
+    ids = {id(weight): _EXPERTS in name for name, weight in rounded.items() if not any(word in name for word in _ADDED)}
+    counts = {True: 0, False: 0}
+    for layer in layers:
+        for weight in layer.parameters():
+            if (is_expert := ids.get(id(weight))) is not None:
+                counts[is_expert] += weight.numel()
+    own = spec.layer_weights - spec.experts.parameters
+    head = base_of(model).get_output_embeddings()
+    return {
+        "rounded_parameters": min(own, counts[False] // max(1, len(layers))),
+        "experts": replace(spec.experts, are_rounded=counts[True] > 0),
+        "rounds_head": id(getattr(head, "weight", None)) in ids,
+    }
 
 
 def windows_of(config: PretrainedConfig) -> Windows:
@@ -71,8 +98,7 @@ def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
     """
     if hasattr(model, RANGES):
         return 0
-    added = ("lora_", "modules_to_save")
-    held = sum(count for name, count in own_elements(model).items() if not any(word in name for word in added))
+    held = sum(count for name, count in own_elements(model).items() if not any(word in name for word in _ADDED))
     missing = held - spec.num_parameters
     return round(missing / spec.num_layers) if abs(missing) > _AGREES * spec.num_parameters else 0
 

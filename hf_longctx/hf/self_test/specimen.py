@@ -50,6 +50,7 @@ from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.lent_round import block_of
 from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
+from hf_longctx.runtime.parameters.rounded import note_rounded
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.states.book import CONVOLUTION, scan_name
@@ -131,6 +132,9 @@ class Specimen:
         elif setup.num_stages > 1:
             self.stage, self._own_sites = self._cut()
         owned = self.stage.model
+        if not is_autocast:
+            # a copy without autocast multiplies in its own precision
+            note_rounded(owned, ())
         if mesh is not None:
             # moves the copy to the device in shards, like the model itself
             move_scales(owned, device)

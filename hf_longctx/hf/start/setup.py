@@ -46,6 +46,7 @@ from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.tiles.cuda import device_capability
 from hf_longctx.runtime.tiles.packs import flash_problems, takes_packs
 from hf_longctx.runtime.tiles.registered import active_flash
 from hf_longctx.runtime.tiles.tile import attention_backend
@@ -151,10 +152,11 @@ def choose_setup(
             type(base_of(model)).__name__,
         )
     # a rank that loaded only its own stage does not know the adapters and four-bit weights of other stages
-    everyone = gather_objects((spec.adapters, spec.packed), control)
-    adapters, packed = (list(each) for each in zip(*everyone, strict=True))
+    everyone = gather_objects((spec.adapters, spec.packed, spec.rounded_parameters), control)
+    adapters, packed, rounded = (list(each) for each in zip(*everyone, strict=True))
     index = replace(spec.index, most_ranks=degrees[-1])
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
+    spec = replace(spec, rounded_parameters=min(rounded))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()
@@ -461,6 +463,7 @@ def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str
         return (
             "attention: dropout of its weights makes all tiles plain matrices, many times slower than FlashAttention; set "
             "attention dropout to 0 in the model's config to go without, or measure what it costs with hf-longctx calibrate"
+            f"{tf32_offer(device_capability(device), dtype, torch.backends.cuda.matmul.fp32_precision)}"
         )
     if device.type != "cuda" or attention_backend(device, dtype, head_dim, spec.caps_scores) != "plain":
         return ""
@@ -469,6 +472,20 @@ def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str
     return (
         f"attention: its tiles are plain matrices, many times slower than FlashAttention, which needs {', '.join(wanted)}; here "
         f"heads have {head_dim} elements in {str(dtype).removeprefix('torch.')}"
+        f"{tf32_offer(device_capability(device), dtype, torch.backends.cuda.matmul.fp32_precision)}"
+    )
+
+
+def tf32_offer(capability: tuple[int, int], dtype: torch.dtype, precision: str) -> str:
+    """Says what TF32 gives to products of fp32 matrices and what it costs; empty where no product would change.
+
+    precision: of such products now, as `torch.backends` names it.
+    """
+    if dtype != torch.float32 or capability < (8, 0) or precision == "tf32":
+        return ""
+    return (
+        "; to keep weights and activations in fp32, TrainingArguments(tf32=True) lets tensor cores multiply, at up to eight "
+        "times the rate, but rounds the factors of every product to 11 bits: results are right to about 1e-3 instead of 1e-6"
     )
 
 

@@ -295,8 +295,11 @@ class SequenceExchange:
             return documents
 
         headline = f"forward {self.num_forwards} cannot run under a plan"
-        documents, lengths, asked = agreed_documents(read, self.stop.asked(), self.pool.control, headline)
-        self.stop.agree([sum(counts) for counts in zip(*asked, strict=True)])
+        said = [*self.stop.asked(), self.activations.beside_bytes]
+        documents, lengths, everyone = agreed_documents(read, said, self.pool.control, headline)
+        *asked, beside_bytes = zip(*everyone, strict=True)
+        self.stop.agree([sum(counts) for counts in asked])
+        self.activations.agree(max(beside_bytes))
         return documents, lengths
 
     def _plan(self, lengths: list[int]) -> StepPlan:

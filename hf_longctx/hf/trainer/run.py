@@ -32,6 +32,7 @@ from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, diffe
 from hf_longctx.hf.ranks.heartbeats import follow_launcher
 from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
+from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
 from hf_longctx.hf.start.layer_kernels import fused_layers
@@ -54,6 +55,7 @@ from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
+from hf_longctx.runtime.parameters.rounded import note_rounded
 from hf_longctx.runtime.parameters.sharded import shard_mesh
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -200,6 +202,7 @@ def start_run(request: RunRequest) -> Run:
     beside = request.reference.parameters() if request.reference is not None else ()
     reference_bytes = sum(weight.nbytes for weight in beside)
     rows = TrainingRows((request.datasets or {}).get("train_dataset"), task)
+    _note_rounded(config, model, args, control)
     setup = choose_setup(config, model, args, degrees, control, rows, reference_bytes)
     raise_together(unread_problems(model, setup), control)
     sets = SequenceSets(config, args, setup, control, task)
@@ -293,6 +296,12 @@ def reference_run(run: Run, model: Any) -> Run:
     run.undo.callback(fused.close)
     run.undo.callback(activations.close)
     return replace(run, stage=stage, activations=activations, routers=routers, fused=fused, all_stages=(), dropout=None)
+
+
+def _note_rounded(config: LongContextConfig, model: Any, args: TrainingArguments, control: dist.ProcessGroup | None) -> None:
+    """Notes which fp32 weights are gathered in bf16, since autocast rounds them anyway. Collective."""
+    is_gathered = args.bf16 and args.world_size > 1 and config.parameters != "replicated"
+    note_rounded(model, find_rounded(model, args.device, control) if is_gathered else ())
 
 
 def _warn_of_forward(forward: str, args: TrainingArguments, loss: TokenLoss | ValueLoss | None) -> None:

@@ -499,6 +499,8 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
     def _label_sums(self, batches: list[dict[str, Any]], stop: OrderlyStop | None = None) -> tuple[float, int]:
         """Total weight and number of label tokens over all ranks; tells `stop` which signals asked ranks to stop.
 
+        Tells activations, too, by how much slabs that were full on some ranks were too small.
+
         stop: None in an evaluation; else also looks after a checkpoint that is written behind training. Raises ValueError on
         every rank if a row of `batches` has changed on any.
         """
@@ -506,7 +508,10 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         changed = [batch["changed"] for batch in batches if "changed" in batch]
         own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
         asked = [] if stop is None else [self._saving is not None and self._saving.is_over, *stop.asked()]
-        total_weight, num_labels, num_changed, *num_asked = sums_over_ranks([*own, len(changed), *asked], control)
+        beside = self.longctx_run.activations.beside_bytes
+        said = [*own, len(changed), beside, beside > 0, *asked]
+        total_weight, num_labels, num_changed, beside_sum, num_full, *num_asked = sums_over_ranks(said, control)
+        self.longctx_run.activations.agree(int(beside_sum / max(1, num_full)))
         if stop is not None:
             num_over, *num_asked = num_asked
             stop.agree(num_asked)

@@ -106,7 +106,7 @@ class ExpertSpec:
     parameters: matrix parameters of all experts of a layer, the mean over layers. token_rows: copies of a token's hidden state
     that go to experts in all layers together, one for each expert that it chooses. num_layers: layers with experts. num_experts:
     experts of such a layer. num_ranks: ranks of a block, among which whole experts are dealt and tokens travel; 1 if experts lie
-    where the other weights do.
+    where the other weights do. are_rounded: where their weights are gathered, they travel in two bytes.
     """
 
     parameters: int = 0
@@ -114,6 +114,7 @@ class ExpertSpec:
     num_layers: int = 0
     num_experts: int = 0
     num_ranks: int = 1
+    are_rounded: bool = False
 
     @property
     def spread_parameters(self) -> int:
@@ -152,7 +153,8 @@ class ModelSpec:
     input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
     states lie in host memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
     that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention. cuts_heads:
-    attention may run in pieces of its heads.
+    attention may run in pieces of its heads. rounded_parameters: matrix parameters of a layer, besides those of routed experts,
+    that are gathered in two bytes, since autocast rounds them. rounds_head: the head is gathered so, too.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -199,6 +201,8 @@ class ModelSpec:
     updates_on_host: bool = False
     saves_kv_once: bool = False
     cuts_heads: bool = False
+    rounded_parameters: int = 0
+    rounds_head: bool = False
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -431,6 +435,12 @@ class ModelSpec:
         if self.packed.is_empty:
             return count * self.bytes_per_element
         return (count - num_layers * self.layer_weights) * self.bytes_per_element + num_layers * self.packed.layer_bytes
+
+    def rounded_bytes(self, num_layers: int, is_last: bool) -> int:
+        """Bytes by which gathered weights of `num_layers` layers, and of the head if `is_last`, are smaller than their shards."""
+        experts = self.experts.parameters - self.experts.spread_parameters if self.experts.are_rounded else 0
+        head = self.head_outputs * self.hidden_size if self.rounds_head and is_last else 0
+        return max(0, self.bytes_per_element - 2) * (num_layers * (self.rounded_parameters + experts) + head)
 
     @property
     def trains_layers(self) -> bool:

@@ -2,8 +2,9 @@
 
 FSDP2 gathers each layer for every forward and again for every backward of a chunk (`sharded`), or once per micro-batch
 (`gathered_per_round`). Embedding and head are one unit with the final norm, and stay gathered from a forward to the backward
-after it. The last backward of a micro-batch reduce-scatters all gradients, half-precision ones in fp32. Ranks with equal shards,
-or with whole weights, sum their gradients once per step.
+after it. Weights that autocast rounds are gathered in two bytes. The last backward of a micro-batch reduce-scatters all
+gradients, half-precision ones, and those of rounded weights, in fp32. Ranks with equal shards, or with whole weights, sum their
+gradients once per step.
 
 Every collective counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next one, and on average only
 the hops between nodes use the network. Norms and biases, which have few elements, are left out as in `ModelSpec`.
@@ -47,6 +48,8 @@ class StageWeights:
         _, outside_adapters = model.adapters.sizes(0, is_first, is_last)
         layers = model.part_weight_bytes(num_layers, False, False) - spread * model.bytes_per_element + layer_adapters
         outside = model.part_weight_bytes(0, is_first, is_last) + outside_adapters
+        layers -= model.rounded_bytes(num_layers, False)
+        outside -= model.rounded_bytes(0, is_last)
         trained, _ = model.adapters.sizes(num_layers, is_first, is_last)
         spread = spread if model.trains_layers else 0
         if model.adapters.is_empty:

@@ -23,7 +23,8 @@ def part_state_bytes(
     an fp32 sum of its gradients. Copies and moments may lie on the host; see `host_state_bytes`.
 
     is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
-    weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients.
+    weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients. Weights
+    that autocast rounds are gathered in two bytes.
     Experts that are spread over the ranks are not gathered. Frozen weights have neither gradients nor moments. Every rank holds
     all scales of packed weights, and one unpacked matrix.
     """
@@ -38,7 +39,9 @@ def part_state_bytes(
         # experts that are spread over ranks stay where they are
         spread = min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
         unit_weights, unit_gradients = unit_weights - spread, unit_gradients - (spread if model.trains_layers else 0)
+    # gathered beside the shards, which keep their width
     gathered = unit_weights if parameters == "sharded" else weights
+    gathered -= model.rounded_bytes(min(num_layers, 2) if parameters == "sharded" else num_layers, is_last)
     return -(-(weights + gradients + updates) // shard_ranks) + gathered + unit_gradients + beside
 
 

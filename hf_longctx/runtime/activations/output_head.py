@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, tiles_of, tokenwise
+from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, gradient_dtype, tiles_of, tokenwise
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.core.loss import (
     IGNORE_INDEX,
@@ -255,7 +255,7 @@ class _SummedLoss(torch.autograd.Function):
             device, dtype, is_enabled = ctx.autocast
             with torch.autocast(device, dtype, is_enabled):
                 _, (dx_1TC, sums) = _gradients_of_tiles(x_1TC, labels_1T, weights_1T, tiled)
-        gradients = (_scaled(total, slope, p.dtype) for total, p in zip(sums, tiled.parameters, strict=True))
+        gradients = (_scaled(total, slope, gradient_dtype(p)) for total, p in zip(sums, tiled.parameters, strict=True))
         return _scaled(dx_1TC, slope, dx_1TC.dtype), None, None, None, None, *gradients
 
 

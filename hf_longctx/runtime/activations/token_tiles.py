@@ -127,7 +127,9 @@ class _Tokenwise(torch.autograd.Function):
             dx_1TC[:, tile] = add_gradients(sums, x, y, parameters, gradient_1TC[:, tile])
         for start, stop, x, y in graphs:
             dx_1TC[:, start:stop] = add_gradients(sums, x, y, parameters, gradient_1TC[:, start:stop])
-        gradients = (total.to(p.dtype) if total is not None else None for total, p in zip(sums, parameters, strict=True))
+        gradients = (
+            total.to(gradient_dtype(p)) if total is not None else None for total, p in zip(sums, parameters, strict=True)
+        )
         return dx_1TC, None, None, None, None, *gradients
 
 
@@ -206,6 +208,11 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x_1TC: Tensor) -> Tensor:
         return x_1TC.clone()
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Dtype in which a parameter takes its gradient: wider than its own where bf16 was gathered from fp32 shards."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def add_gradients(

@@ -25,6 +25,7 @@ from hf_longctx.runtime.execution.checks import check_weights, forward_only, ref
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.lent_round import LentRound
+from hf_longctx.runtime.execution.out_of_memory import active_bytes
 from hf_longctx.runtime.execution.results import StepMemory, StepResult
 from hf_longctx.runtime.execution.round import Round, Wanted
 from hf_longctx.runtime.execution.stage_model import StageModel
@@ -145,7 +146,7 @@ class StepExecutor:
         if self.routers is not None and reduce:
             self.routers.forget()
         if self.device.type == "cuda":
-            memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
+            memory = replace(memory, device_peak=active_bytes(self.device)[1])
         return StepResult(total, host.clock, memory, router_loss, router_load, num_bad, tuple(tallied))
 
     def evaluate(

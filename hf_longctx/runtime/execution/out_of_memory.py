@@ -33,10 +33,19 @@ def _message(
     )
 
 
+def active_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of a CUDA device that no new tensor can have: now, and the most since the peaks were reset.
+
+    Unlike bytes of tensors, they count memory whose tensor is gone but which a stream may still read.
+    """
+    found = torch.cuda.memory_stats(device)
+    return found["active_bytes.all.current"], found["active_bytes.all.peak"]
+
+
 def _held(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
-    held = [torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)]
     total = torch.cuda.get_device_properties(device).total_memory
-    now, peak, have = (num_bytes / _GIB for num_bytes in (*held, total))
-    return f"; {device} has {have:.2f} GiB, tensors now take {now:.2f} GiB and have taken {peak:.2f} GiB at most"
+    tensors = torch.cuda.memory_allocated(device)
+    have, now, peak, held = (num_bytes / _GIB for num_bytes in (total, *active_bytes(device), tensors))
+    return f"; {device} has {have:.2f} GiB, {now:.2f} GiB are in use (tensors: {held:.2f} GiB) and {peak:.2f} GiB were at most"

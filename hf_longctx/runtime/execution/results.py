@@ -15,7 +15,8 @@ class StepMemory:
     """Peak bytes of this rank during a plan, as the runtime counted them.
 
     saved, host: bytes that chunks under activation policies hold for their backward, on the device and on the host. kv_book:
-    keys and values of slices, and their gradients. device_peak: all that torch had allocated on a CUDA device; 0 elsewhere.
+    keys and values of slices, and their gradients. device_peak: all memory of a CUDA device that torch had in use, by tensors or
+    by streams (`active_bytes`); 0 elsewhere.
     """
 
     saved: int = 0

@@ -26,6 +26,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.core.time_limits import group_limit
 from hf_longctx.runtime.parameters.early_sums import EarlyGroup
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
+from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
@@ -77,7 +78,8 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     half-precision weights are accumulated, and summed over ranks, in fp32. Every rank's backward must reach the same parameters,
     or FSDP2 silently adds up gradients of different ones; plans ensure it by sending at least one chunk per rank through the
     whole model. Raises ValueError if no module belongs to one of the classes. Weights that are shards of a `DTensor` already,
-    such as those of experts that are spread over ranks, stay as they are.
+    such as those of experts that are spread over ranks, stay as they are. Weights that are noted as rounded by autocast
+    (`note_rounded`) are gathered in bf16.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -95,6 +97,8 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half and fp32_gradients else None)
     dealt: set[nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    # looked up now, since shards are other objects
+    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in rounded_weights(model)]
     for module in [*layers, model]:
         fully_shard(module, mesh=block_mesh(mesh), mp_policy=policy, ignored_params=dealt)
     # `ShardedParameters` sums over the copies itself; FSDP2 does not know about them
@@ -103,6 +107,7 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
         unit.set_gradient_divide_factor(1.0)
         # otherwise FSDP2 scales fp32 sums by 1 inside the collective, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
+    gather_rounded([*layers, model], places)
 
 
 class ShardedParameters:

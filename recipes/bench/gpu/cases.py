@@ -87,7 +87,9 @@ class Case:
 
     @property
     def spec(self) -> ModelSpec:
-        spec = TOY if self.is_toy else named_model(self.model, 2)
+        # models are built in bf16 on CUDA, and in fp32 elsewhere
+        toy = replace(TOY, bytes_per_element=2 if torch.cuda.is_available() else 4)
+        spec = toy if self.is_toy else named_model(self.model, 2)
         # the model is always a Llama, which has no query and key norms
         return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="llama-3.1-8b", help="a named shape of the catalogue (default: llama-3.1-8b)")
     parser.add_argument("--toy", action="store_true", help="measure sizes small enough for a CPU")
-    parser.add_argument("--pin-gib", type=float, default=8.0, help="GiB of host memory to pin (default: 8)")
+    parser.add_argument("--pin-gib", type=float, default=8.0, help="GiB of host memory to pin, at least 2 (default: 8)")
     parser.add_argument("--json", type=Path, default=None, help="also append each row to this file, as soon as it is done")
     options = parser.parse_args(arguments)
     ceilings(sizes_of(options.model, options.toy, options.pin_gib), first_device(), file=options.json)
@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def sizes_of(model: str, is_toy: bool, pin_gib: float = 8.0) -> Sizes:
     if is_toy:
-        return Sizes(TOY, 64, (64, 96), (32,), 1 << 16, 1 << 17, 2)
+        toy = replace(TOY, bytes_per_element=dtype_of(first_device()).itemsize)
+        return Sizes(toy, 64, (64, 96), (32,), 1 << 16, 1 << 17, 2)
     pin_bytes = int(pin_gib * 2**30)
     # copies go both ways at once, each to a part of what is pinned
     copy_bytes = min(1 << 30, pin_bytes // 2)
@@ -203,7 +204,8 @@ def _beside(slab: Tensor, on_device: Tensor, sizes: Sizes, device: torch.device)
 
     both_s, out_s = repeated(both), repeated(out_only)
     yield Ceiling("both ways at once, our slab", 2 * num_bytes / both_s / 1e9, "GB/s", "sum of both ways")
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    side = min(8192, sizes.product_tokens)
+    a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     product_s = median_s(lambda: a @ a, device, sizes.repetitions)
     count = max(1, round(out_s / product_s))
 

@@ -5,13 +5,18 @@
 "MB moved" is what an operation must read and write at least. "of copy" is its bandwidth as a share of that of `Tensor.copy_` on
 as many bytes. On CUDA the Triton kernel and the reference are timed; without CUDA only the reference. A kernel's result is
 compared with the reference before it is timed. Times are medians of the repetitions.
+
+A second table has the microseconds that the host takes for one call on a few tokens: launched directly, as outside of graphs, and
+by torch's dispatcher. Without CUDA, the reference takes the place of the launch.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +26,7 @@ from torch import Tensor
 from hf_longctx.kernels import merge_attention, reference, sequence_layout
 from hf_longctx.recipes.bench.gpu.timing import median_s
 
-REPETITIONS = 20
+REPETITIONS, HOST_REPETITIONS = 20, 200
 # largest difference allowed, relative to the largest value: one rounding step of bf16
 TOLERANCE = 2**-7
 
@@ -126,6 +131,37 @@ def row(case: Case, seconds: float, copied_s: float, variant: str) -> str:
     return f"{case.name:26s} {variant:10s} {megabytes:9.1f} {seconds * 1e6:10.1f} {bandwidth:9.1f} {copied_s / seconds:8.0%}"
 
 
+def operator_of(name: str) -> Callable[..., Any]:
+    """The operator that torch's dispatcher knows for an operation."""
+    operator: Callable[..., Any] = getattr(torch.ops.hf_longctx, name.split()[0])
+    return operator
+
+
+def host_us(call: Callable[[], Any], repetitions: int = HOST_REPETITIONS) -> float:
+    """Microseconds of the host per call, the device's own time left out."""
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(repetitions):
+        call()
+    seconds = time.perf_counter() - start_s
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return seconds / repetitions * 1e6
+
+
+def host_rows(options: argparse.Namespace, device: torch.device) -> list[tuple[str, float, float]]:
+    """(operation, microseconds of a direct call, microseconds through the dispatcher) for 16 tokens per rank."""
+    few = argparse.Namespace(**{**vars(options), "tokens": 16 * options.degree})
+    found = []
+    for case in cases(few, device):
+        direct = case.launch if device.type == "cuda" else case.reference
+        times = [host_us(partial(call, *case.arguments)) for call in (direct, operator_of(case.name))]
+        found.append((case.name, times[0], times[1]))
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table; fails if a kernel and its reference disagree."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -155,6 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
             print(row(case, median_s(lambda: case.launch(*case.arguments), device, REPETITIONS), copied_s, "triton"))  # noqa: B023
         print(row(case, median_s(lambda: case.reference(*case.arguments), device, REPETITIONS), copied_s, "reference"))  # noqa: B023
+    print(f"\n{'host us per call':26s} {'direct':>10s} {'dispatcher':>10s}")
+    for name, direct_us, dispatched_us in host_rows(options, device):
+        print(f"{name:26s} {direct_us:10.1f} {dispatched_us:10.1f}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.routers import router_balance, spread_experts_of
+from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
@@ -33,6 +34,7 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.spread_experts import spread_experts, spread_group
 from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.parameters.rounded import note_rounded
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -74,6 +76,7 @@ def step_on_rank(
         patch_model(model)
         wrapped = model
         if plan.parameters != "replicated":
+            note_case(model, case)
             if case.spread:
                 spread_experts(spread_experts_of(model), block_mesh(mesh(shard_ranks or pool.num_ranks)), torch.device("cpu"))
             shard_model(model, model._no_split_modules, mesh(shard_ranks or pool.num_ranks), case.fp32_gradients)
@@ -92,6 +95,12 @@ def step_on_rank(
         result = executor.run(plan.for_rank(pool.rank), batch["chunks"], total_weight(rows), engine=engine)
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return float(result.loss), gradients
+
+
+def note_case(model: Any, case: ModelCase) -> None:
+    """Notes which weights autocast rounds, as a run does."""
+    if case.autocast:
+        note_rounded(model, find_rounded(model, torch.device("cpu"), None))
 
 
 def run_step(

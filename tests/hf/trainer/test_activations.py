@@ -6,6 +6,7 @@ import re
 import tempfile
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import pytest
@@ -23,7 +24,8 @@ from hf_longctx.hf.models.activations import ActivationRuntime, slab_rate
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.start.setup import allocator_advice, slow_tiles
+from hf_longctx.hf.start import setup
+from hf_longctx.hf.start.setup import allocator_advice, slow_tiles, tf32_offer
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
@@ -241,11 +243,61 @@ def test_a_slab_is_replaced_by_one_of_at_least_twice_its_size() -> None:
     held = runtime._tier.store(torch.zeros(300 * 64, dtype=torch.uint8))
     assert runtime._tier.slab.beside_bytes >= 300 * 64
     del held
+    # other ranks do not know of the piece before the next message
+    runtime.reserve(1)
+    assert runtime._tier.slab.beside_bytes
+    runtime.agree(runtime.beside_bytes)
     runtime.reserve(1)
     assert runtime._tier.slab.capacity_bytes == 1000 * 64 and not runtime._tier.slab.beside_bytes
     runtime.close()
     runtime.reserve(64)
     assert runtime._tier.slab.capacity_bytes == 113 * 64
+
+
+def slabs_of_steps(folder: str, is_stock: bool) -> list[int]:
+    """Bytes of this rank's slab after each of three steps, if rank 1's slab is too full for it in the first one."""
+    rank, rows = torch.distributed.get_rank(), random_rows(LENGTHS)
+    settings = {"device_gib": gib_of_tokens(KEPT_TOKENS, 2), "tile_tokens": 16, "host_gib": 0.01, "calibration_steps": 0}
+    sizes: list[int] = []
+
+    class Filling(TrainerCallback):
+        """Takes memory on rank 1 that no plan knows of."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            tier = runtime._tier
+            sizes.append(tier.slab.capacity_bytes)
+            if state.global_step == 1 and rank == 1:
+                run = tier.slab.take(tier.slab.capacity_bytes + 64)
+                assert tier.slab.beside_bytes
+                tier.slab.give(run, ())
+
+    quick = {"max_steps": 3, "per_device_train_batch_size": 2}
+    if is_stock:
+        callback = LongContextCallback(quiet_config(**settings))
+        trainer = make_stock_trainer(CASE, rows, folder, quick, callbacks=[Filling(), callback])
+        begun = callback.on_train_begin
+
+        def on_train_begin(*arguments: Any, **keywords: Any) -> None:
+            nonlocal runtime
+            begun(*arguments, **keywords)
+            runtime = callback.exchange.activations
+
+        callback.on_train_begin = on_train_begin
+        runtime: Any = None
+    else:
+        trainer = make_trainer(CASE, rows, folder, settings, quick)
+        trainer.add_callback(Filling())
+        runtime = trainer.longctx_run.activations
+    trainer.train()
+    return sizes
+
+
+@pytest.mark.parametrize("is_stock", [False, True], ids=["trainer", "callback"])
+def test_all_ranks_replace_their_slabs_between_the_same_steps(ranks, is_stock: bool, tmp_path) -> None:
+    first, second = ranks(2).run(slabs_of_steps, str(tmp_path), is_stock)
+    assert first == second
+    # two pieces of one slab are larger than the slab
+    assert first[1] > first[0] > 0
 
 
 def test_a_device_without_room_for_a_token_is_refused(tmp_path) -> None:
@@ -281,6 +333,18 @@ def test_tiles_without_a_fast_operator_are_named_on_gpus() -> None:
     ):
         assert words in slow_tiles(replace(model, **changes), torch.device("cuda"), dtype)
         assert not slow_tiles(replace(model, **changes), torch.device("cpu"), dtype)
+
+
+def test_tf32_is_offered_where_products_of_fp32_would_be_faster() -> None:
+    assert "TrainingArguments(tf32=True)" in tf32_offer((8, 0), torch.float32, "none")
+    assert "right to about 1e-3 instead of 1e-6" in tf32_offer((9, 0), torch.float32, "ieee")
+    # an older GPU, no product in fp32, and TF32 that is on
+    assert not tf32_offer((7, 5), torch.float32, "none")
+    assert not tf32_offer((9, 0), torch.bfloat16, "none")
+    assert not tf32_offer((9, 0), torch.float32, "tf32")
+    with patch.object(setup, "device_capability", lambda device: (9, 0)):
+        line = slow_tiles(named_model("llama-3.1-8b"), torch.device("cuda"), torch.float32)
+    assert line.endswith(tf32_offer((9, 0), torch.float32, "none"))
 
 
 def test_copies_over_a_slab_are_measured_and_later_plans_count_on_them() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import pytest
@@ -17,6 +18,7 @@ from helpers.trainers.trainer_runs import (
     ARGUMENTS,
     NUM_STEPS,
     SKEWED,
+    LossRecorder,
     make_trainer,
     plain_training,
     start,
@@ -26,6 +28,9 @@ from helpers.trainers.trainer_runs import (
 )
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
+
+from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.hf.trainer import run as run_module
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,46 @@ def test_bf16_training_follows_fp32(ranks, rows, fp32, dtype: torch.dtype) -> No
     assert bf16 != fp32
     assert bf16 == pytest.approx(fp32, rel=0.03)
     assert {weight.dtype for weight in weights.values()} == {dtype}
+
+
+def rounded_training(rows: list[dict[str, list[int]]], folder: str, is_on: bool) -> dict[str, Any]:
+    """Losses of a training under autocast with its self-test, what its plans count, and the checkpoint's dtypes.
+
+    is_on: weights that autocast rounds are gathered in bf16.
+    """
+    found: list[Any] = []
+    finder = run_module.find_rounded if is_on else lambda *_: frozenset()
+    settings, arguments = {**SHARDED, "self_test": True}, {"bf16": True, "max_steps": 3}
+    with patch.object(run_module, "find_rounded", finder):
+        trainer = make_trainer(ModelCase(dtype=torch.float32), rows, folder, settings, arguments)
+        recorder = LossRecorder()
+        recorder.attach(trainer)
+        layer = trainer.model.model.layers[0]
+        layer.register_forward_pre_hook(lambda layer, _: found.append(layer.mlp.up_proj.weight.dtype))
+        trainer.train()
+        trainer.save_model()
+    spec, name = trainer.longctx_run.setup.costs.model, Path(folder) / "model.safetensors"
+    with safe_open(name, framework="pt") as reader:
+        saved = {key: reader.get_tensor(key).dtype for key in reader.keys()}  # noqa: SIM118
+    states = {value.dtype for state in trainer.optimizer.state.values() for key, value in state.items() if key != "step"}
+    return {
+        "losses": recorder.losses,
+        "gathered": set(found),
+        "counted": (spec.rounded_parameters, spec.rounds_head),
+        "saved": set(saved.values()),
+        "states": states,
+    }
+
+
+def test_autocast_trains_on_weights_gathered_in_bf16_as_on_those_in_fp32(ranks, rows, tmp_path: Path) -> None:
+    on, off = (ranks(2).run(rounded_training, rows, str(tmp_path / str(is_on)), is_on)[0] for is_on in (True, False))
+    assert on["gathered"] == {torch.bfloat16} and off["gathered"] == {torch.float32}
+    spec = model_spec(build_model(ModelCase(dtype=torch.float32)))
+    assert on["counted"] == (spec.layer_weights, True) and off["counted"] == (0, False)
+    assert on["saved"] == off["saved"] == on["states"] == off["states"] == {torch.float32}
+    # the first forward is the same, bit for bit
+    assert on["losses"][0] == off["losses"][0]
+    assert on["losses"] == pytest.approx(off["losses"], rel=1e-3)
 
 
 def save_evaluate_generate(
