@@ -150,7 +150,8 @@ class ModelSpec:
     input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
     states lie in host memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
     that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention. cuts_heads:
-    attention may run in pieces of its heads.
+    attention may run in pieces of its heads. moment_bytes: bytes of both moments of a trained parameter where the optimizer keeps
+    them in a few bits (0: they have the type of the weights that it updates).
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -197,6 +198,7 @@ class ModelSpec:
     updates_on_host: bool = False
     saves_kv_once: bool = False
     cuts_heads: bool = False
+    moment_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
