@@ -118,6 +118,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="no fp32 copies of bf16 weights, as with fp32_master_weights: false (default: weights are updated in fp32)",
     )
     how.add_argument(
+        "--optim",
+        choices=("adamw_torch", "adamw_torch_8bit", "adamw_torch_4bit"),
+        default="adamw_torch",
+        help="AdamW with plain moments, or torchao's, which keeps them in 8 or 4 bits (default: %(default)s)",
+    )
+    how.add_argument(
         "--optimizer-states",
         choices=("device", "host", "auto"),
         default="device",
@@ -299,6 +305,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         activations=options.activations,
         expert_ranks=options.expert_ranks,
         bf16_updates=options.bf16_updates,
+        optim=options.optim,
         optimizer_states=options.optimizer_states,
         host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )
@@ -340,6 +347,13 @@ def _simulate(options: argparse.Namespace) -> None:
         print_sections([lines])
 
 
+def _optimizer_of(file: PlanFile) -> str:
+    from hf_longctx.sim.scenario import MOMENT_BYTES
+
+    held = file.costs.model.moment_bytes if file.costs else 0.0
+    return next((name for name, num_bytes in MOMENT_BYTES.items() if num_bytes == held), "adamw_torch")
+
+
 def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, DeviceMemory]:
     """Cost model and device memory of a plan: those of the file, or those that the options name."""
     from hf_longctx.sim.scenario import Request, build_scenario
@@ -362,6 +376,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
         expert_ranks=file.costs.model.experts.num_ranks if file.costs and file.costs.model.experts.are_spread else 0,
         bf16_updates=file.costs is not None and not file.costs.model.has_master_weights,
+        optim=_optimizer_of(file),
         optimizer_states="host" if file.costs is not None and file.costs.model.updates_on_host else "device",
     )
     scenario = build_scenario(request, must_fit=False)

@@ -223,7 +223,8 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
         changes.append(("weights and activations in bf16: --dtype bfloat16", halved, placement))
     on_host = replace(memory, model=replace(memory.model, updates_on_host=True))
     left_on_host = memory.host_bytes - on_host.host_states(placement.parameters, placement.shard_ranks)
-    if not (memory.model.updates_on_host or memory.is_measured) and left_on_host >= 0:
+    is_placed = memory.model.updates_on_host or memory.model.moment_bytes
+    if not (is_placed or memory.is_measured) and left_on_host >= 0:
         on_host = replace(on_host, host_bytes=left_on_host)
         changes.append(("optimizer states in host memory: --optimizer-states host", on_host, placement))
     if memory.model.has_master_weights and memory.model.bytes_per_element == 2 and not memory.is_measured:

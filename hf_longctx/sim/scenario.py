@@ -30,6 +30,8 @@ from hf_longctx.plan.memory.states_place import StatesPlace
 from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
+# optimizer -> bytes of both moments per parameter, with an fp32 scale for 256 elements; 0: those of the weights it updates
+MOMENT_BYTES = {"adamw_torch": 0.0, "adamw_torch_8bit": 2 * (1 + 4 / 256), "adamw_torch_4bit": 2 * (1 / 2 + 4 / 256)}
 _GIB = 2**30
 # parameters are replicated by choice only if a rank still has room for this many tokens
 _LEAST_TOKENS = 512
@@ -42,9 +44,9 @@ class Request:
     longest_tokens: tokens of the longest sequence to be planned. lora_rank: rank of the adapters (0: all weights are trained).
     quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
     the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
-    are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optimizer_states: "host" keeps its
-    states in host memory, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a node, which
-    its ranks share. name: what to call the model in place of `model`.
+    are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optim: the optimizer. optimizer_states: "host"
+    keeps its states in host memory, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
+    node, which its ranks share. name: what to call the model in place of `model`.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Request:
     activations: str = "auto"
     expert_ranks: int = 0
     bf16_updates: bool = False
+    optim: str = "adamw_torch"
     optimizer_states: str = "device"
     network_gbit: float = 0.0
     name: str = ""
@@ -112,6 +115,11 @@ class Scenario:
 
 def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     """The scenario of a request; raises ValueError for unknown names, contradictions and (`must_fit`) models that do not fit."""
+    if MOMENT_BYTES[request.optim] and request.optimizer_states != "device":
+        raise ValueError(
+            f"{request.optim} keeps its moments on the device; leave --optimizer-states {request.optimizer_states} out, or use "
+            f"--optim adamw_torch"
+        )
     if request.optimizer_states == "auto":
         return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
@@ -269,11 +277,17 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
             f"the memory of {request.model} on {request.hardware} was measured with the optimizer's states on the device; leave "
             f"--optimizer-states out"
         )
+    if MOMENT_BYTES[request.optim] and calibration:
+        raise ValueError(
+            f"the memory of {request.model} on {request.hardware} was measured with plain AdamW; leave --optim {request.optim} "
+            f"out"
+        )
     model = replace(
         read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"]),
         # adapters are fp32 themselves
         has_master_weights=not (request.bf16_updates or request.lora_rank),
         updates_on_host=request.optimizer_states == "host",
+        moment_bytes=MOMENT_BYTES[request.optim],
     )
     model = replace(model, saves_kv_once=_shares_calls(model, hardware))
     sizes = Counter(window for window in model.windows if window)

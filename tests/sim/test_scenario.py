@@ -13,7 +13,7 @@ from hf_longctx.plan.cost.cost_model import default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
-from hf_longctx.sim.scenario import Request, build_scenario, read_model
+from hf_longctx.sim.scenario import MOMENT_BYTES, Request, build_scenario, read_model
 
 GPT = Request("gpt-7b", "a100-40g", 64, method="ulysses")
 SMALL = Request("llama-3.2-1b", "h100", 8)
@@ -288,3 +288,21 @@ def test_states_move_to_the_host_from_the_first_token_without_room() -> None:
         chosen = build_scenario(replace(request, optimizer_states="auto", longest_tokens=longest))
         assert chosen.costs.model.updates_on_host == on_host
         assert f"the longest sequence has {longest:,} tokens, and {most:,} fit " in chosen.notes[-1]
+
+
+def test_moments_of_few_bits_take_fewer_bytes_and_stay_on_the_device() -> None:
+    request = Request("llama-3.1-8b", "h100", 8, parameters="sharded")
+    plain, eight, four = (build_scenario(replace(request, optim=name)) for name in MOMENT_BYTES)
+    count = plain.costs.model.num_parameters
+    states = [each.memory.state_bytes("sharded", 8) for each in (plain, eight, four)]
+    # per parameter of a rank, with an fp32 scale for 256 elements
+    assert states[0] - states[1] == pytest.approx(count / 8 * (8 - 2 - 8 / 256), rel=1e-6)
+    assert states[0] - states[2] == pytest.approx(count / 8 * (8 - 1 - 8 / 256), rel=1e-6)
+    assert plain.longest_tokens < eight.longest_tokens < four.longest_tokens
+    # bf16 weights without copies keep moments of as many bits
+    narrow = [build_scenario(replace(request, optim=name, bf16_updates=True)) for name in ("adamw_torch", "adamw_torch_8bit")]
+    states = [each.memory.state_bytes("sharded", 8) for each in narrow]
+    assert states[0] - states[1] == pytest.approx(count / 8 * (4 - 2 - 8 / 256), rel=1e-6)
+    for place in ("host", "auto"):
+        with pytest.raises(ValueError, match=f"leave --optimizer-states {place} out, or use --optim adamw_torch"):
+            build_scenario(replace(request, optim="adamw_torch_8bit", optimizer_states=place))

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # optimizers that keep two values per trained weight, in the weight's own type; others may keep less
 _ADAM = "adamw_torch"
+# optimizer -> least bytes of both moments per weight that it keeps in few bits
+_MOMENT_BYTES = {"adamw_torch_8bit": 2.0, "adamw_torch_4bit": 1.0}
 
 
 def folder_problems(args: TrainingArguments, model: Any, master_dtypes: Sequence[torch.dtype] = ()) -> list[str]:
@@ -127,9 +129,12 @@ def checkpoint_bytes(args: TrainingArguments, model: Any, master_dtypes: Sequenc
         return 0
     weights = list(adapter_parameters(model).values() if is_adapted(model) else model.parameters())
     num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    if args.save_only_model or str(getattr(args.optim, "value", args.optim)).removesuffix("_fused") != _ADAM:
+    name = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")
+    if args.save_only_model or name not in (_ADAM, *_MOMENT_BYTES):
         return num_bytes
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    has_copy = [weight.dtype in master_dtypes for weight in trained]
-    state_bytes = (12 if copied else 2 * weight.element_size() for weight, copied in zip(trained, has_copy, strict=True))
-    return num_bytes + sum(weight.numel() * each for weight, each in zip(trained, state_bytes, strict=True))
+    for weight in model.parameters():
+        if weight.requires_grad:
+            has_copy = weight.dtype in master_dtypes
+            moment_bytes = _MOMENT_BYTES.get(name, 8 if has_copy else 2 * weight.element_size())
+            num_bytes += int(weight.numel() * (moment_bytes + 4 * has_copy))
+    return num_bytes

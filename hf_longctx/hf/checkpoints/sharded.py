@@ -24,6 +24,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.unpickling import load_shards
+from hf_longctx.runtime.parameters.low_bit import is_low_bit, own_moment
 from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, host_state
 
 SHARDS_FOLDER = "optimizer_shards"
@@ -229,7 +230,9 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
     for index, states in saved["state"].items():
         parameter = parameters[index]
         for name, value in states.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            if is_low_bit(value):
+                states[name] = own_moment(optimizer, name, value, parameter)
+            elif isinstance(value, Tensor) and value.shape == parameter.shape:
                 states[name] = host_state(optimizer, sharded_like(parameter, value))
     optimizer.load_state_dict(saved)
 

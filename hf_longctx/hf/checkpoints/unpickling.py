@@ -20,14 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
+
+from hf_longctx.runtime.parameters.block_reads import BlockReads
+from hf_longctx.runtime.parameters.low_bit import why_no_torchao
 
 METADATA_FILE = ".metadata"
 # module -> names that torch writes into the table of shards, beside the data types (`torch.float32` and so on)
@@ -51,6 +55,8 @@ _ALLOWED = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
+# start of the names of states that have few bits
+_OF_TORCHAO = "torchao.optim."
 # most bytes of a pickle that are read; the table of a 70B model on 64 ranks has some 20 MB
 _MOST_BYTES = 2**30
 # deepest nesting of a table of shards; torch writes 12 levels, and the time to hash a key may double with each level
@@ -199,6 +205,9 @@ def archive_fault(file: Path) -> str:
                 return f"its list of objects has more than {_MOST_BYTES} bytes"
         with safe_globals():
             foreign = get_unsafe_globals_in_checkpoint(str(file))
+            # the package, if it is installed, tells torch which of its classes are safe
+            if any(name.startswith(_OF_TORCHAO) for name in foreign) and not why_no_torchao():
+                foreign = get_unsafe_globals_in_checkpoint(str(file))
     except OSError:
         return ""
     except Exception as error:
@@ -221,6 +230,10 @@ def load_shards(states: dict[str, Any], folder: Path, optional: str = "") -> Non
     except CheckpointException as error:
         # torch's class is no Exception, which trainers and their callers do not expect
         failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+        if "OptimState" in failures:
+            failures = (
+                "its moments have another number of bits; set optim as it was in its run, or start a new run from its weights"
+            )
         raise ValueError(f"{folder} cannot be read: {failures}") from error
 
 
@@ -274,7 +287,9 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads settings of optimizers, such as learning rates, with torch's restricted reader."""
+    """Reads settings of optimizers, such as learning rates, with torch's restricted reader, and moments of any number of bits."""
+
+    _blocks: BlockReads
 
     def __init__(self, reader: _Reader) -> None:
         super().__init__()
@@ -284,6 +299,18 @@ class _Planner(DefaultLoadPlanner):
         if self._reader.error is not None:
             raise self._reader.error
         super().set_up_planner(*args, **settings)
+        assert self.metadata is not None
+        self._blocks = BlockReads(self.metadata, self.lookup_tensor)
+
+    def create_local_plan(self) -> LoadPlan:
+        return self._blocks.widen(super().create_local_plan())
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        scratch = self._blocks.scratch(read_item)
+        return super().resolve_tensor(read_item) if scratch is None else scratch
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._blocks.take(read_item, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +29,7 @@ from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, trainer_
 from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.planner_config import check_degrees
+from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
 # argument -> the values that are supported, and the remedy for others
@@ -59,7 +62,12 @@ _EVALUATION_ARGUMENTS: dict[str, Any] = {
 _DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 # optimizers that update element by element, so that every rank can update its shards alone
-_SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_SHARDED_OPTIMIZERS = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop"),
+)
+
+# torchao's optimizers, which keep moments in so many bits
+_LOW_BITS = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 4}
 
 _TRAINER_ARGUMENTS = {
     "data_collator": "plans decide what is packed together; leave it out and pass a dataset with input_ids and labels",
@@ -98,10 +106,8 @@ def argument_problems(
     for name in _DDP_ARGUMENTS:
         if draws_batches and getattr(args, name, None) is not None:
             problems.append(f"{name}={getattr(args, name)!r} has no effect here, since DDP is not used; leave it out")
-    if str(args.optim).rsplit(".", 1)[-1].lower().startswith(("lomo", "adalomo")) or "layerwise" in str(args.optim).lower():
-        problems.append(
-            f"optim={args.optim!s} steps inside backward, before gradients are summed over ranks; choose another optimizer"
-        )
+    if (name := optimizer_name(args)) in ("lomo", "adalomo") or "layerwise" in name:
+        problems.append(f"optim={name!r} steps inside backward, before gradients are summed over ranks; choose another optimizer")
     if args.n_gpu > 1:
         problems.append(
             f"one process sees {args.n_gpu} GPUs and would use DataParallel; start one process per GPU with "
@@ -248,7 +254,7 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
 
 def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[str]:
     """Problems with settings that exclude each other, so that one of them would have no effect."""
-    problems = []
+    problems = _low_bit_problems(config, args)
     if config.tokens_per_step is not None and args.dataloader_drop_last:
         problems.append(
             f"dataloader_drop_last=True has no effect with tokens_per_step={config.tokens_per_step}, which cuts an epoch into "
@@ -324,10 +330,64 @@ def placement_problems(
         if args.world_size % config.expert_ranks:
             problems.append(f"expert_ranks {config.expert_ranks} does not divide the {args.world_size} ranks; choose a divisor")
         problems += spread_problems(model, config.expert_ranks)
-    if (name := str(getattr(args.optim, "value", args.optim))) not in _SHARDED_OPTIMIZERS:
+    # a class that the user passes takes the place of `optim`
+    is_named, name = trainer_arguments.get("optimizer_cls_and_kwargs") is None, optimizer_name(args)
+    if is_named and name not in _SHARDED_OPTIMIZERS:
         problems.append(
             f"optim={name!r} is not tested with parameters={config.parameters!r}; use one of {', '.join(_SHARDED_OPTIMIZERS)}, "
             f"or parameters='replicated'"
+        )
+    return problems
+
+
+def optimizer_name(args: TrainingArguments) -> str:
+    """The setting `optim` as text."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def low_bits(args: TrainingArguments) -> int:
+    """Bits of a moment if `optim` names an optimizer that keeps moments in few; else 0."""
+    return _LOW_BITS.get(optimizer_name(args), 0)
+
+
+def rounds_by_chance(args: TrainingArguments) -> bool:
+    """Whether the arguments ask torchao's optimizer to round bf16 weights up or down by chance."""
+    value = (args.optim_args or "") if low_bits(args) else ""
+    settings = dict(part.strip().split("=", 1) for part in value.split(",") if "=" in part)
+    return settings.get("bf16_stochastic_round", "").strip().lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def _low_bit_problems(config: LongContextConfig, args: TrainingArguments) -> list[str]:
+    """Problems with an optimizer that keeps moments in few bits."""
+    name = optimizer_name(args)
+    if not low_bits(args):
+        return []
+    if missing := why_no_torchao():
+        return [f"optim={name!r} needs torchao, which cannot be imported ({missing}); pip install torchao, or use adamw_torch"]
+    problems = []
+    if args.device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+        problems.append(
+            f"optim={name!r} compiles its step, which needs a C++ compiler on CPU; install g++, or use optim='adamw_torch'"
+        )
+    if "block_size" in (args.optim_args or ""):
+        problems.append(
+            f"optim_args={args.optim_args!r} sets block_size, which transformers hands to {name} as text; leave it out, blocks "
+            f"have {BLOCK_ELEMENTS} elements"
+        )
+    if config.optimizer_states != "device":
+        problems.append(
+            f"optim={name!r} keeps its moments on the device, so optimizer_states={config.optimizer_states!r} has no effect on "
+            f"it; leave it out, or use optim='adamw_torch'"
+        )
+    if rounds_by_chance(args) and config.fp32_master_weights:
+        problems.append(
+            "bf16_stochastic_round=True in optim_args has no effect on the fp32 copies that are updated; set "
+            "fp32_master_weights=False, or leave it out"
+        )
+    if rounds_by_chance(args) and config.stages != 1:
+        problems.append(
+            f"bf16_stochastic_round=True in optim_args would round the copies of a tied weight apart on "
+            f"stages={config.stages!r}; leave it out, and keep fp32_master_weights=True"
         )
     return problems
 

@@ -28,7 +28,7 @@ from hf_longctx.hf.models.states.functions import family_of, scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.start.arguments import launch_problems, setup_problems, stage_ranks
+from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import activation_budget, describe_states, rank_memory
 from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
@@ -45,6 +45,7 @@ from hf_longctx.plan.memory.states_place import StatesPlace
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
+from hf_longctx.runtime.parameters.low_bit import moment_bytes
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.cuda import device_capability
 from hf_longctx.runtime.tiles.packs import flash_problems, takes_packs
@@ -152,11 +153,11 @@ def choose_setup(
             type(base_of(model)).__name__,
         )
     # a rank that loaded only its own stage does not know the adapters and four-bit weights of other stages
-    everyone = gather_objects((spec.adapters, spec.packed, spec.rounded_parameters), control)
-    adapters, packed, rounded = (list(each) for each in zip(*everyone, strict=True))
+    own = spec.adapters, spec.packed, spec.rounded_parameters, _moment_bytes(config, model, args)
+    adapters, packed, rounded, moments = (list(each) for each in zip(*gather_objects(own, control), strict=True))
     index = replace(spec.index, most_ranks=degrees[-1])
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
-    spec = replace(spec, rounded_parameters=min(rounded))
+    spec = replace(spec, rounded_parameters=min(rounded), moment_bytes=max(moments))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()
@@ -165,6 +166,15 @@ def choose_setup(
         return _staged_setup(basis)
     place = _states_place(basis)
     return replace(_staged_setup(basis.with_states(place.on_host)), states_line=place.line())
+
+
+def _moment_bytes(config: LongContextConfig, model: PreTrainedModel, args: TrainingArguments) -> float:
+    """Bytes of both moments of a trained parameter in an optimizer that keeps them in few bits; 0 for any other one."""
+    if not (bits := low_bits(args)):
+        return 0.0
+    trained = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
+    # with stages, fewer ranks share a copy, and larger shards have fewer plain moments
+    return moment_bytes(trained, bits, shared_parameters(config, args.world_size)[1])
 
 
 def _states_place(basis: _SetupBasis) -> StatesPlace:
@@ -326,7 +336,8 @@ class _SetupBasis:
         if config.tokens_per_rank is None and fitting < 1:
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
             has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty
-            on_host = "" if costs.model.updates_on_host else ", or optimizer_states='host'"
+            is_placed = costs.model.updates_on_host or costs.model.moment_bytes
+            on_host = "" if is_placed else ", or optimizer_states='host'"
             rounded = ", or fp32_master_weights=False, which loses small updates" if has_copies else ""
             raise ValueError(
                 f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; set "

@@ -34,7 +34,7 @@ from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
-from hf_longctx.hf.start.arguments import argument_problems
+from hf_longctx.hf.start.arguments import argument_problems, rounds_by_chance
 from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.trl import alone_problems, attach_problems, read_columns, trainer_problems
 from hf_longctx.hf.stock.collators import collator_problems
@@ -221,6 +221,7 @@ class LongContextCallback(TrainerCallback):
         assert self._stop is not None
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
+        problems += _rounding_problems(args)
         problems += folder_problems(args, model) + _signal_problems(args)
         if runs_plans(model):
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
@@ -378,6 +379,16 @@ def _signal_problems(args: TrainingArguments) -> list[str]:
     return [
         "enable_jit_checkpoint=True saves on the ranks that got the signal, each in a step of its own, while the others wait; "
         "leave it out: the callback saves at SIGTERM without it"
+    ]
+
+
+def _rounding_problems(args: TrainingArguments) -> list[str]:
+    """Problem with an optimizer that draws random numbers, which the ranks of DDP would draw each for itself."""
+    if args.world_size == 1 or not rounds_by_chance(args):
+        return []
+    return [
+        "bf16_stochastic_round=True in optim_args would round the copies of a weight on every rank by other random numbers; call "
+        "attach(trainer) or use LongContextTrainer, with fp32_master_weights=False, or leave it out"
     ]
 
 

@@ -23,12 +23,14 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from hf_longctx.hf.checkpoints.sharded import load_whole_optimizer
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks
+from hf_longctx.hf.start.arguments import rounds_by_chance
 from hf_longctx.hf.start.setup import shared_parameters
 from hf_longctx.hf.start.trl import is_scored
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import OPTIMIZER_FILE, Placement
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.runtime.parameters.low_bit import has_low_bit_moments, seed_steps, settle_moments, widen_shards
 from hf_longctx.runtime.parameters.master_weights import (
     drop_master_weights,
     has_half_weights,
@@ -71,6 +73,10 @@ class ParameterMixin(CheckpointMixin):
         self._placed_model()
         optimizer = super().create_optimizer(model)
         config, plain = self.longctx_config, self._plain_optimizer
+        if has_low_bit_moments(plain):
+            widen_shards(plain)
+            if rounds_by_chance(self.args):
+                seed_steps(plain, self.args.seed)
         on_host = self.longctx_run.setup.costs.model.updates_on_host
         if not on_host and not (config.fp32_master_weights and has_half_weights(plain)):
             return optimizer
@@ -198,6 +204,7 @@ class ParameterMixin(CheckpointMixin):
             assert self.lr_scheduler is not None
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
         drop_master_weights(optimizer)
+        settle_moments(optimizer)
 
     def _loads_states(self, placement: Placement, checkpoint: str) -> bool:
         """Loads the optimizer's states; False: `Trainer` loads them."""

@@ -154,7 +154,9 @@ class ModelSpec:
     states lie in host memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
     that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention. cuts_heads:
     attention may run in pieces of its heads. rounded_parameters: matrix parameters of a layer, besides those of routed experts,
-    that are gathered in two bytes, since autocast rounds them. rounds_head: the head is gathered so, too.
+    that are gathered in two bytes, since autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of
+    both moments of a trained parameter where the optimizer keeps them in a few bits (0: they have the type of the weights that it
+    updates).
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -203,6 +205,7 @@ class ModelSpec:
     cuts_heads: bool = False
     rounded_parameters: int = 0
     rounds_head: bool = False
+    moment_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:

@@ -5,6 +5,7 @@ The first stage has the embeddings, the last one the output head. If they are ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -19,8 +20,9 @@ def part_state_bytes(
 ) -> int:
     """Bytes on a rank of `num_layers` layers' weights, gradients and Adam's states, shared by `shard_ranks` if sharded.
 
-    Adam's states are two fp32 moments for each trained parameter. Master weights add an fp32 copy of each in half precision, and
-    an fp32 sum of its gradients. Copies and moments may lie on the host; see `host_state_bytes`.
+    Adam's states are two fp32 moments for each trained parameter, or fewer bytes of an optimizer that keeps them in a few bits.
+    Master weights add an fp32 copy of each in half precision, and an fp32 sum of its gradients. Copies and moments may lie on the
+    host; see `host_state_bytes`.
 
     is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
     weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients. Weights
@@ -82,8 +84,11 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
     if model.updates_on_host:
         # gradients add up in fp32, and are halved when the sum is known
         return held, trained_bytes, 2 * num_half
-    # without master weights, the moments of a half-precision weight are as narrow, and fp32 sums of gradients take the rest
-    return held, trained_bytes, 8 * trained + 8 * num_half * model.has_master_weights
+    # without master weights, the moments of a half-precision weight are as narrow
+    wide = 8 * trained - 4 * num_half * (not model.has_master_weights)
+    moments = math.ceil(model.moment_bytes * trained) or wide
+    # fp32 sums of gradients, and master weights
+    return held, trained_bytes, moments + 4 * num_half + 4 * num_half * model.has_master_weights
 
 
 def trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:

@@ -126,22 +126,24 @@ def state_words(memory: DeviceMemory) -> str:
     model = memory.model
     if memory.lora_rank:
         return ""
+    few_bits = [("two moments of Adam in few bits", round(model.moment_bytes, 2))] if model.moment_bytes else []
     if memory.is_measured:
         return f"{memory.state_bytes_per_parameter} bytes a parameter, as measured: weight, gradient and Adam's two moments"
     if model.bytes_per_element == 4:
-        parts = [("weight", 4), ("gradient", 4), *([] if model.updates_on_host else [("two moments of Adam", 8)])]
+        moments = few_bits or [("two moments of Adam", 8)]
+        parts = [("weight", 4), ("gradient", 4), *([] if model.updates_on_host else moments)]
     else:
         parts = [("bf16 weight", 2), ("its gradient", 2)]
         if model.updates_on_host:
             parts += [("to sum gradients in fp32", 2)]
         elif model.has_master_weights:
-            parts += [("fp32 copy", 4), ("fp32 sum of gradients", 4), ("two moments of Adam", 8)]
+            parts += [("fp32 copy", 4), ("fp32 sum of gradients", 4), *(few_bits or [("two moments of Adam", 8)])]
         else:
-            parts += [("two bf16 moments of Adam", 4), ("fp32 sum of gradients", 4)]
+            parts += [*(few_bits or [("two bf16 moments of Adam", 4)]), ("fp32 sum of gradients", 4)]
     total = sum(count for _, count in parts)
     # an fp32 copy and two moments, and pinned memory through which weight and gradient pass
     on_host = f"; {12 + 2 * model.bytes_per_element} more on the host" if model.updates_on_host else ""
-    return f"{total} bytes a parameter: " + " + ".join(f"{count} {name}" for name, count in parts) + on_host
+    return f"{total:g} bytes a parameter: " + " + ".join(f"{count} {name}" for name, count in parts) + on_host
 
 
 def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,8 @@ from helpers.models.chats import tokenizer_of
 from helpers.models.tiny_models import cast, tiny_llama
 from helpers.trainers.trainer_runs import problems_at_start
 from peft import LoraConfig, get_peft_model
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.start import versions
@@ -154,3 +155,30 @@ def test_a_static_degree_outside_the_degrees_is_refused() -> None:
 def test_problems_of_model_tokenizer_and_degrees_are_listed_together() -> None:
     problems = problems_at_start(tiny_llama(own_dropout=0.1), tokenizer_of(65), num_ranks=2, degrees=(4,), max_length=600)
     assert len(problems) == 4
+
+
+# optimizers of transformers that step inside backward, and those that update shards like whole weights
+IN_BACKWARD = {
+    *("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+    "apollo_adamw_layerwise",
+}
+ON_SHARDS = {"adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop"}
+
+
+@pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
+def test_every_optimizer_of_transformers_is_served_or_refused_by_name(tmp_path, name: str) -> None:
+    args, model = arguments(tmp_path, optim=name, optim_target_modules="all-linear"), tiny_llama()
+    problems = argument_problems(args, {}) + placement_problems(model, LongContextConfig(), args, {})
+    assert problems == [problem for problem in problems if f"optim={name!r} steps inside backward" in problem]
+    assert bool(problems) == (name in IN_BACKWARD)
+    if not problems:
+        # on whole weights any class runs, and transformers names the package that is missing
+        try:
+            kind, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        except (ImportError, ValueError, RuntimeError) as error:
+            assert str(error)
+        else:
+            assert isinstance(kind, type)
+    config = LongContextConfig(parameters="sharded")
+    found = argument_problems(args, {}) + placement_problems(model, config, args, {})
+    assert any(problem.startswith(f"optim={name!r} ") for problem in found) == (name not in ON_SHARDS)

@@ -75,6 +75,12 @@ def kernel_problems(model: nn.Module) -> list[str]:
         return [f"Liger replaced torch's cross_entropy, which plans call (cross_entropy=True); {_INSTEAD}"]
     for name, module in model.named_modules():
         own = vars(module).get("forward")
+        if _is_of_hub(module, own):
+            return [
+                f"the forward of {name or type(module).__name__} ({type(module).__name__}) is that of "
+                f"{own.__func__.__qualname__}, a kernel of the hub, which stays there when use_kernels is set to False again; "
+                f"load the model anew, without kernels; {_INSTEAD}"
+            ]
         if any(hasattr(each, "_torchdynamo_orig_callable") for each in wrapped(getattr(own, "__func__", own))):
             return [
                 f"the forward of {name or type(module).__name__} was compiled by torch.compile, which would freeze what plans "
@@ -87,6 +93,13 @@ def kernel_problems(model: nn.Module) -> list[str]:
                 f"writes over tensors that plans keep; {_INSTEAD}"
             ]
     return []
+
+
+def _is_of_hub(module: nn.Module, own: Any) -> bool:
+    """Whether the package `kernels` bound the forward of another class to a module of a class that it knows."""
+    function = getattr(own, "__func__", None)
+    is_method = getattr(function, "__qualname__", "").endswith(".forward")
+    return hasattr(type(module), "kernel_layer_name") and is_method and function is not type(module).forward
 
 
 def _is_of_liger(function: Any) -> bool:

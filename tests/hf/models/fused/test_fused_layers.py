@@ -6,6 +6,7 @@ import copy
 import logging
 import tempfile
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -141,6 +142,23 @@ def test_kernels_that_a_user_put_into_the_model_are_refused() -> None:
     from_hub = copy.deepcopy(model)
     from_hub._use_kernels = True
     assert "use_kernels=True" in kernel_problems(from_hub)[0]
+
+
+class KernelOfHub(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * self.weight
+
+
+def test_kernels_of_the_hub_that_stayed_in_the_model_are_refused(monkeypatch) -> None:
+    model = build_model(ModelCase())
+    norm: Any = model.model.layers[1].input_layernorm
+    # the package `kernels` marks classes and binds forwards like this, also without transformers
+    monkeypatch.setattr(type(norm), "kernel_layer_name", "RMSNorm", raising=False)
+    norm.forward = MethodType(type(norm).forward, norm)
+    assert kernel_problems(model) == []
+    norm.forward = MethodType(KernelOfHub.forward, norm)
+    (problem,) = kernel_problems(model)
+    assert "model.layers.1.input_layernorm (LlamaRMSNorm) is that of KernelOfHub.forward, a kernel of the hub" in problem
 
 
 def test_liger_is_refused_where_it_cannot_be_exact(tmp_path) -> None:

@@ -1,0 +1,159 @@
+"""Keeps Adam's moments in 8 or 4 bits: counts their bytes, repeats their rounding, and carries them between checkpoints.
+
+The optimizers are torchao's `AdamW8bit` and `AdamW4bit`, which also update shards. A moment consists of codes and one fp32 scale
+for each block of elements (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861; Li et al., "Memory
+Efficient Optimizers with 4-bit States", arXiv 2309.01507). Blocks are those of a rank's own shard. A shard with few elements, or
+with a part of a block, keeps plain moments.
+
+torchao need not be installed for anything else: states and optimizers are recognised by the names of their classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hf_longctx.runtime.parameters.gradients import local_shard
+
+# elements of a block, as transformers sets them, and the fewest elements of a tensor whose moments are quantised
+BLOCK_ELEMENTS, _LEAST_ELEMENTS = 256, 4096
+# state -> whether it has a sign
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+
+
+def why_no_torchao() -> str:
+    """Why torchao cannot be imported; empty if it can. It then has told torch that its states may be read from checkpoints."""
+    try:
+        import_module("torchao.optim")
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def is_low_bit(value: Any) -> bool:
+    """Whether a state, or its shard on this rank, is stored in a few bits."""
+    return _is_torchao(type(local_shard(value)), "OptimState") if isinstance(value, Tensor) else False
+
+
+def has_low_bit_moments(optimizer: Any) -> bool:
+    """Whether `optimizer` is one of torchao's that keep moments in a few bits."""
+    return _is_torchao(type(optimizer), "Adam")
+
+
+def moment_bytes(shapes: Iterable[Sequence[int]], bits: int, shard_ranks: int = 1) -> float:
+    """Bytes that both moments take per element of weights of these shapes, in fp32 where they are not quantised.
+
+    The mean over the elements of a rank, on the rank of `shard_ranks` with the most bytes.
+    """
+    first_bytes = last_bytes = count = 0
+    for shape in shapes:
+        num_rows, row = (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
+        own = -(-num_rows // shard_ranks)
+        first_bytes += _bytes_of(own * row, bits)
+        last_bytes += _bytes_of(max(0, num_rows - own * (shard_ranks - 1)) * row, bits)
+        count += num_rows * row
+    return max(first_bytes, last_bytes) * shard_ranks / count if count else 8.0
+
+
+def _bytes_of(count: int, bits: int) -> int:
+    if count < _LEAST_ELEMENTS or count % BLOCK_ELEMENTS:
+        return 8 * count
+    # codes, scales, and the table of what codes stand for
+    return 2 * (count * bits // 8 + 4 * count // BLOCK_ELEMENTS + 4 * 2**bits)
+
+
+def widen_shards(optimizer: Any) -> None:
+    """Makes `optimizer` keep moments of few bits for shards of weights in any type; whole weights are left alone.
+
+    torchao 0.18 computes with such moments in fp32, but describes those of shards by the weights' type, on which its step fails.
+    """
+    make = optimizer._new_buffer
+
+    def new_buffer(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
+        if not isinstance(parameter, DTensor) or parameter.dtype == torch.float32:
+            made: Tensor = make(parameter, signed)
+            return made
+        wide: Tensor = make(torch.empty_like(parameter, dtype=torch.float32), signed)
+        # plain ones have the type that loading a checkpoint gives them
+        return wide if is_low_bit(wide) else torch.zeros_like(parameter)
+
+    optimizer._new_buffer = MethodType(new_buffer, optimizer)
+
+
+def seed_steps(optimizer: Optimizer, seed: int) -> None:
+    """Makes steps of `optimizer` draw their random numbers from `seed` and the step's number, and change no random state.
+
+    Stochastic rounding then rounds copies of a weight on several ranks alike, in a resumed run too. Shards draw numbers of their
+    own.
+    """
+    run = optimizer.step
+
+    def step(optimizer: Optimizer, closure: Any = None) -> Any:
+        weight = next(parameter for group in optimizer.param_groups for parameter in group["params"])
+        number = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+        shard = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            torch.manual_seed(hash((seed, number, shard)) % 2**63)
+            return run(closure)
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def settle_moments(optimizer: Any) -> None:
+    """Stores moments that a checkpoint of another optimizer brought as `optimizer` would: in a few bits, or plain."""
+    is_wanted = has_low_bit_moments(optimizer)
+    for parameter, state in optimizer.state.items():
+        for name in _MOMENTS.keys() & state.keys():
+            value: Any = local_shard(state[name])
+            if not is_wanted:
+                # shards of another optimizer are read as plain ones
+                state[name] = value.dequantize() if is_low_bit(value) else state[name]
+                continue
+            stored = _stored_like(optimizer, name, torch.empty_like(parameter, dtype=state[name].dtype))
+            is_same = type(local_shard(stored)) is type(value)
+            if not is_same or stored.dtype != state[name].dtype:
+                local_shard(stored).copy_(value.dequantize() if is_low_bit(value) and not is_same else value)
+                state[name] = stored
+    for group in optimizer.param_groups if is_wanted else ():
+        # schedules of torchao's optimizers change a tensor
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+
+
+@torch.no_grad()
+def own_moment(optimizer: Any, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's shard, like that of `parameter`, of a whole moment in a few bits, for an optimizer of any kind.
+
+    A shard of whole blocks keeps its codes and scales; other ones are rounded anew.
+    """
+    value: Any = whole
+    if not isinstance(parameter, DTensor):
+        return whole
+    shard = torch.empty_like(parameter, dtype=torch.float32)
+    stored = _stored_like(optimizer, name, shard) if has_low_bit_moments(optimizer) else shard
+    own = local_shard(stored)
+    first = parameter.device_mesh.get_local_rank() * -(-len(whole) // parameter.device_mesh.size())
+    rows = slice(min(first, len(whole)), min(first, len(whole)) + len(own))
+    row = math.prod(whole.shape[1:])
+    is_aligned = not rows.start * row % value.block_size and not rows.stop * row % value.block_size
+    own.copy_(value[rows] if is_aligned and type(own) is type(value) else value.dequantize()[rows])
+    return stored
+
+
+def _stored_like(optimizer: Any, name: str, value: Tensor) -> Tensor:
+    """A moment of zeros with the shape, type and shards of `value`, stored as `optimizer` does."""
+    stored: Tensor = optimizer._new_buffer(value, _MOMENTS[name])
+    return stored
+
+
+def _is_torchao(kind: type, prefix: str) -> bool:
+    module, name = kind.__module__, kind.__name__
+    return module.startswith(("torchao.optim.", "torchao.prototype.low_bit_optim.")) and name.startswith(prefix)
