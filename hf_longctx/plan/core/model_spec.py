@@ -36,6 +36,8 @@ _SHARED_TYPES = ("zamba", "zamba2")
 _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe", *_GATED_TYPES)
 # values whose attention modules may run in pieces of their heads, as the runtime finds by their code
 _CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+# fields of a config with the cap of logits after the head
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # fields of a config with the rate of dropout of attention weights
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
@@ -150,7 +152,8 @@ class ModelSpec:
     input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
     states lie in host memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
     that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention. cuts_heads:
-    attention may run in pieces of its heads.
+    attention may run in pieces of its heads. capped_bytes: size of one logit that a cap after the head keeps for backward; 0
+    without a cap.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -197,6 +200,7 @@ class ModelSpec:
     updates_on_host: bool = False
     saves_kv_once: bool = False
     cuts_heads: bool = False
+    capped_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -264,6 +268,7 @@ class ModelSpec:
             input_size=2 * hidden_size if config.get("model_type") in _SHARED_TYPES else 0,
             qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
             caps_scores=bool(config.get("attn_logit_softcapping")),
+            capped_bytes=bytes_per_element if any(config.get(field) for field in _LOGIT_CAPS) else 0,
             drops_weights=any(config.get(field) for field in WEIGHT_DROPOUT),
             idle_parameters=idle,
             routed_elements=routed,
