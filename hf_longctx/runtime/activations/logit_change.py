@@ -35,6 +35,8 @@ _CASTS = {"float": torch.float32, "double": torch.float64}
 # operations that cast to the dtype among their arguments
 _CASTS_TO = ("to", "type")
 _WIDE = (torch.float32, torch.float64)
+# the reader of the tensor of which another one is a view
+_BASE: Any = Tensor._base.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,9 @@ class StandIn(Tensor):
                 own.change = own.newest[0] = change
                 return own
             return cls._made(own._plain(), change, own.newest)
+        if function == _BASE:
+            # shards ask whether a change in place would change another tensor; here none changes any
+            return None
         with torch._C.DisableTorchFunctionSubclass():
             found = function(*args, **keywords)
         if isinstance(found, Tensor | tuple | list) and not isinstance(found, torch.Size):
