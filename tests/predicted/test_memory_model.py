@@ -26,7 +26,7 @@ from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.activations.output_head import OutputHead, loss_of
 from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.core.loss import Targets, summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
@@ -111,7 +111,7 @@ def measured(
         whole = nullcontext() if head is None else head.summing(Targets(labels), loss_tile, keep_gradients=True)
         with whole, nullcontext() if activations is None else activations.running():
             logits = model(**inputs, return_dict=True, longctx=replace(context, activations=activations)).logits
-        return (logits if head is not None else summed_cross_entropy(logits, labels)) / sum(documents)
+        return (loss_of(logits) if head is not None else summed_cross_entropy(logits, labels)) / sum(documents)
 
     forward().backward()
     forward_peak, held, loss = measure(forward)

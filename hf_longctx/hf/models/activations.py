@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.cutting import StageLayers
-from hf_longctx.hf.models.layers import final_norm, head_problem, layer_modules, output_head
+from hf_longctx.hf.models.heads.logits import head_problem, logit_change
+from hf_longctx.hf.models.layers import final_norm, layer_modules, output_head
 from hf_longctx.plan.core.types import LayerRange, RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
@@ -109,7 +110,7 @@ class ActivationRuntime:
         )
         if is_needed and self._model is not model:
             self._unbind()
-            head = OutputHead(output_head(model), final_norm(model)) if self._has_head else None
+            head = OutputHead(output_head(model), final_norm(model), logit_change(model)) if self._has_head else None
             layers = layer_modules(model)[self._own]
             self._engine, self._model = ActivationEngine(layers, head=head, partners=partners), model
         if self._engine is not None and self._engine.tier is None and any(share.host for share in shares):

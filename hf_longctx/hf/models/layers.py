@@ -6,11 +6,10 @@ import inspect
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.fused.find import runs_heads_alike
-from hf_longctx.hf.models.heads.kinds import head_kind, head_of
+from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.states.patching import family_of_mixer, mixers_of
 from hf_longctx.hf.models.wrapped.text import text_layers, text_part
 from hf_longctx.runtime.activations.engine import LayerModules
@@ -18,10 +17,6 @@ from hf_longctx.runtime.activations.head_pieces import pieces_problem
 from hf_longctx.runtime.core.binding import is_bound
 from hf_longctx.runtime.execution.spread_experts import spread_group
 
-# words in names of config fields that make some class change its logits after the head
-_LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
-# words in names of similar fields about other things: logits of attention, of a router or of a contrastive model, token counts
-_OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
 _MLPS = ("mlp", "feed_forward", "mlp_block")
 # MLP classes that return two values; the layer drops the second one
 _MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
@@ -113,23 +108,6 @@ def final_norm(model: nn.Module) -> nn.Module | None:
 def _listed(module: nn.Module) -> list[nn.Module]:
     """Modules in the lists that a module holds."""
     return [each for child in module.children() if isinstance(child, nn.ModuleList) for each in child]
-
-
-def head_problem(model: nn.Module) -> str:
-    """Why the loss of `model` cannot be computed in tiles: a setting changes logits after the head. Empty if it can be."""
-    inner = base_of(model)
-    config = getattr(inner, "config", None)
-    if not isinstance(config, PretrainedConfig):
-        return f"{type(inner).__name__} has no config of transformers, which would tell whether it changes its logits"
-    if head_kind(model) != "next_token":
-        # only language models obey such settings
-        return ""
-    for each in {id(each): each for each in (config, config.get_text_config())}.values():
-        for name, value in sorted(each.to_dict().items()):
-            is_ours = any(word in name for word in _LOGIT_WORDS) and not any(word in name for word in _OTHER_WORDS)
-            if is_ours and not isinstance(value, bool) and isinstance(value, int | float | str):
-                return f"{type(inner).__name__} changes its logits after the head ({name}={value})"
-    return ""
 
 
 def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:

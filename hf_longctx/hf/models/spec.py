@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_longctx.hf.models.adapters import adapter_spec, base_of, hidden_dtype
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
+from hf_longctx.hf.models.heads.logits import logit_change
 from hf_longctx.hf.models.layers import cuts_heads, final_norm, has_plain_projections
 from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
@@ -53,6 +54,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         tiles_final_norm=final_norm(model) is not None,
         adapters=adapter_spec(model),
         packed=packed_spec(model),
+        capped_bytes=_capped_bytes(model, spec),
         windows=with_states(layer_windows(model), spec.states),
         **_rounded_sizes(model, spec),
     )
@@ -78,6 +80,16 @@ def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
         "experts": replace(spec.experts, are_rounded=counts[True] > 0),
         "rounds_head": id(getattr(head, "weight", None)) in ids,
     }
+
+
+def _capped_bytes(model: PreTrainedModel, spec: ModelSpec) -> int:
+    """Bytes of one logit that the model's cap keeps; by the config alone if it is not known what the model does to its logits."""
+    try:
+        change = logit_change(model)
+    except ValueError:
+        return spec.capped_bytes
+    wide = spec.bytes_per_element if change.dtype is None else change.dtype.itemsize
+    return wide if change.is_cap else 0
 
 
 def windows_of(config: PretrainedConfig) -> Windows:

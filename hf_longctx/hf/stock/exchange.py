@@ -32,7 +32,7 @@ from hf_longctx.hf.ranks.agreement import explain_lost_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
-from hf_longctx.runtime.activations.output_head import check_untouched
+from hf_longctx.runtime.activations.output_head import loss_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import all_to_all
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
@@ -230,8 +230,7 @@ class SequenceExchange:
         if self._num_items is None:
             # these logits are not those of the batch, so a trainer's own loss must not read them
             return type(output)(loss=output.loss)
-        check_untouched(output.logits)
-        return type(output)(loss=output.logits / self._num_items)
+        return type(output)(loss=loss_of(output.logits) / self._num_items)
 
     def _returned(self, output: Any, exchange: TokenExchange, documents: LocalDocuments) -> Any:
         """The output of a fused head as a forward of the rank's own batch would give it: [B, S - 1], zero without a label."""

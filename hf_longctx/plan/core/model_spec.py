@@ -36,6 +36,8 @@ _SHARED_TYPES = ("zamba", "zamba2")
 _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe", *_GATED_TYPES)
 # values whose attention modules may run in pieces of their heads, as the runtime finds by their code
 _CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+# fields of a config with the cap of logits after the head
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # fields of a config with the rate of dropout of attention weights
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 # bytes of the weights that an update on the host moves and updates at once, unless one weight has more
@@ -156,7 +158,7 @@ class ModelSpec:
     attention may run in pieces of its heads. rounded_parameters: matrix parameters of a layer, besides those of routed experts,
     that are gathered in two bytes, since autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of
     both moments of a trained parameter where the optimizer keeps them in a few bits (0: they have the type of the weights that it
-    updates).
+    updates). capped_bytes: size of one logit that a cap after the head keeps for backward; 0 without a cap.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -206,6 +208,7 @@ class ModelSpec:
     rounded_parameters: int = 0
     rounds_head: bool = False
     moment_bytes: float = 0.0
+    capped_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -273,6 +276,7 @@ class ModelSpec:
             input_size=2 * hidden_size if config.get("model_type") in _SHARED_TYPES else 0,
             qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
             caps_scores=bool(config.get("attn_logit_softcapping")),
+            capped_bytes=bytes_per_element if any(config.get(field) for field in _LOGIT_CAPS) else 0,
             drops_weights=any(config.get(field) for field in WEIGHT_DROPOUT),
             idle_parameters=idle,
             routed_elements=routed,

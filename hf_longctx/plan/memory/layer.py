@@ -492,23 +492,27 @@ class OutsideBytes:
         inside = ((12 if e == 4 else 8 + 3 * e) * d) * tokens
         normed = 24 * d * tokens
         weights = vocabulary * d if trains_head else 0
+        # a cap of logits keeps its output until its backward
+        capped = model.capped_bytes
         if tile_tokens:
             tile = min(tile_tokens, tokens) * vocabulary
             # logits, their fp32 copy, log-probabilities; weight gradients of one tile, and their sum in fp32
-            work = tile * (e + wide + (wide if e < 4 else 0)) + (e + wide) * weights
+            work = tile * (e + wide + (wide if e < 4 else 0) + capped) + (e + wide) * weights
             if model.tiles_final_norm:
                 # the norm saves its input; in its backward, gradients of input and output, and fp32 tensors of a tile
                 norm, inside = hidden, 0
                 normed = 4 * hidden + 24 * d * min(tile_tokens, tokens) + (wide * weights if load.keeps_gradients else 0)
             # the norm's output, and its gradient
             self.head = norm + hidden + (wide * weights if load.keeps_gradients else 0)
-            self.forward = max(inside, norm + hidden + (hidden + work if load.keeps_gradients else tile * (e + 2 * wide)))
+            self.forward = max(
+                inside, norm + hidden + (hidden + work if load.keeps_gradients else tile * (e + 2 * wide + capped))
+            )
             self.backward = max(normed, norm + 2 * hidden + ((wide + e) * weights if load.keeps_gradients else work))
             return
         logits = tokens * vocabulary
-        self.head = norm + (hidden if trains_head else 0) + wide * logits
+        self.head = norm + (hidden if trains_head else 0) + (wide + capped) * logits
         # beside the log-probabilities: logits, and their fp32 copy
-        self.forward = max(inside, norm + hidden + logits * (e + wide + (wide if e < 4 else 0)))
+        self.forward = max(inside, norm + hidden + logits * (e + wide + (wide if e < 4 else 0) + capped))
         # log-probabilities and two of their gradients; then gradients of logits, input and weights
-        last = norm + 2 * hidden + logits * (e + (wide if e < 4 else 0)) + e * weights
-        self.backward = max(normed, norm + hidden + 3 * wide * logits, last)
+        last = norm + 2 * hidden + logits * (e + (wide if e < 4 else 0) + capped) + e * weights
+        self.backward = max(normed, norm + hidden + (3 * wide + capped) * logits, last)

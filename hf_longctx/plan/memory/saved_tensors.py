@@ -92,12 +92,12 @@ def plain_layer_bytes(model: ModelSpec, kind: LayerKind = ATTENTION, num_tokens:
 def saved_token_bytes(model: ModelSpec) -> int:
     """Bytes per token that all layers and the loss save for backward when nothing is recomputed.
 
-    The loss in one piece keeps logits, their fp32 copy, its log-probabilities and a gradient of these.
+    The loss in one piece keeps logits, their fp32 copy, its log-probabilities and a gradient of these, and capped logits.
     """
     e, num_states = model.bytes_per_element, sum(model.states.layers)
     layers = model.num_layers * outer_bytes(model) + model.num_attending * attention_bytes(model)
     layers += num_states * model.states.saved_bytes(e)
-    return layers + model.head_outputs * (e + 3 * max(4, e))
+    return layers + model.head_outputs * (e + 3 * max(4, e) + model.capped_bytes)
 
 
 def held_bytes(

@@ -12,6 +12,8 @@ The node runs inside the model's own forward, in place of the head, so it finds 
     4 u without `keep_gradients`: backward runs the tiles again. From forward to backward it holds the head's input.
     1 u if no graph is made, and for the scores of single tokens (`scoring`).
 
+A change that the model makes to its logits after the head (`LogitChange`) is made to the logits of each tile.
+
 The gradient of cross-entropy by a tile's logits is known in closed form; that of a user's loss comes from autograd on the tile.
 Tiles without label tokens are skipped if the labels are on the host: their loss and gradients are exactly zero.
 
@@ -30,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from hf_longctx.runtime.activations.logit_change import LogitChange, StandIn
 from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, gradient_dtype, tiles_of, tokenwise
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.core.loss import (
@@ -52,6 +55,7 @@ from hf_longctx.runtime.dropout.keys import on_tiles
 _PASSING = ("ToCopyBackward0", "AliasBackward0", "ViewBackward0")
 # gradient of the input, gradients of the parameters (None for a parameter that the head does not use)
 Gradients = tuple[Tensor, list[Tensor | None]]
+_NO_CHANGE = LogitChange()
 
 
 @dataclass(slots=True)
@@ -66,6 +70,8 @@ class _Order:
     scoring: Scoring | None = None
     logits: list[Tensor] | None = None
     num_calls: int = 0
+    # the tensor that the model took for its logits, if it changes them
+    stand_in: StandIn | None = None
 
 
 class OutputHead:
@@ -73,11 +79,11 @@ class OutputHead:
 
     Create it after adapters are added. While `summing`, the head returns the summed loss in place of logits; at other times it
     runs unchanged. norm: the norm of hidden states before the head, which then runs in tiles of as many tokens; None: it is not
-    known.
+    known. change: the change that the model makes to its logits after the head.
     """
 
-    def __init__(self, head: nn.Module, norm: nn.Module | None = None) -> None:
-        self.head, self.norm = head, norm
+    def __init__(self, head: nn.Module, norm: nn.Module | None = None, change: LogitChange = _NO_CHANGE) -> None:
+        self.head, self.norm, self.change = head, norm, change
         self._order: _Order | None = None
         # each module with its instance's own forward; empty if it used that of its class
         self._before = [(x, (vars(x)["forward"],) if "forward" in vars(x) else ()) for x in (head, norm) if x is not None]
@@ -90,7 +96,11 @@ class OutputHead:
             if order is None:
                 return run(hidden_1TC, *args, **keywords)
             order.num_calls += 1
-            return _summed(head, on_tiles(head, lambda x: run(x, *args, **keywords)), hidden_1TC, order)
+            loss = _summed(head, on_tiles(head, lambda x: change(run(x, *args, **keywords))), hidden_1TC, order)
+            if not change.steps:
+                return loss
+            order.stand_in = StandIn.of(loss)
+            return order.stand_in
 
         vars(head)["forward"] = bound(head, forward)
 
@@ -114,11 +124,11 @@ class OutputHead:
 
     @contextmanager
     def summing(self, targets: Targets, tile_tokens: int, keep_gradients: bool = False) -> Iterator[None]:
-        """Context in which one forward of the model returns the summed loss, a scalar, in place of logits.
+        """Context in which one forward of the model returns the summed loss, in place of logits; `loss_of` reads it.
 
         The value is that of `summed_loss`, computed in tiles of `tile_tokens` tokens (0: one tile). `targets` may be on the
         host. `keep_gradients`: compute gradients in the forward, if backward follows at once. Raises RuntimeError unless the
-        model calls its head exactly once.
+        model calls its head exactly once, and ValueError if it then changes its logits in another way than the tiles.
         """
         with self._ordered(_Order(targets, tile_tokens, keep_gradients)):
             yield
@@ -150,25 +160,42 @@ class OutputHead:
                 f"the model called its output head {order.num_calls} times in one forward, but a tiled loss needs exactly one "
                 f"call; set tile_tokens=0 to keep whole logits for this model"
             )
+        if order.stand_in is not None:
+            _check_change(order.stand_in.newest[0], self.change)
 
 
-def check_untouched(loss: Tensor) -> None:
-    """Raises ValueError if the model changed what its head returned: a change meant for logits would be wrong for the loss.
+def _check_change(found: LogitChange, expected: LogitChange) -> None:
+    if not found.agrees_with(expected):
+        raise ValueError(
+            f"the model changed its logits after the output head by ({found}), but the loss in tiles was computed from logits "
+            f"changed by ({expected}), as the model's class does it; leave its forward and its settings as they were at the "
+            f"start, or set tile_tokens=0 to keep whole logits for this model"
+        )
 
-    It reads the autograd graph, so a forward without a graph is not checked.
+
+def loss_of(returned: Tensor) -> Tensor:
+    """The summed loss, a scalar, in what a model returned in place of logits while its head was summing.
+
+    Raises ValueError if the model did more to it than the change that the head knows, which the head checks too: a change meant
+    for logits would be wrong for the loss. That is read in the autograd graph, so a forward without a graph is not checked.
     """
+    loss = returned
+    if isinstance(returned, StandIn):
+        _check_change(returned.change, returned.newest[0])
+        loss = returned.value
     node = loss.grad_fn
     while node is not None and node.name() != _SummedLoss.__name__ + "Backward":
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             # the node belongs to a wrapper such as DDP
             if len(node.next_functions) != 1:
-                return
+                return loss
         elif node.name() not in _PASSING:
             raise ValueError(
                 f"the model changes its logits after the output head ({node.name()}), which a loss in tiles would leave out; "
                 f"set tile_tokens=0 to keep whole logits for this model"
             )
         node = node.next_functions[0][0]
+    return loss
 
 
 def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Tensor:

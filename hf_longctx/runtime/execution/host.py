@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.activations.output_head import check_untouched
+from hf_longctx.runtime.activations.output_head import loss_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
@@ -88,9 +88,8 @@ class RoundHost:
             return summed_loss(self.forward_chunk(inputs, context, part, hidden_1TC), self.targets(inputs))
         # labels on the host tell which tiles have any, without waiting for the device
         with head.summing(self.targets(chunk), tile_tokens, keep_gradients):
-            loss = self.forward_chunk(inputs, context, part, hidden_1TC)
-        check_untouched(loss)
-        return loss
+            returned = self.forward_chunk(inputs, context, part, hidden_1TC)
+        return loss_of(returned)
 
     def score_chunk(
         self,

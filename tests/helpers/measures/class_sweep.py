@@ -34,7 +34,8 @@ from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stage_problems
-from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
+from hf_longctx.hf.models.heads.logits import head_problem, logit_change
+from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.models.wrapped.text import text_part
@@ -194,7 +195,7 @@ def recomputed_step(model: Any) -> Step:
         raise Refused(problem)
     layers = layer_modules(model)
     plan = recomputing_plan(len(layers))
-    head = None if problem else OutputHead(output_head(model))
+    head = None if problem else OutputHead(output_head(model), change=logit_change(model))
     return lone_step(model, plan, ActivationEngine(layers, head=head))
 
 

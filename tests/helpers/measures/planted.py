@@ -19,6 +19,8 @@ from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
 from hf_longctx.hf.models.states import functions, methods
 from hf_longctx.runtime.activations import engine
+from hf_longctx.runtime.activations.logit_change import LogitChange
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
@@ -100,10 +102,24 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "weights dropped by the rank's own head": lambda: _weights_dropped(first_head=0),
         "weights dropped by place in the slice": lambda: replaced(WeightDropout, "of_rows", _rows_of_slices),
         "weights dropped by document of the chunk": lambda: _weights_dropped(numbers=tuple(range(100))),
+        "logits of tiles left alone": _unchanged_tiles,
         "weights dropped in another step": lambda: _weights_dropped(step=7),
     }
     with makers[bug]():
         yield
+
+
+def _unchanged_tiles() -> Any:
+    original = OutputHead.__init__
+
+    class Idle(LogitChange):
+        def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits
+
+    def bind(head: Any, module: Any, norm: Any = None, change: Any = None) -> None:
+        original(head, module, norm, Idle(() if change is None else change.steps))
+
+    return replaced(OutputHead, "__init__", bind)
 
 
 def _places_in_rows() -> Any:

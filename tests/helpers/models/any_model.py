@@ -57,6 +57,9 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("lru_width", "attention_hidden_size"), 32),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    # changes of logits after the head, which would hardly show at the default values
+    **dict.fromkeys(("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"), 2.0),
+    **{"logits_scaling": 3.0, "logit_scale": 0.4, "lm_head_multiplier": 0.7},
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
     "use_sliding_window": True,

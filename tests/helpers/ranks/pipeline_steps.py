@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.heads.logits import logit_change
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.routers import router_balance
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
@@ -63,7 +64,7 @@ def stage_step_on_rank(
         shard_model(model, build_model(case)._no_split_modules, stage_mesh(plan.num_stages, pool.ranks_per_stage))
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     is_last = pool.stage == plan.num_stages - 1
-    head = OutputHead(output_head(model)) if has_policies and is_last else None
+    head = OutputHead(output_head(model), change=logit_change(model)) if has_policies and is_last else None
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**24), head) if has_policies else None
     routers = router_balance(model, CPU)
     executor = StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss])

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.heads.logits import logit_change
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.routers import router_balance, spread_experts_of
 from hf_longctx.hf.self_test.rounded import find_rounded
@@ -84,7 +85,7 @@ def step_on_rank(
             wrapped = DistributedDataParallel(model)
         has_policies = any(stage.activations for b in plan.micro_batches for group in b.groups for stage in group.stages)
         tier = HostTier.on(torch.device("cpu"), 2**24)
-        head, partners = OutputHead(output_head(model)), spread_group(model)
+        head, partners = OutputHead(output_head(model), change=logit_change(model)), spread_group(model)
         engine = ActivationEngine(layer_modules(model), tier, head, partners) if has_policies else None
         cpu = torch.device("cpu")
         layers, routers = num_attention_layers(model), router_balance(model, cpu)

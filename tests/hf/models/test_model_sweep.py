@@ -15,7 +15,7 @@ from helpers.models.reference import TOLERANCE
 from helpers.models.versions import is_newer, newest
 
 from hf_longctx.hf.models.classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
-from hf_longctx.hf.models.layers import head_problem
+from hf_longctx.hf.models.heads.logits import head_problem
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.hf.models.wrapped.text import text_part
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_longctx.hf.models.layers import final_norm, output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.runtime.activations.output_head import OutputHead, check_untouched
+from hf_longctx.runtime.activations.output_head import OutputHead, loss_of
 from hf_longctx.runtime.core import loss as losses_of
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets, TokenTally, summed_cross_entropy, summed_loss
@@ -78,7 +78,7 @@ def tiled(
         loss = logits_of(model, input_ids)
     head.unbind()
     assert "forward" not in vars(norm)
-    check_untouched(loss)
+    assert loss_of(loss) is loss
     (loss * scale).backward()
     return float(loss.detach()), gradients(model)
 
@@ -384,7 +384,7 @@ def test_a_scale_of_logits_is_found_in_the_graph() -> None:
     with OutputHead(output_head(model)).summing(Targets(labels), 4):
         loss = logits_of(model, input_ids)
     with pytest.raises(ValueError, match=r"changes its logits after the output head \(DivBackward0\)"):
-        check_untouched(loss)
+        loss_of(loss)
 
 
 @pytest.mark.parametrize("keep_gradients", [True, False])

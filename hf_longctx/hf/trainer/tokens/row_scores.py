@@ -19,7 +19,8 @@ from hf_longctx.hf.data.scan import PACKED
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.classes import class_problem
 from hf_longctx.hf.models.document_rope import forget_documents
-from hf_longctx.hf.models.layers import head_problem, output_head
+from hf_longctx.hf.models.heads.logits import head_problem, logit_change
+from hf_longctx.hf.models.layers import output_head
 from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.hf.ranks.agreement import sums_over_ranks
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -104,7 +105,7 @@ def step_scores(
 def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, device: torch.device) -> RowScores:
     """The scores of every `num_ranks`-th row from `rank` on, by the model's own forward, one document at a time.
 
-    Logits are made tile by tile, unless the model changes them after its head.
+    Logits are made tile by tile, unless the model changes them after its head in an unknown way.
     """
     was_training = model.training
     # this may be the model's first forward in evaluation mode, which would repack four-bit weights
@@ -143,7 +144,7 @@ def _scorer(model: nn.Module) -> Iterator[Any]:
             model(input_ids=ids_1T, use_cache=False).logits, labels_1T.to(ids_1T.device), Scoring()
         )
         return
-    head = OutputHead(output_head(model))
+    head = OutputHead(output_head(model), change=logit_change(model))
 
     def score(ids_1T: Tensor, labels_1T: Tensor) -> TokenScores:
         with head.scoring(labels_1T, _TILE_TOKENS, Scoring()) as scores:
