@@ -64,7 +64,7 @@ def test_layers_come_in_order_with_their_mlp_and_norms(family: str) -> None:
     found = layer_modules(model)
     assert [modules.layer for modules in found] == list(model.model.layers)
     for modules, layer in zip(found, model.model.layers, strict=True):
-        assert modules.mlp is layer.mlp
+        assert modules.mlps == (layer.mlp,) and modules.whole_mlp == ""
         assert modules.norms == (layer.input_layernorm, layer.post_attention_layernorm)
         attention = layer.self_attn
         assert modules.projections == (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -78,7 +78,7 @@ def test_layers_are_found_through_wrappers() -> None:
 def test_norms_of_other_names_are_left_alone() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
     (modules,) = layer_modules(model)
-    assert modules.norms == modules.projections == () and modules.mlp is model.transformer.h[0].mlp
+    assert modules.norms == modules.projections == () and modules.mlps == (model.transformer.h[0].mlp,)
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
