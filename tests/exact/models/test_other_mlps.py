@@ -105,7 +105,7 @@ def calls_of(name: str, module: str, policies: tuple[LayerPolicy, ...]) -> list[
         model, seen = patched(model_in_wide_floats(name, ())), []
         found = next(each for path, each in model.named_modules() if path.endswith(module))
         found.register_forward_hook(lambda hooked, inputs, output: seen.append(inputs[0].shape[-2]))
-        plan = same_policy(sliced_plan([30], [[(0, 0, 30)]]), *policies * 3, tile_tokens=TILE_TOKENS)
+        plan = same_policy(sliced_plan([30], [[(0, 0, 30)]]), *policies * len(layer_modules(model)), tile_tokens=TILE_TOKENS)
         lone_step(model, plan, ActivationEngine(layer_modules(model), HostTier.on(torch.device("cpu"), 2**24)))
     return seen
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
+from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head, tiles_mlps, tiles_norms
 
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -86,10 +86,44 @@ def test_a_model_without_such_layers_is_refused() -> None:
         layer_modules(nn.Linear(2, 2))
 
 
-def test_a_layer_without_an_mlp_is_refused() -> None:
-    class Bare(GradientCheckpointingLayer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
+class Bare(GradientCheckpointingLayer):
+    """A layer that holds what it is given, by name."""
 
-    with pytest.raises(ValueError, match="Bare has no module `mlp` or `feed_forward`"):
-        layer_modules(nn.Sequential(Bare()))
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+class OwnAttention(nn.Linear):
+    """Attention, by its name."""
+
+
+class Residual(nn.Linear):
+    """An MLP that takes a residual too."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) + residual
+
+
+def test_mlps_of_a_layer_are_those_that_may_run_alone() -> None:
+    attention, linear, residual = OwnAttention(2, 2), nn.Linear(2, 2), Residual(2, 2)
+    layers = {
+        "nothing": Bare(norm=nn.LayerNorm(2), self_attn=attention),
+        "two": Bare(self_attn=attention, block_sparse_moe=linear, shared_mlp=nn.Linear(2, 2)),
+        "attention": Bare(mixer=attention),
+        "residual": Bare(self_attn=attention, mlp=residual),
+        "other name": Bare(self_attn=attention, fc1=linear),
+    }
+    found = {name: layer_modules(nn.Sequential(layer))[0] for name, layer in layers.items()}
+    assert {name: (len(modules.mlps), modules.whole_mlp) for name, modules in found.items()} == {
+        "nothing": (0, ""),
+        "two": (2, ""),
+        "attention": (0, ""),
+        "residual": (0, "Residual takes more than hidden states"),
+        "other name": (0, "Bare has no module that is its MLP"),
+    }
+    assert {name: tiles_mlps(nn.Sequential(layer)) for name, layer in layers.items()} == {
+        name: not modules.whole_mlp for name, modules in found.items()
+    }
+    assert tiles_norms(nn.Sequential(layers["nothing"])) and not tiles_norms(nn.Sequential(layers["two"]))
