@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.measures.class_sweep import SLICES, Lora, lone_step, model_in_wide_floats, patched, reference, worst
-from helpers.models.any_model import wide_floats
+from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
 from helpers.plans.pipeline_plans import LENGTHS as STAGED
 from helpers.plans.pipeline_plans import SLICED, pipeline_plan
-from helpers.plans.policies import num_policies, replayed, same_policy, with_policies
+from helpers.plans.policies import num_policies, replayed, with_policies
 from helpers.plans.sliced_plans import sliced_plan
 from helpers.ranks.pipeline_steps import stage_step_on_rank
 
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, StepPlan
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 
@@ -58,19 +59,20 @@ def policy_error(name: str, plan: StepPlan, lora: Lora = ()) -> float:
     return worst(found, expected)
 
 
-def sliced(policies: tuple[LayerPolicy, ...], num_layers: int = 6) -> StepPlan:
-    """Slices under these policies in turn."""
-    return same_policy(sliced_plan(LENGTHS, SLICES), *policies * (num_layers // 2), tile_tokens=TILE_TOKENS)
-
-
-def num_layers_of(name: str) -> int:
-    return len(layer_modules(model_in_wide_floats(name, ())))
+def under(plan: StepPlan, name: str, policies: tuple[LayerPolicy, ...]) -> StepPlan:
+    """The plan of one group on one rank with these policies in turn for all layers of a class, in tiles."""
+    (group,) = plan.micro_batches[0].groups
+    num_layers = len(layer_modules(build_any(name, is_random=False)))
+    layers = tuple(itertools.islice(itertools.cycle(policies), num_layers))
+    activations = tuple(ActivationPolicy(chunk.index, 0, layers, TILE_TOKENS) for chunk in group.chunks)
+    stage = replace(group.stages[0], parts=(LayerRange(0, num_layers),), activations=activations)
+    return replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_slices_that_recompute_and_offload_match(name: str) -> None:
-    policies = TILED_MLP if name in TILED else MIXED
-    assert policy_error(name, sliced(policies, num_layers_of(name))) <= TOLERANCE
+    plan = under(sliced_plan(LENGTHS, SLICES), name, TILED_MLP if name in TILED else MIXED)
+    assert policy_error(name, plan) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -78,7 +80,8 @@ def test_adapters_of_such_layers_match(name: str) -> None:
     lora: Lora = (("r", 2), ("lora_alpha", 8), ("target_modules", CLASSES[name]))
     if name == "GraniteMoeForCausalLM":
         lora = (("r", 2), ("lora_alpha", 8), ("target_modules", ("q_proj", "o_proj")))
-    assert policy_error(name, sliced(TILED_MLP if name in TILED else MIXED, num_layers_of(name)), lora) <= TOLERANCE
+    plan = under(sliced_plan(LENGTHS, SLICES), name, TILED_MLP if name in TILED else MIXED)
+    assert policy_error(name, plan, lora) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def calls_of(name: str, module: str, policies: tuple[LayerPolicy, ...]) -> list[
         model, seen = patched(model_in_wide_floats(name, ())), []
         found = next(each for path, each in model.named_modules() if path.endswith(module))
         found.register_forward_hook(lambda hooked, inputs, output: seen.append(inputs[0].shape[-2]))
-        plan = same_policy(sliced_plan([30], [[(0, 0, 30)]]), *policies * len(layer_modules(model)), tile_tokens=TILE_TOKENS)
+        plan = under(sliced_plan([30], [[(0, 0, 30)]]), name, policies)
         lone_step(model, plan, ActivationEngine(layer_modules(model), HostTier.on(torch.device("cpu"), 2**24)))
     return seen
 
@@ -134,7 +137,7 @@ def test_kept_tokens_of_both_mlps_of_a_layer_wait_for_backward() -> None:
         begin = engine.begin
         engine.begin = lambda *args: held_activations.append(begin(*args)) or held_activations[-1]  # type: ignore[method-assign]
         model.lm_head.register_forward_hook(note)
-        plan = same_policy(sliced_plan([30], [[(0, 0, 30)]]), *(replayed(1.0, mlp=0.5),) * 2, tile_tokens=TILE_TOKENS)
+        plan = under(sliced_plan([30], [[(0, 0, 30)]]), "GraniteMoeHybridForCausalLM", (replayed(1.0, mlp=0.5),))
         lone_step(model, plan, engine)
     assert len(held[0]) == 2 and all(len(records) == 2 and min(records) > 0 for records in held[0])
 

@@ -262,8 +262,9 @@ class StateFamily:
     has a convolution alone. fused: function that may do everything at once, which plans leave out; empty if there is none.
     other_types: types of layers that mix no tokens, or that have attention beside a mixer. scans: attribute of the mixer with the
     number of calls of the last function, if there may be several. methods: paths of methods from the mixer that its forward
-    calls, once each, in place of functions (`methods.METHODS`); one that it calls twice stands there twice. parent: class of the module around a mixer that gets the plan's context and does not
-    pass it on; empty if mixers get it. fills_cache: the model leaves its states in a cache of transformers.
+    calls, once each, in place of functions (`methods.METHODS`); one that it calls twice stands there twice. parent: class of the
+    module around a mixer that gets the plan's context and does not pass it on; empty if mixers get it. fills_cache: the model
+    leaves its states in a cache of transformers.
     """
 
     names: tuple[str, ...]
