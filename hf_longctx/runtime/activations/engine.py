@@ -144,7 +144,7 @@ class LayerSlot:
 
     def pack_input(self, hidden_1TC: Tensor) -> SplitTensor | Rerun | Tensor:
         """Packs the layer input for the graph; called for every tensor among the layer's positional arguments."""
-        if hidden_1TC.dim() != 3 or hidden_1TC.shape[0] != 1:
+        if not _has_tokens(hidden_1TC):
             return hidden_1TC
         rerun, self.rerun_before = self.rerun_before, None
         if rerun is not None and rerun.gives(hidden_1TC):
@@ -377,6 +377,11 @@ def _pieces_problem(policy: LayerPolicy, modules: LayerModules) -> str:
     return f"{num_kv} KV heads cannot be divided by that" if num_kv % policy.head_pieces else ""
 
 
+def _has_tokens(argument: Any) -> bool:
+    """Whether a positional argument of a layer is a tensor with one row of features for each token of the chunk, [1, T, C]."""
+    return isinstance(argument, Tensor) and argument.dim() == 3 and argument.shape[0] == 1
+
+
 def _replayed(policy: LayerPolicy) -> LayerPolicy:
     """The policy with a replay of the whole MLP; of a layer that kept everything, queries, keys and values are recomputed too."""
     shares = [share for share in policy.shares if share.tensor_class != "mlp"]
@@ -501,7 +506,7 @@ class _LayerBinding:
             output = checkpoint(layer_forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         # some layers return a tuple, hidden states first
         hidden = output[0] if isinstance(output, tuple) else output
-        if slot.feeds_next and isinstance(hidden, Tensor) and not any(isinstance(x, Tensor) for x in inputs[1:]):
+        if slot.feeds_next and isinstance(hidden, Tensor) and not any(map(_has_tokens, inputs[1:])):
             following = context.activations.slots[self.index + 1]
             following.rerun_before = Rerun(slot, self._rerun(function, inputs[1:], context, slot), hidden)
         return output
@@ -511,7 +516,7 @@ class _LayerBinding:
     ) -> Callable[[Tensor], Tensor]:
         """Forward of the layer without a graph, which leaves the records of its first run as they are.
 
-        others: the layer's positional arguments after the hidden states, no tensors.
+        others: the layer's positional arguments after the hidden states, such as a mask; none that `pack_input` packs.
         """
         device = next(self.modules.layer.parameters()).device.type
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from helpers.ranks.pipeline_steps import stage_step_on_rank
 
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan
-from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
+from hf_longctx.runtime.activations.engine import ActivationEngine, Rerun
 from hf_longctx.runtime.activations.host_tier import HostTier
 
 pytestmark = newest
@@ -82,6 +83,18 @@ def test_adapters_of_such_layers_match(name: str) -> None:
         lora = (("r", 2), ("lora_alpha", 8), ("target_modules", ("q_proj", "o_proj")))
     plan = under(sliced_plan(LENGTHS, SLICES), name, TILED_MLP if name in TILED else MIXED)
     assert policy_error(name, plan, lora) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["BloomForCausalLM", "MptForCausalLM", "OPTForCausalLM", "RobertaForCausalLM"])
+def test_layers_that_run_once_more_to_make_the_next_input_match(name: str) -> None:
+    made: list[int] = []
+    first = replayed(1.0, input_host=0.5)
+    again = replace(first, shares=(TensorShare("layer_input", recompute=1.0), *first.shares[1:]))
+    plan = under(sliced_plan(LENGTHS, [[(number, 0, length) for number, length in enumerate(LENGTHS)]]), name, (first, again))
+    with patch.object(Rerun, "__call__", lambda rerun: made.append(1) or rerun._run(rerun.slot.fetch_input())):
+        assert policy_error(name, plan) <= TOLERANCE
+    # the input of the second layer was kept nowhere
+    assert made == [1]
 
 
 @pytest.mark.parametrize(
