@@ -110,7 +110,8 @@ def measured(
         activations = engine.begin(policy) if engine is not None and policy is not None else None
         whole = nullcontext() if head is None else head.summing(Targets(labels), loss_tile, keep_gradients=True)
         with whole, nullcontext() if activations is None else activations.running():
-            logits = model(**inputs, return_dict=True, longctx=replace(context, activations=activations)).logits
+            given = replace(context, activations=activations, position_ids=positions)
+            logits = model(**inputs, return_dict=True, longctx=given).logits
         return (loss_of(logits) if head is not None else summed_cross_entropy(logits, labels)) / sum(documents)
 
     forward().backward()

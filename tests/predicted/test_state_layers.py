@@ -227,13 +227,8 @@ class MixedShape(Shape):
         return model
 
 
-# policies do not run layers of these classes in tiles
-_KEPT_ALONE = ("NemotronH", "Zaya")
-
-
-@pytest.mark.parametrize(
-    "name,is_kept", [(name, is_kept) for name in UNDER_PLANS for is_kept in (True, False) if is_kept or name not in _KEPT_ALONE]
-)
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", UNDER_PLANS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_models_with_layers_of_several_kinds_hold_what_is_counted(name: str, is_kept: bool, dtype: torch.dtype) -> None:
     shape = MixedShape(name=name, layers=mixed_config(name).num_hidden_layers)
@@ -243,10 +238,10 @@ def test_models_with_layers_of_several_kinds_hold_what_is_counted(name: str, is_
     held, host, forward_peak, backward_peak = measured(shape, dtype, documents, policy)
     found, before = predicted(shape, dtype, documents, policy)
     device = found.device - before
-    # Mamba, RecurrentGemma and Zaya keep hidden states in fp32; a layer of Nemotron-H has one norm, not two
+    # a layer of Nemotron-H has one norm, not two; the routers of Zaya have MLPs of their own
     assert 0.75 * held <= device <= 1.1 * held
-    assert 0.75 * forward_peak <= device + found.forward_workspace <= 1.8 * forward_peak
-    assert 0.8 * backward_peak <= device + found.backward_workspace <= 1.15 * backward_peak
+    assert 0.65 * forward_peak <= device + found.forward_workspace <= 1.8 * forward_peak
+    assert 0.8 * backward_peak <= device + found.backward_workspace <= 1.2 * backward_peak
     assert found.host == host
 
 

@@ -10,19 +10,20 @@ from torch import nn
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.fused.find import runs_heads_alike
 from hf_longctx.hf.models.heads.kinds import head_of
-from hf_longctx.hf.models.states.patching import family_of_mixer, mixers_of
+from hf_longctx.hf.models.states.patching import mixers_of, num_calls
 from hf_longctx.hf.models.wrapped.text import text_layers, text_part
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import pieces_problem
 from hf_longctx.runtime.core.binding import is_bound
 from hf_longctx.runtime.execution.spread_experts import spread_group
 
-_MLPS = ("mlp", "feed_forward", "mlp_block")
+# attributes of a layer that may hold its MLP; a layer adds the outputs of several
+_MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "mixer")
 # MLP classes that return two values; the layer drops the second one
 _MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
 # MLP classes that get more than hidden states, by an argument with a default
 _MLPS_OF_MORE = ("ZayaSparseMoeBlock",)
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "norm_1", "norm_2")
 # attributes of the model around the layers: the norm of the last layer's output
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 # attributes of `self_attn` that project to queries, keys and values: three modules, or one module for all three
@@ -49,39 +50,53 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
             f"{type(model).__name__} has no layer of class GradientCheckpointingLayer, so nothing in it can be recomputed or "
             f"offloaded; use a model class of transformers"
         )
-    return tuple(
-        LayerModules(
-            layer,
-            mlp,
-            tuple(layer.get_submodule(name) for name in _NORMS if hasattr(layer, name)),
-            _projections(layer),
-            mlp_gives_more=type(mlp).__name__ in _MLPS_OF_TWO,
-            meets_ranks=mlp is not None and spread_group(mlp) is not None,
-            attention=_cuttable_attention(layer),
-        )
-        for layer, mlp in ((layer, _mlp(layer)) for layer in layers)
+    return tuple(map(_modules_of, layers))
+
+
+def tiles_mlps(model: nn.Module) -> bool:
+    """Whether policies may run the MLPs of all layers alone, in token tiles, and keep what they save."""
+    return not any(modules.whole_mlp for modules in map(_modules_of, text_layers(model)))
+
+
+def tiles_norms(model: nn.Module) -> bool:
+    """Whether norms of all layers run in token tiles."""
+    return all(modules.norms for modules in map(_modules_of, text_layers(model)))
+
+
+def _modules_of(layer: nn.Module) -> LayerModules:
+    mlps, whole_mlp = _mlps(layer)
+    return LayerModules(
+        layer,
+        mlps,
+        tuple(norm for name in _NORMS if isinstance(norm := getattr(layer, name, None), nn.Module)),
+        _projections(layer),
+        whole_mlp,
+        mlp_gives_more=any(type(mlp).__name__ in _MLPS_OF_TWO for mlp in mlps),
+        meets_ranks=spread_group(layer) is not None,
+        attention=_cuttable_attention(layer),
     )
 
 
-def _mlp(layer: nn.Module) -> nn.Module | None:
+def _mlps(layer: nn.Module) -> tuple[tuple[nn.Module, ...], str]:
+    """MLPs of a layer that may run alone, and why its MLP may not; empty if it may, or if the layer has none."""
+    named = (getattr(layer, name, None) for name in _MLPS)
     # an MLP that reads earlier tokens is a mixer
-    name = next((name for name in _MLPS if hasattr(layer, name) and not mixers_of(layer.get_submodule(name))), None)
-    if name is None and any(not family_of_mixer(mixer).has_mlp for mixer in mixers_of(layer).values()):
-        return None
-    if name is None:
-        raise ValueError(
-            f"{type(layer).__name__} has no module `mlp` or `feed_forward`, which activation policies divide into tiles; use "
-            f"activations='keep'"
-        )
-    mlp = layer.get_submodule(name)
-    inputs = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
-    needed = [each for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    if len(needed) > 1 or type(mlp).__name__ in _MLPS_OF_MORE:
-        raise ValueError(
-            f"{type(mlp).__name__} takes more than hidden states, so activation policies cannot divide it into tiles; use "
-            f"activations='keep'"
-        )
-    return mlp
+    mlps = tuple(module for module in named if isinstance(module, nn.Module) and not num_calls(module))
+    for mlp in mlps:
+        inputs = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
+        needed = [each for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+        if len(needed) > 1 or type(mlp).__name__ in _MLPS_OF_MORE:
+            return (), f"{type(mlp).__name__} takes more than hidden states"
+    if not mlps and _has_other_matrices(layer):
+        return (), f"{type(layer).__name__} has no module that is its MLP"
+    return mlps, ""
+
+
+def _has_other_matrices(layer: nn.Module) -> bool:
+    """Whether a layer multiplies tokens by matrices outside its attention and its mixers."""
+    mixing = (each for each in layer.modules() if type(each).__name__.endswith("Attention") or "" in mixers_of(each))
+    inside = {id(parameter) for module in mixing for parameter in module.parameters()}
+    return any(parameter.dim() > 1 and id(parameter) not in inside for parameter in layer.parameters())
 
 
 def output_head(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from hf_longctx.hf.models.adapters import adapter_spec, base_of, hidden_dtype
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
 from hf_longctx.hf.models.heads.logits import logit_change
-from hf_longctx.hf.models.layers import cuts_heads, final_norm, has_plain_projections
+from hf_longctx.hf.models.layers import cuts_heads, final_norm, has_plain_projections, tiles_mlps, tiles_norms
 from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import decoder_layers, layer_windows
@@ -51,6 +51,8 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         qk_norms=any(name.endswith(_QK_NORMS) for name, _ in text_part(model).named_modules()),
         can_keep_qkv=has_plain_projections(model),
         cuts_heads=cuts_heads(model),
+        tiles_mlps=tiles_mlps(model),
+        tiles_norms=tiles_norms(model),
         tiles_final_norm=final_norm(model) is not None,
         adapters=adapter_spec(model),
         packed=packed_spec(model),

@@ -113,16 +113,14 @@ def layer_slot(
     }
     # another run of a whole layer makes the input of the next one
     recompute_s = {"layer_input": sum(recompute_s.values()), **recompute_s}
-    # classes of which a replay reuses nothing
-    replayed = ("qkv",) * (not model.can_keep_qkv) + ("mlp",) * model.experts.are_spread
     saved = tuple(
         SavedClass(
             name,
             sum(share * class_bytes(model, name, kind, round(tokens)) for kind, share in kinds) * tokens,
             seconds,
             can_recompute=name != "layer_input",
-            can_offload=name not in replayed,
-            can_keep=name not in replayed,
+            can_offload=name not in model.replayed_classes,
+            can_keep=name not in model.replayed_classes,
             documents=tuple((span.start, span.num_tokens) for span in chunk.spans) if name == "attention_output" else (),
             pairs=pairs,
         )

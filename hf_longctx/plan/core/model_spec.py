@@ -22,7 +22,7 @@ from hf_longctx.plan.core.layer_kinds import (
     with_states,
 )
 from hf_longctx.plan.core.mixers.state_spec import NO_STATES, StateSpec
-from hf_longctx.plan.core.types import LayerRange
+from hf_longctx.plan.core.types import LayerRange, TensorClass
 
 # (kind, share of layers) of some layers
 KindShares = tuple[tuple[LayerKind, float], ...]
@@ -38,6 +38,22 @@ _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwe
 _CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # fields of a config with the cap of logits after the head
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# values of models on BERT's layers or others as old, whose MLPs have no gate, and which no policy can run alone
+_OLD_TYPES = (
+    *("biogpt", "bloom", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "mpt", "opt", "rembert", "roberta"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+# values of models whose MLPs have no gate; Bloom writes its activation out in tensors that take as much as a gate's
+_UNGATED_TYPES = ("nemotron_h", *(name for name in _OLD_TYPES if name != "bloom"))
+# values of models with layers whose MLPs no policy can run alone
+_WHOLE_MLP_TYPES = ("dbrx", "xlstm", "zaya", *_SHARED_TYPES, *_OLD_TYPES)
+# values of models whose layers have no norm that the runtime finds by its name
+_WHOLE_NORM_TYPES = (
+    *("apertus", "codegen", "dbrx", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "lfm2", "lfm2_moe", "lfm3", "modernbert-decoder"),
+    *("recurrent_gemma", "rwkv", "xlstm", *_SHARED_TYPES, *(name for name in _OLD_TYPES if name not in ("bloom", "mpt"))),
+)
+# values of models that hand hidden states from layer to layer in at least fp32, unless `residual_in_fp32` says otherwise
+_WIDE_TYPES = ("falcon_mamba", "mamba", "mamba2", "zaya")
 # fields of a config with the rate of dropout of attention weights
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 # bytes of the weights that an update on the host moves and updates at once, unless one weight has more
@@ -141,8 +157,10 @@ class ModelSpec:
     bytes_per_element: size of weights and saved activations. bytes_sent_per_element: size of queries, keys and values sent
     between ranks, smaller under autocast (0: bytes_per_element). gated_mlp: the MLP has gate, up and down, as in Llama, not only
     up and down, as in GPT. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys are normalized.
-    can_keep_qkv: a replay can reuse queries, keys and values of the first run. tiles_final_norm: the norm before the head runs in
-    the tiles of the loss. adapters: trained weights where the model's own are frozen. packed: frozen weights in fewer bits.
+    can_keep_qkv: a replay can reuse queries, keys and values of the first run. tiles_mlps: policies can run MLPs in token tiles,
+    and keep what they save; elsewhere a replay runs all of them at once. tiles_norms: norms inside layers run in token tiles.
+    tiles_final_norm: the norm before the head runs in the tiles of the loss. adapters: trained weights where the model's own are
+    frozen. packed: frozen weights in fewer bits.
     value_head_dim: head size of values (0: head_dim). kv_rank: size of the latent from which keys, except rope_head_dim of each,
     and values are projected (0: they are projected from hidden states). query_rank: size of the latent of queries, likewise.
     caps_scores: attention has a softcap. drops_weights: attention weights have dropout. windows: for each layer the most tokens
@@ -153,7 +171,9 @@ class ModelSpec:
     stages, so that stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
     predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
     input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
-    states lie in host memory. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
+    states lie in host memory. has_wide_hidden: hidden states between layers are in at least fp32. passed_elements: elements of
+    a token that a layer hands to the next one beside hidden states. scales_residuals: every residual and what is added to it are
+    multiplied by weights first. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
     that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention. cuts_heads:
     attention may run in pieces of its heads. rounded_parameters: matrix parameters of a layer, besides those of routed experts,
     that are gathered in two bytes, since autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of
@@ -181,6 +201,8 @@ class ModelSpec:
     learned_positions: bool = False
     qk_norms: bool = False
     can_keep_qkv: bool = True
+    tiles_mlps: bool = True
+    tiles_norms: bool = True
     tiles_final_norm: bool = True
     adapters: AdapterSpec = AdapterSpec()
     packed: PackedSpec = PackedSpec()
@@ -203,6 +225,9 @@ class ModelSpec:
     has_master_weights: bool = False
     input_size: int = 0
     updates_on_host: bool = False
+    has_wide_hidden: bool = False
+    passed_elements: int = 0
+    scales_residuals: bool = False
     saves_kv_once: bool = False
     cuts_heads: bool = False
     rounded_parameters: int = 0
@@ -272,7 +297,9 @@ class ModelSpec:
             max_positions=get("max_position_embeddings", "n_positions"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             bytes_per_element=bytes_per_element,
-            gated_mlp=config.get("model_type") != "nemotron_h",
+            gated_mlp=config.get("model_type") not in _UNGATED_TYPES,
+            tiles_mlps=config.get("model_type") not in _WHOLE_MLP_TYPES,
+            tiles_norms=config.get("model_type") not in _WHOLE_NORM_TYPES,
             input_size=2 * hidden_size if config.get("model_type") in _SHARED_TYPES else 0,
             qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
             caps_scores=bool(config.get("attn_logit_softcapping")),
@@ -286,6 +313,9 @@ class ModelSpec:
             can_keep_qkv=states.is_empty,
             gates_output=is_gated,
             has_wide_norms=is_gated,
+            has_wide_hidden=config.get("model_type") in _WIDE_TYPES and bool(config.get("residual_in_fp32", True)),
+            scales_residuals=config.get("model_type") == "zaya",
+            passed_elements=int(config["router_hidden_size"]) if config.get("model_type") == "zaya" else 0,
             cuts_heads=config.get("model_type") in _CUT_TYPES and not any(config.get(field) for field in WEIGHT_DROPOUT),
             experts=experts,
             **latent,
@@ -299,9 +329,26 @@ class ModelSpec:
         return next((n for n in counts if self.num_kv_heads % n == 0 == self.num_heads // n % block_ranks), 1)
 
     @property
+    def runs_mlps_whole(self) -> bool:
+        """Whether MLPs run whole, never in token tiles, and a replay runs all of them, as where tokens travel to experts."""
+        return self.experts.are_spread or not self.tiles_mlps
+
+    @property
+    def replayed_classes(self) -> tuple[TensorClass, ...]:
+        """Classes of which a replay reuses nothing, so that policies neither keep nor offload them."""
+        unplain: tuple[TensorClass, ...] = () if self.can_keep_qkv else ("qkv",)
+        return (*unplain, "mlp") if self.runs_mlps_whole else unplain
+
+    @property
     def query_size(self) -> int:
         """Elements of all query heads of a token."""
         return self.num_heads * self.head_dim
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes per token of a layer's input."""
+        e = self.bytes_per_element
+        return (max(4, e) if self.has_wide_hidden else e) * self.hidden_size + e * self.passed_elements
 
     @property
     def output_size(self) -> int:
@@ -470,6 +517,7 @@ def _expert_sizes(
 ) -> tuple[int, int, int, ExpertSpec]:
     """Returns `intermediate_size`, `idle_parameters`, `routed_elements`, `experts`; `dense_size` and nothing without experts.
 
+    Granite without experts has only the MLP that otherwise all tokens share.
     Each chosen expert gets a copy of the token and returns one. Experts of GPT-OSS clamp gate and up, which saves three more
     inner tensors. In Llama 4 every token runs through all experts, multiplied by zero where it did not choose them.
     """
@@ -479,6 +527,8 @@ def _expert_sizes(
     dense_names = ("mlp",) if is_nemotron else ("hybrid",) if config.get("model_type") in _SHARED_TYPES else ()
     if dense_names:
         dense_size = round(dense_size * sum(name in dense_names for name in names) / num_layers)
+    if not num_experts and config.get("model_type") == "granitemoehybrid":
+        dense_size = int(config.get("shared_intermediate_size") or dense_size)
     if num_experts < 2 or not chosen or (is_nemotron and "moe" not in names):
         return dense_size, 0, 0, ExpertSpec()
     size = int(config.get("moe_intermediate_size") or dense_size)
@@ -497,7 +547,7 @@ def _expert_sizes(
     if is_nemotron:
         has_experts = [name == "moe" for name in names]
     share = sum(has_experts) / max(1, num_layers)
-    shared_sizes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    shared_sizes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     shared = next((int(config[name]) for name in shared_sizes if config.get(name)), 0)
     shared = shared or size * int(config.get("n_shared_experts") or is_llama4)
     passed, matrices = chosen * size + shared, 2 if is_nemotron else 3

@@ -26,6 +26,7 @@ from hf_longctx.plan.memory.saved_tensors import (
     norm_bytes,
     outer_bytes,
     plain_layer_bytes,
+    scale_bytes,
 )
 
 # most elements of a matrix of scores, as in `runtime/tiles/plain.py`
@@ -83,9 +84,9 @@ class LayerBytes:
     def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> None:
         self.model, self.load, self.policy = model, load, policy
         self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
-        self.has_tiles = tile_tokens > 0
-        # an MLP that sends its tokens to experts on other ranks runs whole
-        self._mlp_tile, self._tiles_mlp = (self.tokens, False) if model.experts.are_spread else (self.tile, self.has_tiles)
+        # norms and MLPs take tiles where the runtime can run them alone
+        self.tiles_norms = tile_tokens > 0 and model.tiles_norms
+        self._mlp_tile, self._tiles_mlp = (self.tokens, False) if model.runs_mlps_whole else (self.tile, tile_tokens > 0)
         self.is_plain = policy.keeps_everything
         shares = _KEPT_SHARES if self.is_plain else {name: policy.share(name) for name in TENSOR_CLASSES}
         # tokens of each class at which the recomputed and the host part end
@@ -195,9 +196,12 @@ class LayerBytes:
 
     @property
     def _replayed_norm(self) -> int:
-        """Bytes per token that a norm saves in a replay, its output included. In an fp32 model the residual is its fp32 input."""
+        """Bytes per token that a norm saves in a replay, its output included, and the scales of a residual.
+
+        In an fp32 model the residual is its fp32 input.
+        """
         d, _, _, _ = self._sizes
-        return 2 * d if self.has_tiles else norm_bytes(self.model)
+        return (2 * d if self.tiles_norms else norm_bytes(self.model)) + scale_bytes(self.model)
 
     @cached_property
     def _replayed_attention(self) -> int:
@@ -220,7 +224,7 @@ class LayerBytes:
     def _first_norm(self) -> int:
         """Bytes per token that a replay's first norm saves beside the layer input."""
         d, _, _, _ = self._sizes
-        return self._replayed_norm - (d if self.has_tiles or self.model.bytes_per_element == 4 else 0)
+        return self._replayed_norm - (d if self.tiles_norms or self.model.bytes_per_element == 4 else 0)
 
     def _forward(self) -> int:
         d, _, _, f = self._sizes
@@ -347,11 +351,12 @@ class LayerBytes:
         hidden, wide = self.model.hidden_size, 24 if self._wide > 1 else 20
         before = self._replayed_attention - self._held_mlp
         saved = 0 if self.is_plain else self._replayed_norm
-        if self.has_tiles and not self.is_plain:
-            tile = (wide * hidden + 2 * d) * self.tile
-            return before + 4 * d * self.tokens + tile
-        # two gradients of the norm's output meet
-        meeting = (saved + 3 * d + (2 if self.model.gated_mlp else 1) * f) * self.tokens
+        # two gradients of the norm's output meet, beside those of inner tensors where the MLP ran whole
+        inner = 0 if self._tiles_mlp and not self.is_plain else (2 if self.model.gated_mlp else 1) * f
+        meeting = (saved + 3 * d + inner) * self.tokens
+        if self.tiles_norms and not self.is_plain:
+            tiles = 4 * d * self.tokens + (wide * hidden + 2 * d) * self.tile
+            return before + max(tiles, meeting if inner else 0)
         inside = (d + (wide - 4 if self.is_plain else wide) * hidden) * self.tokens
         return before + max(meeting, inside - (2 * d * self.tokens if self.is_plain else 0))
 

@@ -30,7 +30,7 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = A
     """
     e = model.bytes_per_element
     if tensor_class == "layer_input":
-        return e * model.hidden_size
+        return model.input_bytes
     if tensor_class == "mlp":
         inner = (4 if model.gated_mlp else 2) * model.intermediate_size
         # inner tensors, and the input of the first matrices
@@ -56,6 +56,12 @@ def norm_bytes(model: ModelSpec) -> int:
     return (8 + e if model.has_wide_norms else 4 + 2 * e) * d + 4
 
 
+def scale_bytes(model: ModelSpec) -> int:
+    """Bytes per token that the scales of one residual save: the residual and what is added to it."""
+    e = model.bytes_per_element
+    return ((max(4, e) if model.has_wide_hidden else e) + e) * model.hidden_size if model.scales_residuals else 0
+
+
 def head_norm_bytes(model: ModelSpec) -> int:
     """Bytes per token that norms of queries and keys save."""
     width = 8 if model.has_wide_norms else 4 + model.bytes_per_element
@@ -69,10 +75,10 @@ def gate_bytes(model: ModelSpec) -> int:
 
 
 def outer_bytes(model: ModelSpec) -> int:
-    """Bytes per token that one layer saves for backward outside attention or mixer: of two norms, MLP and adapters."""
+    """Bytes per token that one layer saves for backward outside attention or mixer: of two norms and scales, MLP and adapters."""
     inner = (4 if model.gated_mlp else 2) * model.intermediate_size
     mlp = model.bytes_per_element * (inner + model.routed_elements)
-    return 2 * norm_bytes(model) + mlp + model.adapters.layer_saved_bytes
+    return 2 * (norm_bytes(model) + scale_bytes(model)) + mlp + model.adapters.layer_saved_bytes
 
 
 def attention_bytes(model: ModelSpec) -> int:

@@ -10,7 +10,7 @@ projections find their records on the layer's binding. So per layer and step
 
     attention runs forward once plus the recomputed share of its output, the query, key and value projections once plus their
     recomputed share, norms at most three times, and the MLP twice minus its kept share (a third time only if the layer saves
-    tensors after it, as with a norm after the MLP).
+    tensors after it, as with a norm after the MLP, or with a second MLP).
 
 The layer input is kept, or it is the output of the layer before, which then runs once more from its own kept input, without a
 graph (`Rerun`); two layers in a row cannot both do this. The other tensors that a policy names (attention output with its LSE,
@@ -51,17 +51,19 @@ from hf_longctx.runtime.dropout.keys import DropoutTokens
 class LayerModules:
     """A decoder layer that supports Hugging Face's checkpointing, with its modules that process tokens independently.
 
-    mlp: None in a layer without one, which is replayed whole. projections: the linear modules that make queries, keys and
-    values; empty if something else makes them. mlp_gives_more: the MLP returns two values, its output and one that the layer
-    drops. meets_ranks: the MLP exchanges tokens with other ranks, so all of them must run it equally often: whole, never in
-    tiles, and replayed by all or by none. attention: a module whose forward runs any number of heads, by the projections that it
-    has (`head_pieces`); None if it may not.
+    mlps: modules that make hidden states from hidden states alone; several if the layer adds their outputs, none in a layer that
+    is replayed whole. whole_mlp: why the layer has an MLP that is not among them; empty if it has none. projections: the linear
+    modules that make queries, keys and values; empty if something else makes them. mlp_gives_more: the MLP returns two values,
+    its output and one that the layer drops. meets_ranks: the MLP exchanges tokens with other ranks, so all of them must run it
+    equally often: whole, never in tiles, and replayed by all or by none. attention: a module whose forward runs any number of
+    heads, by the projections that it has (`head_pieces`); None if it may not.
     """
 
     layer: nn.Module
-    mlp: nn.Module | None
+    mlps: tuple[nn.Module, ...]
     norms: tuple[nn.Module, ...]
     projections: tuple[nn.Linear, ...] = ()
+    whole_mlp: str = ""
     mlp_gives_more: bool = False
     meets_ranks: bool = False
     attention: nn.Module | None = None
@@ -93,15 +95,17 @@ class LayerSlot:
 
     feeds_next = False
 
-    def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, previous: LayerSlot | None) -> None:
+    def __init__(
+        self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, previous: LayerSlot | None, num_mlps: int = 1
+    ) -> None:
         self.tile_tokens, self._tier, self._previous = tile_tokens, tier, previous
         # records of all heads, or of each piece
         self.attention = tuple(AttentionRecord(policy.share("attention_output"), tier) for _ in range(policy.head_pieces))
         self.projections = ProjectionRecord(policy.share("qkv"), tier)
-        self.mlp = TileRecord(policy.share("mlp"), tier)
+        self.mlps = tuple(TileRecord(policy.share("mlp"), tier) for _ in range(num_mlps))
         self._input_share = policy.share("layer_input")
-        # weak, since the layer's graph owns it and frees it after the layer's backward
-        self._input: weakref.ref[SplitTensor] | None = None
+        # hidden states first; weak, since the layer's graph owns them and frees them after the layer's backward
+        self._inputs: list[weakref.ref[SplitTensor]] = []
         self.whole_input_bytes = 0
         # belongs to the layer before, until the first run of this layer has packed its input
         self.rerun_before: Rerun | None = None
@@ -109,14 +113,14 @@ class LayerSlot:
     @property
     def splits_mlp(self) -> bool:
         """Whether `tokenwise` runs the MLP, in tiles or with some tokens kept."""
-        return self.tile_tokens > 0 or self.mlp.share.recompute < 1
+        return self.tile_tokens > 0 or any(record.share.recompute < 1 for record in self.mlps)
 
     @property
     def held(self) -> list[SplitTensor]:
         """Tensors held now, except the graphs of the MLP and a layer input that is wholly on the device."""
-        layer_input = None if self._input is None else self._input()
+        inputs = [split for each in self._inputs if (split := each()) is not None]
         outputs = [tensor for record in self.attention for tensor in record.held]
-        return [*outputs, *self.projections.held, *([layer_input] if layer_input is not None else [])]
+        return [*outputs, *self.projections.held, *inputs]
 
     @property
     def head_pieces(self) -> int:
@@ -140,7 +144,7 @@ class LayerSlot:
 
     def pack_input(self, hidden_1TC: Tensor) -> SplitTensor | Rerun | Tensor:
         """Packs the layer input for the graph; called for every tensor among the layer's positional arguments."""
-        if hidden_1TC.dim() != 3 or hidden_1TC.shape[0] != 1:
+        if not _has_tokens(hidden_1TC):
             return hidden_1TC
         rerun, self.rerun_before = self.rerun_before, None
         if rerun is not None and rerun.gives(hidden_1TC):
@@ -148,12 +152,12 @@ class LayerSlot:
         # where the layer before cannot give the input again, as below the first trained weight, the device keeps it
         share = TensorShare("layer_input", device=1.0) if self.recomputes_input else self._input_share
         split = SplitTensor(hidden_1TC[0], share, self._tier)
-        self._input = weakref.ref(split)
+        self._inputs.append(weakref.ref(split))
         return split
 
     def fetch_input(self) -> Tensor:
         """The layer input for a run besides the replay, [1, T, C]; the caller owns a copy from the host."""
-        split = None if self._input is None else self._input()
+        split = self._inputs[0]() if self._inputs else None
         assert split is not None
         return split.fetch().unsqueeze(0)
 
@@ -174,13 +178,14 @@ class LayerSlot:
         if self._previous is not None:
             for tensor in self._previous.held:
                 tensor.prefetch()
-            for saved in self._previous.mlp.on_host:
-                saved.home.prefetch()
+            for record in self._previous.mlps:
+                for saved in record.on_host:
+                    saved.home.prefetch()
 
     def set_replay(self, is_replay: bool) -> None:
         """Tells all records of the slot whether the layer is being replayed."""
-        self.projections.is_replay = self.mlp.is_replay = is_replay
-        for record in self.attention:
+        self.projections.is_replay = is_replay
+        for record in (*self.attention, *self.mlps):
             record.is_replay = is_replay
 
 
@@ -195,7 +200,8 @@ class ChunkActivations:
         previous: LayerSlot | None = None
         for binding, layer in zip(bindings, policy.layers, strict=False):
             if not layer.keeps_everything:
-                slot = self.slots[binding.index] = LayerSlot(layer, policy.tile_tokens, tier, previous)
+                num_mlps = len(binding.modules.mlps)
+                slot = self.slots[binding.index] = LayerSlot(layer, policy.tile_tokens, tier, previous, num_mlps)
                 if slot.recomputes_input and (before := self.slots.get(binding.index - 1)) is not None:
                     before.feeds_next = True
                 previous = slot
@@ -221,9 +227,10 @@ class ChunkActivations:
         """(device, host) bytes of layer inputs, projections, attention outputs, LSEs and MLP tensors that wait for backward."""
         slots = self.slots.values()
         held = [tensor for slot in slots for tensor in slot.held]
-        on_device = sum(slot.whole_input_bytes + slot.mlp.kept_bytes for slot in slots) + sum(x.device_bytes for x in held)
-        mlp_host = sum(saved.home.num_bytes for slot in slots for saved in slot.mlp.on_host)
-        return on_device, sum(x.host_bytes for x in held) + mlp_host
+        mlps = [record for slot in slots for record in slot.mlps]
+        on_device = sum(slot.whole_input_bytes for slot in slots) + sum(record.kept_bytes for record in mlps)
+        mlp_host = sum(saved.home.num_bytes for record in mlps for saved in record.on_host)
+        return on_device + sum(x.device_bytes for x in held), sum(x.host_bytes for x in held) + mlp_host
 
 
 class ActivationEngine:
@@ -309,6 +316,12 @@ class ActivationEngine:
                     f"{where}: {kept:g} of qkv is kept, but {type(modules.layer).__name__} does not make queries, keys and "
                     f"values with plain linear modules; recompute qkv, or keep everything in this layer"
                 )
+            kept = 1 - layer.share("mlp").recompute
+            if kept > 0 and modules.whole_mlp and not layer.keeps_everything:
+                raise ValueError(
+                    f"{where}: {kept:g} of mlp is kept, but {modules.whole_mlp}, so a replay runs all of it; recompute mlp, or "
+                    f"keep everything in this layer"
+                )
             if problem := _pieces_problem(layer, modules):
                 raise ValueError(f"{where}: attention in {layer.head_pieces} pieces of heads, but {problem}; use 1")
             if self.tier is None and any(share.host for share in layer.shares):
@@ -364,6 +377,11 @@ def _pieces_problem(policy: LayerPolicy, modules: LayerModules) -> str:
     return f"{num_kv} KV heads cannot be divided by that" if num_kv % policy.head_pieces else ""
 
 
+def _has_tokens(argument: Any) -> bool:
+    """Whether a positional argument of a layer is a tensor with one row of features for each token of the chunk, [1, T, C]."""
+    return isinstance(argument, Tensor) and argument.dim() == 3 and argument.shape[0] == 1
+
+
 def _replayed(policy: LayerPolicy) -> LayerPolicy:
     """The policy with a replay of the whole MLP; of a layer that kept everything, queries, keys and values are recomputed too."""
     shares = [share for share in policy.shares if share.tensor_class != "mlp"]
@@ -383,10 +401,11 @@ class _LayerBinding:
         self.current: LayerSlot | None = None
         # (module, attribute, the instance's own value before; empty if it used that of its class)
         self._replaced: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
-        if modules.mlp is not None:
-            self._bind_forward(modules.mlp, is_mlp=True)
+        # an MLP that meets other ranks stays as it is
+        for number, mlp in enumerate(() if modules.meets_ranks else modules.mlps):
+            self._bind_forward(mlp, number)
         for norm in modules.norms:
-            self._bind_forward(norm, is_mlp=False)
+            self._bind_forward(norm, None)
         for number, linear in enumerate(modules.projections):
             self._bind_projection(linear, number)
         if modules.attention is not None:
@@ -421,19 +440,18 @@ class _LayerBinding:
                 del own[name]
             own.update(before)
 
-    def _bind_forward(self, module: nn.Module, is_mlp: bool) -> None:
+    def _bind_forward(self, module: nn.Module, number: int | None) -> None:
+        """Binds a norm, or the MLP of this number."""
         run = module.forward
-        gives_more = is_mlp and self.modules.mlp_gives_more
-        if is_mlp and self.modules.meets_ranks:
-            return
+        gives_more = number is not None and self.modules.mlp_gives_more
 
         def forward(x: Tensor) -> Any:
             slot = self.current
-            if slot is None or not (slot.splits_mlp if is_mlp else slot.tile_tokens):
+            if slot is None or not (slot.tile_tokens if number is None else slot.splits_mlp):
                 return run(x)
             # some mixtures of experts return [T, C] without the leading dimension
             alone = (lambda tile: run(tile)[0].view(tile.shape)) if gives_more else run
-            output = tokenwise(module, alone, x, slot.tile_tokens, slot.mlp if is_mlp else None)
+            output = tokenwise(module, alone, x, slot.tile_tokens, None if number is None else slot.mlps[number])
             return (output, None) if gives_more else output
 
         self._set(module, "forward", bound(module, forward))
@@ -488,7 +506,7 @@ class _LayerBinding:
             output = checkpoint(layer_forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         # some layers return a tuple, hidden states first
         hidden = output[0] if isinstance(output, tuple) else output
-        if slot.feeds_next and isinstance(hidden, Tensor) and not any(isinstance(x, Tensor) for x in inputs[1:]):
+        if slot.feeds_next and isinstance(hidden, Tensor) and not any(map(_has_tokens, inputs[1:])):
             following = context.activations.slots[self.index + 1]
             following.rerun_before = Rerun(slot, self._rerun(function, inputs[1:], context, slot), hidden)
         return output
@@ -498,15 +516,15 @@ class _LayerBinding:
     ) -> Callable[[Tensor], Tensor]:
         """Forward of the layer without a graph, which leaves the records of its first run as they are.
 
-        others: the layer's positional arguments after the hidden states, no tensors.
+        others: the layer's positional arguments after the hidden states, such as a mask; none that `pack_input` packs.
         """
         device = next(self.modules.layer.parameters()).device.type
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        tile_tokens, head_pieces = first.tile_tokens, first.head_pieces
+        tile_tokens, head_pieces, num_mlps = first.tile_tokens, first.head_pieces, len(first.mlps)
 
         def run(hidden_1TC: Tensor) -> Tensor:
             # records that keep nothing
-            slot = LayerSlot(replace(_NOTHING_KEPT, head_pieces=head_pieces), tile_tokens, None, None)
+            slot = LayerSlot(replace(_NOTHING_KEPT, head_pieces=head_pieces), tile_tokens, None, None, num_mlps)
             # backward does not restore autocast by itself
             with torch.no_grad(), torch.autocast(*autocast), _Inside(self, slot, context.tokens, is_replay=False):
                 output = _forward_with(function, context, slot)(hidden_1TC, *others)

@@ -116,7 +116,7 @@ def test_layers_below_the_first_trained_weight_run_as_they_are(name: str, target
     with counted(step.model) as work:
         loss, activations = step.forward((POLICIES[name],) * 2)
         first, second = activations.slots.values()
-        assert first.held == [] and first.mlp.kept_bytes == first.whole_input_bytes == 0
+        assert first.held == [] and first.mlps[0].kept_bytes == first.whole_input_bytes == 0
         loss.backward()
     assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=TOLERANCE)
     assert step.error() <= TOLERANCE

@@ -104,5 +104,5 @@ def test_dropout_of_residuals_and_embeddings_matches(name: str) -> None:
         assert expected[0] != reference_step(build_any(name), class_sweep.rows())[0]
         found = [step(sliced_plan(class_sweep.LENGTHS, class_sweep.SLICES))]
         if not activation_problem(model := build_any(name, is_random=False)):
-            found.append(step(class_sweep.recomputing_plan(len(layer_modules(model))), recomputes=True))
+            found.append(step(class_sweep.recomputing_plan(layer_modules(model)), recomputes=True))
         assert max(class_sweep.worst(each, expected) for each in found) <= TOLERANCE

@@ -10,7 +10,7 @@ import functools
 import gc
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,7 +44,7 @@ from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.arguments import setup_problems
 from hf_longctx.hf.start.setup import choose_setup
 from hf_longctx.plan.core.types import ActivationPolicy, LayerRange, MicroBatch, StepPlan
-from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor
@@ -167,11 +167,17 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def recomputing_plan(num_layers: int) -> StepPlan:
-    """Plan of slices in which every layer is recomputed, except half or all of its attention and half or none of its MLP."""
+def recomputing_plan(modules: Sequence[LayerModules]) -> StepPlan:
+    """Plan of slices in which every layer is recomputed, except half or all of its attention and half or none of its MLP.
+
+    Of an MLP that policies cannot run alone, all is recomputed.
+    """
     plan = sliced_plan(LENGTHS, SLICES)
     (group,) = plan.micro_batches[0].groups
-    layers = tuple(replayed(half := 0.5 * (place % 2 == 0), mlp=1 - half) for place in range(num_layers))
+    layers = tuple(
+        replayed(half := 0.5 * (place % 2 == 0), mlp=1.0 if each.whole_mlp else 1 - half) for place, each in enumerate(modules)
+    )
+    num_layers = len(layers)
     policies = tuple(ActivationPolicy(chunk.index, 0, layers, TILE_TOKENS) for chunk in group.chunks)
     stage = replace(group.stages[0], parts=(LayerRange(0, num_layers),), activations=policies)
     return replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
@@ -194,7 +200,7 @@ def recomputed_step(model: Any) -> Step:
     if (problem := activation_problem(base_of(model))) != head_problem(model):
         raise Refused(problem)
     layers = layer_modules(model)
-    plan = recomputing_plan(len(layers))
+    plan = recomputing_plan(layers)
     head = None if problem else OutputHead(output_head(model), change=logit_change(model))
     return lone_step(model, plan, ActivationEngine(layers, head=head))
 

@@ -189,6 +189,15 @@ STATE_FAMILIES: dict[str, Any] = {
     ),
     # two groups serve four heads in the families of Mamba 2
     "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM, {**_SCAN, "attn_layer_indices": [3]}),
+    # experts and an MLP that all tokens share, under names of their own
+    "granite_hybrid": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            **{**_SCAN, **_EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 40, "pad_token_id": 0},
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
     # both attention and a state in every layer
     "falcon_h1": (transformers.FalconH1Config, transformers.FalconH1ForCausalLM, {**_SCAN, "mamba_d_ssm": 64}),
     "kimi_linear": (

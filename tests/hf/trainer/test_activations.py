@@ -91,7 +91,7 @@ def train(config: dict[str, Any], arguments: dict[str, Any] | None = None) -> Tr
         recorder.attach(trainer)
         trainer.train()
     # the model has its own layers back
-    assert all("forward" not in vars(modules.mlp) for modules in layer_modules(trainer.model))
+    assert all("forward" not in vars(mlp) for modules in layer_modules(trainer.model) for mlp in modules.mlps)
     weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     return recorder.losses, uses(recorder.plans), weights
 
@@ -158,7 +158,7 @@ def train_stock(mode: str, config: dict[str, Any]) -> Training:
         trainer.add_callback(_Plans(callback, plans))
         trainer.train()
     assert type(trainer) is Trainer
-    assert all("forward" not in vars(modules.mlp) for modules in layer_modules(trainer.model))
+    assert all("forward" not in vars(mlp) for modules in layer_modules(trainer.model) for mlp in modules.mlps)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return losses, uses(plans + recorder.plans), weights

@@ -62,19 +62,21 @@ def test_the_slot_of_a_chunk_is_all_of_its_layers() -> None:
         assert joined.recompute_s == pytest.approx(sum(item.recompute_s for item in own))
 
 
-@pytest.mark.parametrize("can_keep_qkv,are_spread", [(True, False), (False, False), (True, True)])
-def test_a_slot_says_what_the_runtime_may_do_with_each_class(can_keep_qkv: bool, are_spread: bool) -> None:
+@pytest.mark.parametrize(
+    "can_keep_qkv,are_spread,tiles_mlps", [(True, False, True), (False, False, True), (True, True, True), (False, False, False)]
+)
+def test_a_slot_says_what_the_runtime_may_do_with_each_class(can_keep_qkv: bool, are_spread: bool, tiles_mlps: bool) -> None:
     costs = tiny_costs(1)
     experts = ExpertSpec(num_ranks=2 if are_spread else 1)
-    costs = replace(costs, model=replace(costs.model, can_keep_qkv=can_keep_qkv, experts=experts))
+    costs = replace(costs, model=replace(costs.model, can_keep_qkv=can_keep_qkv, tiles_mlps=tiles_mlps, experts=experts))
     slot = layer_slot(costs, Chunk(0, (Span(0, 0, 9),)), LOCAL, FULL)
     abilities = {item.tensor_class: (item.can_recompute, item.can_offload, item.can_keep) for item in slot.saved}
     assert abilities == {
         "layer_input": (False, True, True),
         "attention_output": (True, True, True),
         "qkv": (True, can_keep_qkv, can_keep_qkv),
-        # tokens travel to spread experts as a whole, in the forward and in a replay
-        "mlp": (True, not are_spread, not are_spread),
+        # tokens travel to spread experts as a whole, in the forward and in a replay; other MLPs cannot run alone
+        "mlp": (True, *[tiles_mlps and not are_spread] * 2),
     }
 
 

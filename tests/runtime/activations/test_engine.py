@@ -79,7 +79,7 @@ def counted(model: Any) -> Iterator[Work]:
         return hook
 
     gates = [
-        next(m for name, m in modules.mlp.named_modules() if name.endswith(("gate_proj", "fc_in", "dense_h_to_4h")))
+        next(m for name, m in modules.mlps[0].named_modules() if name.endswith(("gate_proj", "fc_in", "dense_h_to_4h")))
         for modules in layers
     ]
     handles = [gate.register_forward_hook(count(index)) for index, gate in enumerate(gates)]
@@ -209,7 +209,7 @@ def post_norm_model() -> Any:
 def test_a_norm_behind_the_mlp_costs_a_third_forward() -> None:
     rows, plain, model = random_rows(LENGTHS), post_norm_model(), post_norm_model()
     expected_loss, expected = reference_step(plain, rows)
-    layers = tuple(replace(modules, mlp=modules.mlp.inner) for modules in layer_modules(model))
+    layers = tuple(replace(modules, mlps=(modules.mlps[0].inner,)) for modules in layer_modules(model))
     loss, work = step(model, layers, rows, (replayed(),) * 2, 8)
     assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     assert worst_error(model, expected) <= TOLERANCE
@@ -442,7 +442,7 @@ def test_a_kept_output_that_is_slightly_off_is_noticed() -> None:
 
 def test_an_unfilled_output_that_is_read_is_noticed() -> None:
     model = post_norm_model()
-    layers = tuple(replace(modules, mlp=modules.mlp.inner) for modules in layer_modules(model))
+    layers = tuple(replace(modules, mlps=(modules.mlps[0].inner,)) for modules in layer_modules(model))
     _, expected = reference_step(post_norm_model(), rows := random_rows(LENGTHS))
 
     def leave_unfilled(module: Any, run: Any, x: Tensor, tile_tokens: int, record: Any = None) -> Tensor:

@@ -261,10 +261,10 @@ class StateFamily:
     the config with the number of heads that have a state of their own; empty if there are as many as channels, or if the mixer
     has a convolution alone. fused: function that may do everything at once, which plans leave out; empty if there is none.
     other_types: types of layers that mix no tokens, or that have attention beside a mixer. scans: attribute of the mixer with the
-    number of calls of the last function, if there may be several. has_mlp: false if layers with a mixer have no MLP of their own.
-    methods: paths of methods from the mixer that its forward calls, once each, in place of functions (`methods.METHODS`); one
-    that it calls twice stands there twice. parent: class of the module around a mixer that gets the plan's context and does not
-    pass it on; empty if mixers get it. fills_cache: the model leaves its states in a cache of transformers.
+    number of calls of the last function, if there may be several. methods: paths of methods from the mixer that its forward
+    calls, once each, in place of functions (`methods.METHODS`); one that it calls twice stands there twice. parent: class of the
+    module around a mixer that gets the plan's context and does not pass it on; empty if mixers get it. fills_cache: the model
+    leaves its states in a cache of transformers.
     """
 
     names: tuple[str, ...]
@@ -275,7 +275,6 @@ class StateFamily:
     fused: str = ""
     other_types: tuple[str, ...] = ()
     scans: str = ""
-    has_mlp: bool = True
     methods: tuple[str, ...] = ()
     parent: str = ""
     fills_cache: bool = True
@@ -363,7 +362,6 @@ FAMILIES = (
         functions=("rwkv_linear_attention",),
         layer_type="linear_attention",
         heads="attention_hidden_size",
-        has_mlp=False,
         methods=("time_shift.forward",),
         fills_cache=False,
     ),
@@ -373,7 +371,6 @@ FAMILIES = (
         functions=(),
         layer_type="linear_attention",
         heads="attention_hidden_size",
-        has_mlp=False,
         methods=("time_shift.forward",),
         fills_cache=False,
     ),
@@ -383,7 +380,6 @@ FAMILIES = (
         functions=(),
         layer_type="linear_attention",
         heads="num_heads",
-        has_mlp=False,
         methods=("mlstm_backend.forward",),
         fills_cache=False,
     ),
@@ -401,11 +397,10 @@ FAMILIES = (
     _mamba2("GraniteMoeHybrid", "MambaLayer", "mamba_n_heads"),
     _mamba2("FalconH1", "Mixer", "mamba_n_heads", layer_type="hybrid"),
     _mamba2("NemotronH", "Mamba2Mixer", "mamba_num_heads", other_types=("moe", "mlp")),
-    _mamba2("Mamba2", "Mixer", "num_heads", has_mlp=False),
-    # in these, attention and an MLP stand in the same layer as a mixer, or in none
-    _mamba2("Zamba2", "MambaMixer", "n_mamba_heads", other_types=("hybrid",), has_mlp=False),
-    _mamba1(("Zamba",), "MambaMixer", other_types=("hybrid",), scans="n_mamba_heads", has_mlp=False),
-    _mamba1(("Mamba", "FalconMamba"), "Mixer", "mamba_inner_fn", has_mlp=False),
+    _mamba2("Mamba2", "Mixer", "num_heads"),
+    _mamba2("Zamba2", "MambaMixer", "n_mamba_heads", other_types=("hybrid",)),
+    _mamba1(("Zamba",), "MambaMixer", other_types=("hybrid",), scans="n_mamba_heads"),
+    _mamba1(("Mamba", "FalconMamba"), "Mixer", "mamba_inner_fn"),
     _mamba1(("Jamba",), "MambaMixer"),
 )
 # class of a mixer -> its family

@@ -58,11 +58,10 @@ def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
     return LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in again))
 
 
-def _offloaded(share: float, can_keep_qkv: bool, classes: tuple[TensorClass, ...] = TENSOR_CLASSES) -> LayerPolicy:
-    """Policy of a layer that offloads this share of its tokens, for these tensor classes."""
+def _offloaded(share: float, replayed: tuple[TensorClass, ...], classes: tuple[TensorClass, ...] = TENSOR_CLASSES) -> LayerPolicy:
+    """Policy of a layer that offloads this share of its tokens, for these tensor classes. replayed: classes that none keeps."""
     moved = {name: TensorShare(name, host=share, device=1 - share) for name in classes}
-    if not can_keep_qkv:
-        moved["qkv"] = TensorShare("qkv", recompute=1.0)
+    moved |= {name: TensorShare(name, recompute=1.0) for name in replayed}
     return LayerPolicy(tuple(moved[name] for name in TENSOR_CLASSES if name in moved))
 
 
@@ -95,7 +94,7 @@ class GroupCells:
     ) -> None:
         """offloads: whether anything may go to the host."""
         self.group, self.costs, self.tile_tokens, self.bytes, self.offloads = group, costs, tile_tokens, byte_model, offloads
-        self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.can_keep_qkv)
+        self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.replayed_classes)
         self.recomputed = recomputed_layer(keeps_attention)
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
@@ -150,7 +149,7 @@ class GroupCells:
         """Policy of a layer that offloads `moved` of its tokens, for these tensor classes."""
         key = num_tokens, moved, classes
         if key not in self._known_moved:
-            self._known_moved[key] = _offloaded(moved / num_tokens, self.costs.model.can_keep_qkv, classes)
+            self._known_moved[key] = _offloaded(moved / num_tokens, self.costs.model.replayed_classes, classes)
         return self._known_moved[key]
 
     def _add_cells(self) -> None:
@@ -184,7 +183,7 @@ class GroupCells:
             recomputed[0],
             *offloaded,
             sum(again_s[share.tensor_class] for share in self.recomputed.shares),
-            0.0 if model.can_keep_qkv else again_s["qkv"],
+            sum(again_s[name] for name in model.replayed_classes),
         )
 
     def _mean_held(self, load: Load, policy: LayerPolicy, kinds: KindShares) -> tuple[int, int]:

@@ -88,6 +88,7 @@ def host_share(plan: StepPlan) -> float:
     st.sampled_from([0, 1 << 22, 1 << 30]),
     st.sampled_from([0, 256]),
     st.booleans(),
+    st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_plans_fit_by_the_judge_or_raise(
@@ -98,9 +99,10 @@ def test_plans_fit_by_the_judge_or_raise(
     host_bytes: int,
     tile_tokens: int,
     can_keep_qkv: bool,
+    tiles_mlps: bool,
 ) -> None:
     num_stages, degree, schedule, num_parts = shape
-    costs = costs_of(replace(MODEL, can_keep_qkv=can_keep_qkv), num_stages, degree)
+    costs = costs_of(replace(MODEL, can_keep_qkv=can_keep_qkv, tiles_mlps=tiles_mlps), num_stages, degree)
     plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_parts)
     budget = ActivationBudget(0, device_bytes, host_bytes, tile_tokens)
     limit, before = limit_of(plan, costs, budget), judged(plan, costs)
@@ -121,6 +123,7 @@ def test_plans_fit_by_the_judge_or_raise(
             assert layer.share("layer_input").recompute == 0
             assert layer.share("attention_output").recompute in (0, 1)
             assert layer.keeps_everything or can_keep_qkv or layer.share("qkv").recompute == 1
+            assert layer.keeps_everything or tiles_mlps or layer.share("mlp").recompute == 1
 
 
 @pytest.fixture(scope="module")
