@@ -211,10 +211,6 @@ def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
     return replace(chosen, notes=(*chosen.notes, place.line()))
 
 
-# values of `model_type` in config.json whose layers share weights
-_SHARED_BLOCKS = ("zamba", "zamba2")
-
-
 def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
     """The spec of a named shape, of a config.json, or of the folder of a checkpoint."""
     path = Path(name_or_path)
@@ -240,13 +236,7 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
         config = parse_json(path.read_text(encoding="utf-8"), "the file")
         if not isinstance(config, dict):
             raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
-        if (kind := config.get("model_type")) in _SHARED_BLOCKS:
-            raise ValueError(
-                f"layers of {kind} share blocks of attention and an MLP beside their states, which no formula counts; "
-                f"plan another model"
-            )
-        # multimodal models keep the config of their decoder in the field text_config
-        return ModelSpec.from_config(config.get("text_config") or config, bytes_per_element)
+        return ModelSpec.from_config(config, bytes_per_element)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read as a model config: {error}") from None
 
@@ -309,7 +299,7 @@ def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
         raise ValueError(f"--quantize is {request.quantize!r}; give nf4, or leave it out")
     if not request.lora_rank:
         raise ValueError("--quantize freezes all weights, so nothing would be trained; give --lora-rank too, or leave it out")
-    if model.idle_parameters:
+    if model.experts.num_experts:
         raise ValueError(f"--quantize does not quantize experts, which are most of {request.model}; leave it out")
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False)
 
