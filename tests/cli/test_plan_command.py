@@ -427,6 +427,29 @@ def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_
     assert "has 40000 tokens" in kept.replace(",", "")
 
 
+def test_a_class_that_runs_cannot_recompute_is_promised_no_more_than_it_keeps(tmp_path: Path, capsys) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    sizes |= {"vocab_size": 49152, "max_position_embeddings": 131072, "logits_scaling": 8.0}
+    machine = ["--gpus", "8", "--hardware", "h100"]
+
+    def planned(kind: str, *more: str) -> tuple[dict[str, Any], str]:
+        (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": kind}))
+        arguments = ["plan", "--model", str(tmp_path), *machine, *more]
+        return json.loads(printed([*arguments, "--json"], capsys)), printed(arguments, capsys)
+
+    kept, text = planned("granite")
+    given, _ = planned("llama", "--activations", "keep")
+    free, other = planned("llama")
+    assert kept["planned_context_tokens"] == given["planned_context_tokens"] < free["planned_context_tokens"] / 2
+    assert [row["switches"] for row in kept["longest_context"]] == ["everything kept, as Hugging Face does"]
+    assert kept["longest_context_tokens"] <= kept["planned_context_tokens"] and len(free["longest_context"]) > 1
+    [line] = [line for line in text.splitlines() if line.startswith("  kept ")]
+    assert line.endswith("the class changes its logits after the head (logits_scaling=8.0)") and "  kept " not in other
+    arguments = ["plan", "--model", str(tmp_path), *machine, "--lengths", "lognormal:6,1", "--global-batch", "8", "--ablation"]
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "granite"}))
+    assert "--ablation compares plans that recompute activations" in refused(arguments, capsys)
+
+
 TOO_LARGE = {
     "--gpus": ["1000000000", "9" * 40],
     "--global-batch": ["100000000000"],
@@ -508,8 +531,11 @@ def test_the_place_of_optimizer_states_is_chosen_and_said(tmp_path: Path, capsys
         ),
         ("--parameters replicated --tokens-per-rank 9000 --lora-rank 8", "lora_rank 8 tokens_per_rank 9000 host_gib 116"),
         ("--parameters sharded --shard-ranks 4 --bf16-updates", "parameters sharded shard_ranks 4 fp32_master_weights False"),
-        ("--lora-rank 16 --quantize nf4 --method ulysses", "lora_rank 16 load_in_4bit True method ulysses"),
-        ("--activations keep --parameters sharded --degrees 1,4 --solver lp", "activations keep solver lp degrees [1,4]"),
+        ("--lora-rank 16 --quantize nf4 --method ulysses", "lora_rank 16 load_in_4bit True parameters sharded method ulysses"),
+        (
+            "--activations keep --parameters sharded --degrees 1,4 --solver lp",
+            "activations keep parameters sharded solver lp degrees [1,4]",
+        ),
         ("--dtype float32 --parameters sharded", "dtype float32 parameters sharded"),
     ],
 )

@@ -39,6 +39,8 @@ def summary_rows(forecast: Forecast, price: Price | None) -> list[tuple[str, str
     """Facts that the answer rests on, as pairs of a name and a line."""
     scenario = forecast.scenario
     rows = [("model", _where(scenario)), *_steps(forecast), *_money(forecast, price), ("memory", _memory(forecast))]
+    if scenario.kept_because:
+        rows.append(("kept", f"a run of this class keeps everything, without recomputing: {scenario.kept_because}"))
     if forecast.workload is None:
         rows += _states(forecast)
     rows += [*_longer(forecast), *_positions(forecast), ("numbers", _source(scenario)), *_next(forecast)]

@@ -36,9 +36,14 @@ _NAMES = {
 _FOUR_TIMES = ("bloom", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt")
 
 
+def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the decoder inside that of a multimodal model; any other config itself."""
+    return next((config[name] for name in _TEXTS if isinstance(config.get(name), Mapping)), config)
+
+
 def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config, or of the decoder's config inside one; fields that are not there stay away."""
-    text = next((config[name] for name in _TEXTS if isinstance(config.get(name), Mapping)), config)
+    text = decoder_config(config)
     parts = [text[name] for name in _NESTED if isinstance(text.get(name), Mapping)]
     fields: dict[str, Any] = {name: value for part in (*parts, text) for name, value in part.items()}
     for name, others in _NAMES.items():
