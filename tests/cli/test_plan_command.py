@@ -547,7 +547,7 @@ def test_the_next_step_names_every_setting_that_the_answer_rests_on(
     tokens = json.loads(printed([*machine, "--json"], capsys))["planned_context_tokens"]
     lines = re.sub(r", (?=[a-z])", "\n", last.partition("to train so: ")[2])
     (tmp_path / "run.yaml").write_text(f"{lines}\nmodel_name_or_path: llama\ndataset: rows.jsonl\n")
-    # as the recipe reads them; four bits need a package that tests go without
+    # the recipe reads them; its four bits need a package that tests go without
     monkeypatch.setattr("hf_longctx.recipes.sft.find_spec", lambda name: True)
     recipe, config = read_settings((RecipeArguments, LongContextConfig), [str(tmp_path / "run.yaml")])
     assert config.max_length == tokens and (recipe.rope_scaling == "yarn") == (tokens > 131072)

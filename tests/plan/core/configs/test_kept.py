@@ -37,7 +37,7 @@ def test_the_table_says_of_every_class_what_its_models_say() -> None:
         text: Any = model.config.get_text_config()
         fields = [row.field for row in KEPT if row.field and text.model_type in row.model_types]
         kinds |= {(text.model_type, row.field) for row in KEPT if text.model_type in row.model_types}
-        # as it is by default, and with every field of the table set to a number and to nothing
+        # the default, and with every field of the table set to a number and to nothing
         changes: list[dict[str, Any]] = [{}, *({field: value} for field in fields for value in (1.5, None))]
         for change in changes:
             for field, value in change.items():
