@@ -245,7 +245,7 @@ def _adapters(memory: DeviceMemory) -> Iterator[tuple[str, DeviceMemory]]:
     rank = memory.lora_rank or _LORA_RANK
     if not memory.lora_rank:
         yield f"adapters over frozen weights (LoRA): --lora-rank {rank}", replace(memory, model=frozen, lora_rank=rank)
-    if frozen.packed.is_empty and not frozen.idle_parameters:
+    if frozen.packed.is_empty and not frozen.experts.num_experts:
         packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False)
         option = f"--lora-rank {rank} --quantize nf4"
         yield f"adapters over weights of four bits (QLoRA): {option}", replace(memory, model=packed, lora_rank=rank)

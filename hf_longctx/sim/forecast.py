@@ -200,6 +200,11 @@ def make_forecast(
 
     with_ablation: also plan the first step with pipelines, and as each of the four systems alone would.
     """
+    if with_ablation and scenario.kept_because:
+        raise ValueError(
+            f"--ablation compares plans that recompute activations, which a run of this model never does "
+            f"({scenario.kept_because}); leave it out"
+        )
     longer = remedies(scenario.memory, scenario.placement)
     longest, at_limit = _longest(scenario), _at_limit(scenario)
     if workload is None:
@@ -342,9 +347,10 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     states = max(way.state_bytes(placement.parameters, placement.shard_ranks) for way in ways)
     device_bytes = memory.usable_bytes - states
     reruns = may_rerun(memory.model, placement.parameters)
-    return longest_rows(
-        scenario.costs, Budget(placement.degrees[-1], device_bytes, memory.host_bytes, not memory.lora_rank, reruns)
-    )
+    budget = Budget(placement.degrees[-1], device_bytes, memory.host_bytes, not memory.lora_rank, reruns)
+    rows = longest_rows(scenario.costs, budget)
+    # the first one keeps everything
+    return rows[:1] if scenario.kept_because else rows
 
 
 def _at_limit(scenario: Scenario) -> StepForecast:

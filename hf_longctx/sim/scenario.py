@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
+from hf_longctx.plan.core.configs.kept import kept_reason
 from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import (
     SOLVERS,
@@ -76,7 +78,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A model on a cluster, with all choices made. notes: sentences about these choices. hardware_name: as the user gave it."""
+    """A model on a cluster, with all choices made. notes: sentences about these choices. hardware_name: as the user gave it.
+
+    kept_because: why runs of this class of models keep everything, whatever is asked for; empty if they may recompute.
+    """
 
     model_name: str
     hardware_name: str
@@ -86,6 +91,7 @@ class Scenario:
     solver: Solver
     notes: tuple[str, ...] = ()
     solver_time_limit_s: float = 10.0
+    kept_because: str = ""
 
     @property
     def tokens_per_rank(self) -> int:
@@ -146,11 +152,12 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         notes.append("seconds and workspace of planned steps are those of training all weights; their states are those of LoRA")
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep")
+    kept_because = _kept_because(request.model, notes)
     memory = replace(
         memory,
         lora_rank=request.lora_rank,
         host_bytes=_host_bytes(request, cluster, notes),
-        keeps_everything=memory.is_measured or request.activations == "keep",
+        keeps_everything=memory.is_measured or request.activations == "keep" or bool(kept_because),
     )
     if not calibration:
         notes.append(
@@ -183,9 +190,16 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         parameters=placement.parameters,
         shard_ranks=placement.shard_ranks,
     )
-    limit_s = request.solver_time_limit_s
     scenario = Scenario(
-        request.name or request.model, request.hardware, costs, memory, placement, request.solver, tuple(notes), limit_s
+        request.name or request.model,
+        request.hardware,
+        costs,
+        memory,
+        placement,
+        request.solver,
+        tuple(notes),
+        request.solver_time_limit_s,
+        kept_because,
     )
     if must_fit:
         _check_fits(scenario)
@@ -219,22 +233,10 @@ def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
     return replace(chosen, notes=(*chosen.notes, place.line()))
 
 
-# values of `model_type` in config.json whose layers share weights
-_SHARED_BLOCKS = ("zamba", "zamba2")
-
-
 def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
     """The spec of a named shape, of a config.json, or of the folder of a checkpoint."""
-    path = Path(name_or_path)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"the folder {name_or_path!r} has no config.json; give the folder of a checkpoint, or the name of a model"
-            )
-    if not path.is_file():
-        if path.suffix == ".json":
-            raise ValueError(f"the model config {name_or_path!r} does not exist; give another path, or the name of a model")
+    path = _config_path(name_or_path)
+    if path is None:
         try:
             return named_model(_short_name(name_or_path), bytes_per_element)
         except ValueError as error:
@@ -245,18 +247,39 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
                 f"it there"
             ) from None
     try:
-        config = parse_json(path.read_text(encoding="utf-8"), "the file")
-        if not isinstance(config, dict):
-            raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
-        if (kind := config.get("model_type")) in _SHARED_BLOCKS:
-            raise ValueError(
-                f"layers of {kind} share blocks of attention and an MLP beside their states, which no formula counts; "
-                f"plan another model"
-            )
-        # multimodal models keep the config of their decoder in the field text_config
-        return ModelSpec.from_config(config.get("text_config") or config, bytes_per_element)
+        return ModelSpec.from_config(_read_config(path), bytes_per_element)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read as a model config: {error}") from None
+
+
+def _config_path(name_or_path: str) -> Path | None:
+    """The config.json that a name or path stands for; None for the name of a shape. Raises ValueError if it does not exist."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"the folder {name_or_path!r} has no config.json; give the folder of a checkpoint, or the name of a model"
+            )
+    if not path.is_file() and path.suffix == ".json":
+        raise ValueError(f"the model config {name_or_path!r} does not exist; give another path, or the name of a model")
+    return path if path.is_file() else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = parse_json(path.read_text(encoding="utf-8"), "the file")
+    if not isinstance(config, dict):
+        raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
+    return config
+
+
+def _kept_because(name_or_path: str, notes: list[str]) -> str:
+    """Why a run of this model keeps everything, with a note that says so; empty if it may recompute, and for named shapes."""
+    path = _config_path(name_or_path)
+    reason = "" if path is None else kept_reason(_read_config(path))
+    if reason:
+        notes.append(f"a run of this class keeps everything, which holds fewer tokens than recomputing would: {reason}")
+    return reason
 
 
 def _short_name(name: str) -> str:
@@ -323,7 +346,7 @@ def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
         raise ValueError(f"--quantize is {request.quantize!r}; give nf4, or leave it out")
     if not request.lora_rank:
         raise ValueError("--quantize freezes all weights, so nothing would be trained; give --lora-rank too, or leave it out")
-    if model.idle_parameters:
+    if model.experts.num_experts:
         raise ValueError(f"--quantize does not quantize experts, which are most of {request.model}; leave it out")
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False)
 

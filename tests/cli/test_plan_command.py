@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from hf_longctx.cli.main import main
+from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.recipes.settings import read_settings
+from hf_longctx.recipes.sft import RecipeArguments
 
 FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
 MACHINE = ["--model", "llama-3.2-1b", "--gpus", "8", "--hardware", "h100"]
@@ -424,6 +427,29 @@ def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_
     assert "has 40000 tokens" in kept.replace(",", "")
 
 
+def test_a_class_that_runs_cannot_recompute_is_promised_no_more_than_it_keeps(tmp_path: Path, capsys) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    sizes |= {"vocab_size": 49152, "max_position_embeddings": 131072, "logits_scaling": 8.0}
+    machine = ["--gpus", "8", "--hardware", "h100"]
+
+    def planned(kind: str, *more: str) -> tuple[dict[str, Any], str]:
+        (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": kind}))
+        arguments = ["plan", "--model", str(tmp_path), *machine, *more]
+        return json.loads(printed([*arguments, "--json"], capsys)), printed(arguments, capsys)
+
+    kept, text = planned("granite")
+    given, _ = planned("llama", "--activations", "keep")
+    free, other = planned("llama")
+    assert kept["planned_context_tokens"] == given["planned_context_tokens"] < free["planned_context_tokens"] / 2
+    assert [row["switches"] for row in kept["longest_context"]] == ["everything kept, as Hugging Face does"]
+    assert kept["longest_context_tokens"] <= kept["planned_context_tokens"] and len(free["longest_context"]) > 1
+    [line] = [line for line in text.splitlines() if line.startswith("  kept ")]
+    assert line.endswith("the class changes its logits after the head (logits_scaling=8.0)") and "  kept " not in other
+    arguments = ["plan", "--model", str(tmp_path), *machine, "--lengths", "lognormal:6,1", "--global-batch", "8", "--ablation"]
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "granite"}))
+    assert "--ablation compares plans that recompute activations" in refused(arguments, capsys)
+
+
 TOO_LARGE = {
     "--gpus": ["1000000000", "9" * 40],
     "--global-batch": ["100000000000"],
@@ -492,3 +518,49 @@ def test_the_place_of_optimizer_states_is_chosen_and_said(tmp_path: Path, capsys
         assert chosen == given
     assert main([*machine, "--gpus", "4", "--host-gib", "8", "--optimizer-states", "auto"]) == 1
     assert "fits at no degree" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--parameters sharded --optimizer-states host", "parameters sharded optimizer_states host host_gib 101"),
+        ("--parameters sharded --optimizer-states auto", "parameters sharded host_gib 116"),
+        (
+            "--hardware a100-40g --parameters sharded --optimizer-states auto --host-gib 64",
+            "parameters sharded optimizer_states host host_gib 49",
+        ),
+        ("--parameters replicated --tokens-per-rank 9000 --lora-rank 8", "lora_rank 8 tokens_per_rank 9000 host_gib 116"),
+        ("--parameters sharded --shard-ranks 4 --bf16-updates", "parameters sharded shard_ranks 4 fp32_master_weights False"),
+        ("--lora-rank 16 --quantize nf4 --method ulysses", "lora_rank 16 load_in_4bit True parameters sharded method ulysses"),
+        (
+            "--activations keep --parameters sharded --degrees 1,4 --solver lp",
+            "activations keep parameters sharded solver lp degrees [1,4]",
+        ),
+        ("--dtype float32 --parameters sharded", "dtype float32 parameters sharded"),
+    ],
+)
+def test_the_next_step_names_every_setting_that_the_answer_rests_on(
+    options: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ["plan", "--model", "llama-3.1-8b", "--gpus", "8", "--hardware", "h100", *options.split()]
+    *_, last = printed(machine, capsys).splitlines()
+    tokens = json.loads(printed([*machine, "--json"], capsys))["planned_context_tokens"]
+    lines = re.sub(r", (?=[a-z])", "\n", last.partition("to train so: ")[2])
+    (tmp_path / "run.yaml").write_text(f"{lines}\nmodel_name_or_path: llama\ndataset: rows.jsonl\n")
+    # the recipe reads them; its four bits need a package that tests go without
+    monkeypatch.setattr("hf_longctx.recipes.sft.find_spec", lambda name: True)
+    recipe, config = read_settings((RecipeArguments, LongContextConfig), [str(tmp_path / "run.yaml")])
+    assert config.max_length == tokens and (recipe.rope_scaling == "yarn") == (tokens > 131072)
+    words = expected.split()
+    wanted = {"dtype": "bfloat16", **dict(zip(words[::2], words[1::2], strict=True))}
+    defaults = (RecipeArguments(model_name_or_path="llama", dataset="rows.jsonl"), LongContextConfig())
+    for settings, plain in zip((recipe, config), defaults, strict=True):
+        for name, value in vars(settings).items():
+            if name in ("max_length", "rope_scaling"):
+                continue
+            if name == "host_gib" and name in wanted:
+                assert float(wanted[name]) <= value <= float(wanted[name]) + 1, value
+            elif name in wanted:
+                assert str(value).replace(" ", "") == wanted[name], name
+            elif name != "host_gib":
+                assert value == getattr(plain, name), name

@@ -127,6 +127,22 @@ def test_checkpoint_and_json_lines_continue_under_adapters(demo, tmp_path: Path)
     assert plain_loss(out, held_out["input_ids"], held_out["input_ids"]) == pytest.approx(held_out["loss"], abs=1e-5)
 
 
+def test_the_hybrid_demo_passes_its_self_test_and_learns(tmp_path: Path) -> None:
+    """The hybrid demo's own model on fewer and shorter sequences."""
+    fewer = ["--max_documents", "24", "--eval_documents", "2", "--max_document_chars", "1500", "--max_steps", "6"]
+    shorter = ["--max_length", "512", "--tokens_per_rank", "384", "--tokens_per_step", "2048", "--calibration_steps", "2"]
+    run = launch(tmp_path, str(ROOT / "recipes" / "configs" / "hybrid_demo.yaml"), *fewer, *shorter)
+    assert run.returncode == 0, run.stderr[-3000:]
+    [passed] = re.findall(r"self-test passed in .*", run.stdout)
+    assert "ulysses of 2" in passed and "slices" in passed
+    assert "layers 0 (linear_attention), 3 (full_attention) of 4" in passed
+    losses = losses_of(run)
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
+    assert {"<2>", "<1x2>"} <= set(re.findall(r"<[\dx]+>", run.stdout))
+    before, after = re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", run.stdout).groups()
+    assert float(after) < float(before)
+
+
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """A run on conversations, completions and text in one mix, with conversations of another file held out."""

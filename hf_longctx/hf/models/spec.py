@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -15,11 +14,12 @@ from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
 from hf_longctx.hf.models.heads.logits import logit_change
 from hf_longctx.hf.models.layers import cuts_heads, final_norm, has_plain_projections, tiles_mlps, tiles_norms
-from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
+from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import decoder_layers, layer_windows
 from hf_longctx.hf.models.wrapped.text import text_part
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
+from hf_longctx.plan.core.configs.fields import config_fields
 from hf_longctx.plan.core.layer_kinds import Windows, config_states, config_windows, with_states
 from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -27,9 +27,6 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.runtime.parameters.rounded import rounded_weights
 
-# config fields that may hold the MLP's width, and nested configs that may hold the sizes of layers
-_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
-_NESTED = ("attn_config", "ffn_config")
 # largest share of parameters by which a model and its config may differ, since the config's count leaves out norms and biases
 _AGREES = 0.05
 # parts of the names of weights that adapters add, and of routed experts
@@ -41,9 +38,12 @@ _QK_NORMS = (".q_norm", ".q_layernorm", ".qk_norm")
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
     """The shapes of `model` for the planner. is_autocast: whether attention runs in bf16, whatever the dtype of the weights."""
     element = hidden_dtype(model).itemsize
-    spec = ModelSpec.from_config(_fields(model), bytes_per_element=element)
+    spec = config_spec(base_of(model).config, element)
     if head_kind(model) != "next_token":
         spec = replace(spec, num_labels=num_outputs(base_of(model)), tied_embeddings=False)
+    if first_position(model):
+        # the model's embeddings may have been made with another padding token than the config's
+        spec = replace(spec, max_positions=max_positions(model))
     return replace(
         spec,
         idle_parameters=spec.idle_parameters + _uncounted_parameters(model, spec),
@@ -94,14 +94,19 @@ def _capped_bytes(model: PreTrainedModel, spec: ModelSpec) -> int:
     return wide if change.is_cap else 0
 
 
+def config_spec(config: PretrainedConfig, bytes_per_element: int = 4) -> ModelSpec:
+    """The shapes of a model that a loaded config tells; `ModelSpec.from_config` reads the same from its file."""
+    return ModelSpec.from_config(_fields(config), bytes_per_element)
+
+
 def windows_of(config: PretrainedConfig) -> Windows:
     """The windows of a model's layers, read from its config alone, for use without the model."""
-    return config_windows(_fields(config), config.get_text_config().num_hidden_layers)
+    return config_windows(config_fields(_fields(config)), config.get_text_config().num_hidden_layers)
 
 
 def states_of(config: PretrainedConfig) -> StateSpec:
     """The layers with a state along the sequence, read from a config."""
-    return config_states(_fields(config), config.get_text_config().num_hidden_layers)
+    return config_states(config_fields(_fields(config)), config.get_text_config().num_hidden_layers)
 
 
 def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
@@ -117,38 +122,11 @@ def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
     return round(missing / spec.num_layers) if abs(missing) > _AGREES * spec.num_parameters else 0
 
 
-def _fields(owner: PreTrainedModel | PretrainedConfig) -> dict[str, Any]:
-    """The fields of a model's config, or of a config, under the names that most classes use."""
-    config = owner if isinstance(owner, PretrainedConfig) else owner.config
+def _fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of the config of a model's decoder, with those that its class renames or computes in a property."""
     text = config.get_text_config()
-    fields = text.to_dict()
-    nested = {name: value for part in _NESTED for name, value in (fields.get(part) or {}).items()}
-    mapped = {name: getattr(text, name, None) for name in text.attribute_map}
-    fields = {**nested, **fields, **{name: value for name, value in mapped.items() if value is not None}}
-    widths = [fields[name] for name in _WIDTHS if fields.get(name) is not None]
-    # transformers' default width is four times the hidden size
-    width = widths[0] if widths else 4 * fields["hidden_size"]
-    # some configs compute this number in a property, which to_dict leaves out
-    fields["num_hidden_layers"] = text.num_hidden_layers
-    if first_position(owner) or not has_limit(text) or "max_seq_len" in fields:
-        fields["max_position_embeddings"] = max_positions(owner)
-    return {**fields, **_most_kv(text), "intermediate_size": max(width) if isinstance(width, list) else width}
-
-
-def _most_kv(text: Any) -> dict[str, int]:
-    """KV heads and head size of the layer with the most keys and values, if layers differ or the config states too few heads.
-
-    MiMo has twice as many KV heads in layers with a window. JetMoe copies keys and values for every expert of a token.
-    """
-    if text.model_type == "jetmoe":
-        return {"num_key_value_heads": text.num_attention_heads}
-    if text.model_type == "mimo_v2_flash" and "sliding_attention" in text.layer_types:
-        return {"num_key_value_heads": 2 * text.num_key_value_heads}
-    if "head_dim" not in (getattr(text, "per_layer_attributes", None) or ()):
-        return {}
-    layers = [text.per_layer_config[number] for number in range(text.num_hidden_layers)]
-    sizes = [(layer.num_key_value_heads, layer.head_dim) for layer in layers]
-    return dict(zip(("num_key_value_heads", "head_dim"), max(sizes, key=math.prod), strict=True))
+    mapped = {name: getattr(text, name, None) for name in (*text.attribute_map, "num_hidden_layers")}
+    return {**text.to_dict(), **{name: value for name, value in mapped.items() if value is not None}}
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:

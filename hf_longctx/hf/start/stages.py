@@ -17,10 +17,9 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import CLASSIFIERS
-from hf_longctx.hf.models.spec import cluster_spec
+from hf_longctx.hf.models.spec import cluster_spec, config_spec
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.pipeline.orders import layer_ranges
@@ -107,7 +106,7 @@ def load_pipeline_stage(
         )
     if state.num_processes % config.stages:
         raise ValueError(f"stages is {config.stages}, which does not divide the {state.num_processes} ranks; choose a divisor")
-    spec = ModelSpec.from_config(checkpoint.get_text_config().to_dict())
+    spec = config_spec(checkpoint)
     if config.stages * config.interleave > spec.num_layers:
         raise ValueError(
             f"stages={config.stages} of interleave={config.interleave} layer range(s) each are more than the checkpoint's "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.core.configs.fields import NO_POSITIONS, config_fields
 from hf_longctx.plan.core.layer_kinds import (
     ATTENTION,
     NO_INDEX,
@@ -26,10 +27,10 @@ from hf_longctx.plan.core.types import LayerRange, TensorClass
 
 # (kind, share of layers) of some layers
 KindShares = tuple[tuple[LayerKind, float], ...]
-# positions of a model without attention, whose documents may have any length
-NO_POSITIONS = 2**30
 # values of `model_type` in config.json whose models gate attention's output, and keep the product in a norm in fp32
 _GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+# values whose layers have no MLP beside their mixers, or count it as a part of these
+_WITHOUT_MLP = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 # values whose layers have an MLP only where they have attention, which reads the embeddings beside hidden states
 _SHARED_TYPES = ("zamba", "zamba2")
 # values whose models normalize queries and keys; others set `use_qk_norm`
@@ -256,20 +257,22 @@ class ModelSpec:
 
         Raises ValueError naming the first field that is missing.
         """
+        config = config_fields(config)
 
-        def get(*names: str) -> int:
-            for name in names:
-                if config.get(name) is not None:
-                    return int(config[name])
-            raise ValueError(f"the model config has no {names[0]}; a decoder-only config with {', '.join(names)} is needed")
+        def get(name: str) -> int:
+            if config.get(name) is not None:
+                return int(config[name])
+            raise ValueError(f"the model config has no {name}; the config of a decoder-only model is needed")
 
-        num_layers, hidden_size = get("num_hidden_layers", "n_layer"), get("hidden_size", "n_embd")
+        num_layers, hidden_size = get("num_hidden_layers"), get("hidden_size")
         states = config_states(config, num_layers)
         if states.layers and not any(states.attending):
-            # such models number no positions, have a head for each state, and no MLP beside their mixers
-            own = {"num_attention_heads": states.heads, "max_position_embeddings": NO_POSITIONS, "intermediate_size": 0}
-            config = {**config, **own, "head_dim": max(1, hidden_size // states.heads), "num_key_value_heads": None}
-        num_heads = get("num_attention_heads", "n_head")
+            # such models number no positions, and have a head for each state
+            own = {"num_attention_heads": states.heads, "max_position_embeddings": NO_POSITIONS, "num_key_value_heads": None}
+            config = {**config, **own, "head_dim": max(1, hidden_size // states.heads)}
+        if config.get("model_type") in _WITHOUT_MLP:
+            config = {**config, "intermediate_size": 0}
+        num_heads = get("num_attention_heads")
         head_dim = int(config.get("head_dim") or hidden_size // num_heads)
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         latent: dict[str, Any] = {}
@@ -283,10 +286,10 @@ class ModelSpec:
                 "kv_rank": get("kv_lora_rank"),
                 "rope_head_dim": rope_head_dim,
             }
-        intermediate_size = get("intermediate_size", "n_inner") // (2 if config.get("model_type") == "recurrent_gemma" else 1)
+        intermediate_size = get("intermediate_size") // (2 if config.get("model_type") == "recurrent_gemma" else 1)
         intermediate_size, idle, routed, experts = _expert_sizes(config, num_layers, hidden_size, intermediate_size)
         is_gated = config.get("model_type") in _GATED_TYPES
-        return cls(
+        spec = cls(
             num_layers=num_layers,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
@@ -294,7 +297,7 @@ class ModelSpec:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             vocab_size=get("vocab_size"),
-            max_positions=get("max_position_embeddings", "n_positions"),
+            max_positions=get("max_position_embeddings"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             bytes_per_element=bytes_per_element,
             gated_mlp=config.get("model_type") not in _UNGATED_TYPES,
@@ -320,6 +323,7 @@ class ModelSpec:
             experts=experts,
             **latent,
         )
+        return replace(spec, idle_parameters=idle + _shared_blocks(config, spec))
 
     def head_pieces(self, block_ranks: int = 1) -> int:
         """Most pieces of heads in which attention may run, such that ranks of a block have equally many heads of each."""
@@ -507,9 +511,26 @@ class ModelSpec:
         return self.adapters.is_empty or self.adapters.last_parameters > 0
 
 
-# config fields for the number of experts in a layer, and for the number that a token passes
+def _shared_blocks(config: Mapping[str, Any], spec: ModelSpec) -> int:
+    """Matrix parameters of a layer, the mean over layers, that a Zamba has beyond those counted; negative, since layers share.
+
+    All layers with attention share one block of attention and an MLP, or several in turn. Each has a matrix behind it, and those
+    of Zamba 2 adapters of their own.
+    """
+    if config.get("model_type") not in _SHARED_TYPES:
+        return 0
+    hidden, own_mlp = spec.hidden_size, int(config["intermediate_size"])
+    num_layers, rank = spec.num_attending, int(config.get("adapter_rank") or 0)
+    block = spec.qkv_parameters + hidden * spec.output_size + 3 * hidden * own_mlp
+    adapters = rank * (hidden + 2 * own_mlp)
+    if config.get("use_shared_attention_adapter"):
+        adapters += 6 * rank * spec.input_size
+    num_blocks = min(num_layers, int(config.get("num_mem_blocks") or 1))
+    return round(((num_blocks - num_layers) * block + num_layers * (hidden * hidden + adapters)) / spec.num_layers)
+
+
+# config fields for the number of experts in a layer
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
 def _expert_sizes(
@@ -522,7 +543,7 @@ def _expert_sizes(
     inner tensors. In Llama 4 every token runs through all experts, multiplied by zero where it did not choose them.
     """
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
-    chosen = next((int(config[name]) for name in _CHOSEN if config.get(name)), 0)
+    chosen = int(config.get("num_experts_per_tok") or 0)
     names, is_nemotron = type_names(config, num_layers), config.get("model_type") == "nemotron_h"
     dense_names = ("mlp",) if is_nemotron else ("hybrid",) if config.get("model_type") in _SHARED_TYPES else ()
     if dense_names:

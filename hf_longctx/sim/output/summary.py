@@ -5,9 +5,11 @@ Called by `hf-longctx plan`; `text.py` writes all tables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from hf_longctx.plan.core.messages import duration
+from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.sim.capacity import DeviceMemory
 from hf_longctx.sim.forecast import Forecast
 from hf_longctx.sim.prices import Price
@@ -37,6 +39,8 @@ def summary_rows(forecast: Forecast, price: Price | None) -> list[tuple[str, str
     """Facts that the answer rests on, as pairs of a name and a line."""
     scenario = forecast.scenario
     rows = [("model", _where(scenario)), *_steps(forecast), *_money(forecast, price), ("memory", _memory(forecast))]
+    if scenario.kept_because:
+        rows.append(("kept", f"a run of this class keeps everything, without recomputing: {scenario.kept_because}"))
     if forecast.workload is None:
         rows += _states(forecast)
     rows += [*_longer(forecast), *_positions(forecast), ("numbers", _source(scenario)), *_next(forecast)]
@@ -173,12 +177,46 @@ def _source(scenario: Scenario) -> str:
 
 
 def _next(forecast: Forecast) -> Iterator[tuple[str, str]]:
-    placement = forecast.scenario.placement
-    settings = [f"max_length: {forecast.scenario.longest_tokens}"]
-    if placement.parameters != "replicated":
-        settings.append(f"parameters: {placement.parameters}")
     more = "--output DIR for pictures" if forecast.workload else "--lengths FILE:COLUMN --tokenizer NAME for steps of your data"
-    yield "next", f"{more}; --details for all tables; to train so: {', '.join(settings)}"
+    settings = ", ".join(f"{name}: {value}" for name, value in run_settings(forecast.scenario).items())
+    yield "next", f"{more}; --details for all tables; to train so: {settings}"
+
+
+def run_settings(scenario: Scenario) -> dict[str, str]:
+    """Settings with which a run trains what was forecast, as lines of the YAML file of a recipe; those at a run's default are
+    left out.
+
+    A run without one of them may have less room, and would then refuse the longest sequence.
+    """
+    memory, placement, model = scenario.memory, scenario.placement, scenario.memory.model
+    is_half, is_sharded = model.bytes_per_element == 2, placement.parameters != "replicated"
+    offloads = memory.host_bytes > 0 and not memory.keeps_everything
+    defaults = default_degrees(placement.num_ranks, model.num_heads, placement.method)
+    extends = scenario.longest_tokens > model.max_positions and not model.learned_positions
+    lines = {
+        "max_length": str(scenario.longest_tokens),
+        "rope_scaling": "yarn" if extends else "",
+        # recipes load weights in fp32 unless they are told otherwise
+        "dtype": "bfloat16" if is_half else "",
+        "lora_rank": str(memory.lora_rank or ""),
+        "load_in_4bit": "" if model.packed.is_empty else "true",
+        "parameters": placement.parameters if is_sharded else "",
+        "expert_ranks": str(model.experts.num_ranks) if model.experts.are_spread else "",
+        "shard_ranks": str(placement.shard_ranks) if is_sharded and placement.shard_ranks < placement.num_ranks else "",
+        "optimizer_states": "host" if model.updates_on_host else "",
+        # copies on the host are in fp32 whatever this says
+        "fp32_master_weights": "false"
+        if is_half and not (model.has_master_weights or model.updates_on_host or memory.lora_rank)
+        else "",
+        "activations": "keep" if memory.keeps_everything and not memory.is_measured else "",
+        # a run takes no more than 64 GiB unless it is told to
+        "host_gib": f"{math.ceil(memory.host_bytes / _GIB * 100) / 100:g}" if offloads else "",
+        "method": "" if placement.method == "auto" else placement.method,
+        "degrees": "" if placement.degrees == defaults else str(list(placement.degrees)),
+        "tokens_per_rank": str(placement.max_tokens_per_rank or ""),
+        "solver": "" if scenario.solver == "auto" else scenario.solver,
+    }
+    return {name: line for name, line in lines.items() if line}
 
 
 def _shortened(text: str, limit: int = 80) -> str:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.attention_pairs import AttentionPairs, SpanRates
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.configs.fields import NO_POSITIONS
 from hf_longctx.plan.core.layer_kinds import LayerKind, config_states, config_windows, with_states
 from hf_longctx.plan.core.mixers.state_spec import BLOCK_BYTES, ScanSize, StateSpec
-from hf_longctx.plan.core.model_spec import NO_POSITIONS, ModelSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.sharding import rank_pieces, runs_of, state_readers
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span

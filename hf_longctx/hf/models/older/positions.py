@@ -16,10 +16,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hf_longctx.hf.models.wrapped.text import placeholder_ids
-from hf_longctx.plan.core.model_spec import NO_POSITIONS
+from hf_longctx.plan.core.configs.fields import FROM_PADDING, NO_POSITIONS
 
-# model types whose embeddings count positions from the padding token
-_FROM_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
 # fields with the number of positions
 _LIMITS = ("max_position_embeddings", "max_seq_len")
 # attribute of the module around the embeddings that holds the handle of its hook
@@ -29,7 +27,7 @@ _HANDLE = "_longctx_position_handle"
 def first_position(owner: Any) -> int:
     """The number that a model gives to the position of a document's first token; owner: the model, or its config."""
     text = _config(owner).get_text_config()
-    return _padding_id(owner) + 1 if text.model_type in _FROM_PADDING else 0
+    return _padding_id(owner) + 1 if text.model_type in FROM_PADDING else 0
 
 
 def max_positions(owner: Any) -> int:

@@ -1,0 +1,1 @@
+"""The fields of model configs: their names, and what they say about a class of models."""

@@ -1,0 +1,82 @@
+"""A model's `config.json` tells the planner what its config tells a run, for every class that runs; real models agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_longctx.hf.models.classes import TESTED_MODELS
+from hf_longctx.hf.models.older.positions import max_positions
+from hf_longctx.hf.models.spec import config_spec
+from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.sim.scenario import read_model
+
+
+def default_configs() -> Iterator[tuple[str, PretrainedConfig]]:
+    """The default config of every class that runs, with the name of the class."""
+    for name in (*TESTED_MODELS, *WRAPPED_MODELS):
+        yield name, getattr(transformers, name).config_class()
+
+
+def test_the_file_of_every_class_gives_the_spec_of_a_run(tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {}
+    for name, config in default_configs():
+        expected = config_spec(config, 2)
+        config.save_pretrained(tmp_path)
+        for found in (ModelSpec.from_config(config.to_dict(), 2), read_model(str(tmp_path), 2)):
+            if found != expected:
+                wrong[name] = found
+        text = config.get_text_config()
+        # numbers of transformers itself, by the class's own names and properties
+        stated = (text.num_hidden_layers, text.hidden_size, text.vocab_size)
+        counted = (expected.num_layers, expected.hidden_size, expected.vocab_size)
+        attends = any(expected.states.attending) or expected.states.is_empty
+        if counted != stated or (attends and expected.max_positions != max_positions(config)):
+            wrong[name] = counted, stated, expected.max_positions, max_positions(config)
+    assert not wrong
+
+
+# state families, and classes whose sizes have names of their own, lie in properties, or are shared by layers
+COUNTED = (
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
+    *("lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
+    *("afmoe", "ernie4_5_moe", "exaone_moe", "hy_v3", "kolibri1", "solar_open"),
+)
+
+
+@pytest.mark.parametrize("model_type", COUNTED)
+def test_parameters_of_a_file_are_those_of_the_default_model(model_type: str) -> None:
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] in TESTED_MODELS
+    config = CONFIG_MAPPING[model_type]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    assert ModelSpec.from_config(config.to_dict()).num_parameters == pytest.approx(held, rel=0.05)
+
+
+def test_names_of_other_files_are_read() -> None:
+    """Files on the hub may use names that transformers translates when it loads them."""
+    llama = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    dbrx = {"d_model": 64, "n_heads": 4, "n_layers": 4, "vocab_size": 64, "max_seq_len": 512, "attn_config": {"kv_n_heads": 2}}
+    spec = ModelSpec.from_config({**dbrx, "ffn_config": {"ffn_hidden_size": 32}, "model_type": "dbrx"})
+    assert (spec.num_layers, spec.num_kv_heads, spec.intermediate_size, spec.max_positions) == (4, 2, 32, 512)
+    nemotron = {**llama, "model_type": "nemotron_h", "hybrid_override_pattern": "M-*M", "num_hidden_layers": None}
+    nemotron |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
+    assert ModelSpec.from_config(nemotron).states.layers == (True, False, False, True)
+    # a multimodal model's decoder, whatever towers lie beside it
+    wrapped = {"model_type": "other", "text_config": llama, "vision_config": {"hidden_size": 8}}
+    assert ModelSpec.from_config(json.loads(json.dumps(wrapped))) == ModelSpec.from_config(llama)
+    assert ModelSpec.from_config({**llama, "intermediate_size": [96, 128, 96]}).intermediate_size == 128
+    assert ModelSpec.from_config({**llama, "intermediate_size": None, "n_inner": None}).intermediate_size == 256
+    with pytest.raises(ValueError, match="no intermediate_size"):
+        ModelSpec.from_config({**llama, "intermediate_size": None})
