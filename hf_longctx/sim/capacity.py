@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
+from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import GroupShape, Parameters
+from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
@@ -97,17 +98,18 @@ class DeviceMemory:
         kept = self.tokens_per_rank(parameters, shard_ranks, is_shared)
         return ActivationBudget(kept, self.left_bytes(parameters, shard_ranks), self.host_bytes, TILE_TOKENS)
 
-    def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, degree: int) -> int:
-        """Most tokens that fit on a rank, with policies or with everything kept. degree: most ranks that may share a sequence."""
-        is_shared = degree > 1
+    def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, shape: GroupShape) -> int:
+        """Most tokens that fit on a rank, with policies or with everything kept. shape: of the largest group of ranks."""
+        is_shared = shape.degree > 1
         kept = self.tokens_per_rank(parameters, shard_ranks, is_shared)
         budget = self.budget(parameters, shard_ranks, is_shared)
         if budget is None:
             return kept
         room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
         reruns = may_rerun(self.model, parameters)
-        ways: dict[str, Any] = {"reruns": reruns, "head_pieces": self.model.head_pieces(degree)}
-        return max(kept, most_tokens(self.model, *room, **ways, is_shared=is_shared, block_ranks=degree))
+        ways: dict[str, Any] = {"reruns": reruns, "head_pieces": self.model.head_pieces(shape.ulysses)}
+        ways |= {"num_blocks": shape.num_blocks, "block_ranks": shape.ulysses}
+        return max(kept, most_tokens(self.model, *room, **ways, is_shared=is_shared))
 
     def kept_bytes(self, num_tokens: int, is_shared: bool) -> int:
         """Bytes besides the states on a rank that holds `num_tokens` tokens with everything kept."""
@@ -120,7 +122,7 @@ class DeviceMemory:
 class Placement:
     """Placement of a job; together with the model and its device it decides how long a sequence may be.
 
-    max_tokens_per_rank: a limit set by the user, below what memory allows (0: none).
+    max_tokens_per_rank: a limit set by the user, below what memory allows (0: none). ranks_per_node: as in `ClusterSpec`.
     """
 
     num_ranks: int
@@ -129,11 +131,17 @@ class Placement:
     degrees: tuple[int, ...]
     method: GroupMethod
     max_tokens_per_rank: int = 0
+    ranks_per_node: int = 8
 
     @property
     def is_shared(self) -> bool:
         """Whether ranks may share sequences."""
         return self.degrees[-1] > 1
+
+    def largest_shape(self, model: ModelSpec) -> GroupShape:
+        """The shape of the largest group, in which the longest sequence is counted."""
+        cluster = ClusterSpec(self.num_ranks, self.ranks_per_node, GENERIC_GPU)
+        return plainest_shape(self.degrees[-1], self.method, model, cluster)
 
     def kept_tokens(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank with everything kept."""
@@ -141,7 +149,7 @@ class Placement:
 
     def tokens_per_rank(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank that a plan may use."""
-        return self._bounded(memory.most_tokens_per_rank(self.parameters, self.shard_ranks, self.degrees[-1]))
+        return self._bounded(memory.most_tokens_per_rank(self.parameters, self.shard_ranks, self.largest_shape(memory.model)))
 
     def _bounded(self, fitting: int) -> int:
         return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting

@@ -347,7 +347,8 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     states = max(way.state_bytes(placement.parameters, placement.shard_ranks) for way in ways)
     device_bytes = memory.usable_bytes - states
     reruns = may_rerun(memory.model, placement.parameters)
-    budget = Budget(placement.degrees[-1], device_bytes, memory.host_bytes, not memory.lora_rank, reruns)
+    shape = placement.largest_shape(memory.model)
+    budget = Budget(shape.degree, device_bytes, memory.host_bytes, not memory.lora_rank, reruns, shape.ulysses)
     rows = longest_rows(scenario.costs, budget)
     # the first one keeps everything
     return rows[:1] if scenario.kept_because else rows

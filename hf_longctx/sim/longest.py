@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, LayerRange, SequenceGroup, Span, StagePlan
+from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, GroupShape, LayerRange, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
@@ -34,7 +34,7 @@ class Budget:
     """Memory of one group of `degree` ranks: device bytes that states leave free, host bytes of each rank (0: none is counted).
 
     trains_weights: false for LoRA, whose frozen weights have no gradients. reruns: layers may run once more to make the next
-    layer's input, see `may_rerun`.
+    layer's input, see `may_rerun`. block_ranks: ranks that split heads, in blocks that form a ring (0: all ranks).
     """
 
     degree: int
@@ -42,6 +42,11 @@ class Budget:
     host_bytes: int
     trains_weights: bool = True
     reruns: bool = False
+    block_ranks: int = 0
+
+    @property
+    def shape(self) -> GroupShape:
+        return GroupShape(self.degree, self.block_ranks or self.degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
             _Switches(f"+ {host / _GIB:.0f} GiB of host memory a rank", tile, tile, host),
             _Switches("  the same, attention kept", tile, tile, host, keeps_attention=True),
         ]
-    pieces = costs.model.head_pieces(budget.degree)
+    pieces = costs.model.head_pieces(budget.shape.ulysses)
     if pieces > 1:
         rows.append(_Switches(f"+ attention in {pieces} pieces of its heads", tile, tile, host, head_pieces=pieces))
     if budget.reruns:
@@ -110,7 +115,7 @@ def with_frozen_weights(costs: CostModel) -> CostModel:
 
 def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
     degree, load = budget.degree, Load.document(1, costs.model.num_layers, budget.trains_weights)
-    load = replace(load, is_shared=degree > 1, block_ranks=degree)
+    load = replace(load, is_shared=degree > 1, num_blocks=budget.shape.num_blocks, block_ranks=budget.shape.ulysses)
     tokens = ByteModel(costs.model).longest(
         budget.device_bytes, budget.host_bytes, lambda count: (switches.policy(costs, count),), load, switches.loss_tile
     )

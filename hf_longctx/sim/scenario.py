@@ -428,7 +428,8 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
         raise ValueError(f"--shard-ranks {shard_ranks} does not divide the {request.num_ranks} ranks; choose a divisor")
     wanted = request.parameters or ("sharded" if request.shard_ranks else "replicated")
     parameters = _as_parameters(wanted)
-    whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank)
+    per_node = request.ranks_per_node or min(8, request.num_ranks)
+    whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank, per_node)
     if parameters != "replicated":
         return replace(whole, shard_ranks=shard_ranks)
     sharded = replace(whole, parameters="sharded", shard_ranks=shard_ranks)

@@ -427,6 +427,15 @@ def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_
     assert "has 40000 tokens" in kept.replace(",", "")
 
 
+@pytest.mark.parametrize("options", ["--lora-rank 16 --quantize nf4 --method ring", "--method hybrid", "--gpus 48 --method ring"])
+def test_the_longest_sequence_of_a_ring_is_one_that_a_plan_holds(options: str, capsys) -> None:
+    # planned with the bytes of rings, or refused
+    arguments = ["plan", "--model", "llama-3.1-8b", "--gpus", "8", "--hardware", "h100", "--parameters", "sharded"]
+    data = json.loads(printed([*arguments, *options.split(), "--json"], capsys))
+    assert data["planned_context_tokens"] > 0 and data["planned_context_s"] > 0
+    assert data["planned_context_tokens"] == data["longest_context_tokens"]
+
+
 def test_a_class_that_runs_cannot_recompute_is_promised_no_more_than_it_keeps(tmp_path: Path, capsys) -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
     sizes |= {"vocab_size": 49152, "max_position_embeddings": 131072, "logits_scaling": 8.0}

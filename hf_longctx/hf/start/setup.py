@@ -39,6 +39,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.states_place import StatesPlace
@@ -292,10 +293,12 @@ class _SetupBasis:
         budget = activation_budget(config, costs, ranges, degrees, self.args.device, self.control, self.reference_bytes)
         activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
         reruns = len(ranges) == 1 and may_rerun(costs.model, costs.parameters)
+        shape = plainest_shape(degrees[-1], costs.method, costs.model, costs.cluster)
         # pipelines run slices, which are not cut
-        pieces = costs.model.head_pieces(degrees[-1]) if len(ranges) == 1 else 1
-        ways: dict[str, Any] = {"reruns": reruns, "head_pieces": pieces}
-        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, degrees[-1], ways)
+        pieces = costs.model.head_pieces(shape.ulysses) if len(ranges) == 1 else 1
+        ways: dict[str, Any] = {"reruns": reruns, "head_pieces": pieces, "is_shared": shape.degree > 1}
+        ways |= {"num_blocks": shape.num_blocks, "block_ranks": shape.ulysses}
+        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, ways)
         planner = PlannerConfig(
             tokens_per_rank=tokens_per_rank,
             activations=activations,
@@ -321,18 +324,16 @@ class _SetupBasis:
         costs: CostModel,
         budget: ActivationBudget,
         activations: ActivationBudget | None,
-        degree: int,
         ways: Mapping[str, Any],
     ) -> int:
         """Most tokens of a micro-batch on a rank: the setting, or what memory holds if that is less or nothing is set.
 
-        With activations="keep" the setting is trusted. degree: ranks of the largest group. ways: reruns and
-        head_pieces of `most_tokens`.
+        With activations="keep" the setting is trusted. ways: further arguments of `most_tokens`.
         """
         config, fitting = self.config, budget.kept_tokens
         if activations is not None:
             room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
-            fitting = max(fitting, most_tokens(costs.model, *room, **ways, is_shared=degree > 1, block_ranks=degree))
+            fitting = max(fitting, most_tokens(costs.model, *room, **ways))
         if config.tokens_per_rank is None and fitting < 1:
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
             has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty

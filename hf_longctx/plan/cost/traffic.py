@@ -93,6 +93,11 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
     return tuple(dict.fromkeys(shapes))
 
 
+def plainest_shape(degree: int, method: GroupMethod, model: ModelSpec, cluster: ClusterSpec) -> GroupShape:
+    """The shape in which a run's longest sequence is counted: Ulysses if heads and method allow it, else a ring of blocks."""
+    return next(iter(group_shapes(degree, method, model, cluster)), GroupShape(degree, degree))
+
+
 def mean_traffic(
     model: ModelSpec,
     cluster: ClusterSpec,
