@@ -184,8 +184,9 @@ class LayerSlot:
 
     def set_replay(self, is_replay: bool) -> None:
         """Tells all records of the slot whether the layer is being replayed."""
+        records: tuple[AttentionRecord | TileRecord, ...] = (*self.attention, *self.mlps)
         self.projections.is_replay = is_replay
-        for record in (*self.attention, *self.mlps):
+        for record in records:
             record.is_replay = is_replay
 
 

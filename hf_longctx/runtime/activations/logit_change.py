@@ -36,7 +36,7 @@ _CASTS = {"float": torch.float32, "double": torch.float64}
 _CASTS_TO = ("to", "type")
 _WIDE = (torch.float32, torch.float64)
 # the reader of the tensor of which another one is a view
-_BASE: Any = Tensor._base.__get__  # type: ignore[attr-defined]
+_BASE: Any = vars(torch._C.TensorBase)["_base"].__get__
 
 
 @dataclass(frozen=True, slots=True)

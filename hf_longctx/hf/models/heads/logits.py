@@ -86,7 +86,7 @@ def _followed(inner: nn.Module, is_training: bool) -> LogitChange:
 def _is_exact(inner: nn.Module, change: LogitChange, is_training: bool) -> bool:
     """Whether `change` gives the logits of the class's own code, and their gradients, bit by bit."""
     # once with as many logits as the model has, since some classes leave out those beyond a number
-    tries = [(dtype, _TRIED_LOGITS, _TRIED_SIZES) for dtype in _TRIED_DTYPES]
+    tries: list[tuple[torch.dtype, int, tuple[float, ...]]] = [(dtype, _TRIED_LOGITS, _TRIED_SIZES) for dtype in _TRIED_DTYPES]
     tries.append((torch.float32, num_outputs(inner), _TRIED_SIZES[:1]))
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype, num_logits, sizes in tries:
