@@ -140,10 +140,10 @@ def planted(bug: str) -> Iterator[None]:
         yield
 
 
-def forget_earlier_chunks(self: ShardedParameters, is_last: bool) -> None:
+def forget_earlier_chunks(self: ShardedParameters, is_last: bool, is_last_of_plan: bool = False) -> None:
     for parameter in self.model.parameters():
         parameter.grad = None
-    _BEFORE_BACKWARD(self, is_last)
+    _BEFORE_BACKWARD(self, is_last, is_last_of_plan)
 
 
 _BEFORE_BACKWARD = ShardedParameters.before_backward
