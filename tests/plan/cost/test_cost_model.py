@@ -9,7 +9,7 @@ from helpers.plans.cost_models import COST_KINDS, HARDWARE, MODEL, cost_model
 
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ExpertSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.traffic import mean_traffic
@@ -223,6 +223,22 @@ def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
     # the first of two stages has no head
     assert part_state_bytes(model, 5, True, False, "replicated", 1) == 2 * (5 * 576 + 80) + 5 * (800 + 800)
     assert part_state_bytes(model, 5, False, True, "replicated", 1) == whole - 2 * (5 * 576 + 80) - 5 * (800 + 800)
+
+
+def test_weights_that_autocast_rounds_are_gathered_in_half_the_bytes() -> None:
+    # a layer of 576 parameters, embedding and head of 80 each; all of a layer but 76, and the head, are rounded
+    wide = ModelSpec(5, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=4)
+    model = replace(wide, rounded_parameters=500, rounds_head=True)
+    assert ByteModel(wide).states("replicated", 1) == ByteModel(model).states("replicated", 1)
+    for parameters, num_layers in (("sharded", 2), ("gathered_per_round", 5)):
+        saved = ByteModel(wide).states(parameters, 4) - ByteModel(model).states(parameters, 4)
+        assert saved == 2 * (num_layers * 500 + 80)
+    # experts that are spread over ranks are not gathered at all
+    experts = ExpertSpec(parameters=300, token_rows=1, num_layers=5, num_experts=4, are_rounded=True)
+    assert replace(model, experts=experts).rounded_bytes(5, False) == 2 * 5 * (500 + 300)
+    assert replace(model, experts=replace(experts, num_ranks=2)).rounded_bytes(5, False) == 2 * 5 * 500
+    # nothing is left to round in weights of two bytes
+    assert replace(model, bytes_per_element=2).rounded_bytes(5, True) == 0
 
 
 def test_default_coefficients_count_operations() -> None:
