@@ -185,8 +185,10 @@ class LayerSlot:
     def set_replay(self, is_replay: bool) -> None:
         """Tells all records of the slot whether the layer is being replayed."""
         self.projections.is_replay = is_replay
-        for record in (*self.attention, *self.mlps):
+        for record in self.attention:
             record.is_replay = is_replay
+        for mlp in self.mlps:
+            mlp.is_replay = is_replay
 
 
 class ChunkActivations:
