@@ -184,10 +184,11 @@ class LayerSlot:
 
     def set_replay(self, is_replay: bool) -> None:
         """Tells all records of the slot whether the layer is being replayed."""
-        records: tuple[AttentionRecord | TileRecord, ...] = (*self.attention, *self.mlps)
         self.projections.is_replay = is_replay
-        for record in records:
+        for record in self.attention:
             record.is_replay = is_replay
+        for mlp in self.mlps:
+            mlp.is_replay = is_replay
 
 
 class ChunkActivations:
