@@ -18,6 +18,7 @@ from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.heads.logits import logit_change
 from hf_longctx.hf.models.layers import final_norm, layer_modules, output_head
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
@@ -34,9 +35,26 @@ from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 NUM_TOKENS = 2048
+
+
+class CappingConfig(transformers.LlamaConfig):
+    final_logit_softcapping: float = 30.0
+
+
+class Capping(transformers.LlamaForCausalLM):
+    """A Llama that caps its logits, in their dtype."""
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        output = super().forward(*args, **keywords)
+        cap = self.config.final_logit_softcapping
+        output.logits = torch.tanh(output.logits / cap) * cap
+        return output
+
+
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "capped": (CappingConfig, Capping),
 }
 
 
@@ -55,8 +73,8 @@ class Shape:
 
     def spec(self, dtype: torch.dtype) -> ModelSpec:
         sizes = (self.layers, self.hidden, self.inner, self.heads, self.kv_heads, self.head_dim, self.vocabulary)
-        norms = self.family == "qwen3"
-        return ModelSpec(*sizes, 2 * NUM_TOKENS, bytes_per_element=dtype.itemsize, qk_norms=norms)
+        own = {"qk_norms": self.family == "qwen3", "capped_bytes": dtype.itemsize if self.family == "capped" else 0}
+        return ModelSpec(*sizes, 2 * NUM_TOKENS, bytes_per_element=dtype.itemsize, **own)
 
     def build(self, dtype: torch.dtype) -> Any:
         config_class, model_class = FAMILIES[self.family]
@@ -97,7 +115,7 @@ def measured(
     loss_tile: tokens per tile of the norm before the head and of the loss (0: whole logits).
     """
     model = shape.build(dtype)
-    head = OutputHead(output_head(model), final_norm(model)) if loss_tile else None
+    head = OutputHead(output_head(model), final_norm(model), logit_change(model)) if loss_tile else None
     tier = HostTier(2**27, PlainCopies())
     engine = None if policy is None else ActivationEngine(layer_modules(model), tier)
     chunk = Chunk(0, tuple(Span(index, 0, size) for index, size in enumerate(documents)))
@@ -146,6 +164,7 @@ CASES = {
     "recomputed-heads-packed": (WIDE_HEADS, offloading(), 0, PACKED),
     "recomputed-hidden": (WIDE_HIDDEN, offloading(), 0, WHOLE),
     "recomputed-loss": (WIDE_LOSS, offloading(), 0, WHOLE),
+    "recomputed-capped": (replace(WIDE_LOSS, family="capped"), offloading(), 0, WHOLE),
     "recomputed-qwen3": (Shape(family="qwen3"), offloading(), 0, WHOLE),
     "tiles": (Shape(), offloading(), 256, LONG),
     "tiles-mlp": (WIDE_MLP, offloading(), 256, WHOLE),
@@ -189,7 +208,16 @@ PARTS = {
 # cases that another element size changes: tensors that stay fp32 in norms and loss, tiles, shares on the host, heads, packs
 HALF_WIDTH = [
     "reruns",
-    *("recomputed-loss", "recomputed-qwen3", "tiles-mlp", "tiles-hidden", "host", "mlp-kept", "qkv-cut-heads"),
+    *(
+        "recomputed-loss",
+        "recomputed-capped",
+        "recomputed-qwen3",
+        "tiles-mlp",
+        "tiles-hidden",
+        "host",
+        "mlp-kept",
+        "qkv-cut-heads",
+    ),
     *("plain-mlp", "plain-packed", "plain-qwen3"),
 ]
 
@@ -240,6 +268,21 @@ def test_the_norm_before_the_head_takes_tiles(dtype: torch.dtype) -> None:
     assert found.device - before == pytest.approx(held, rel=0.02)
     for workspace, peak in ((found.forward_workspace, forward_peak), (found.backward_workspace, backward_peak)):
         assert peak / within <= found.device - before + workspace <= within * peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cap_in_tiles_takes_one_more_tensor_of_a_tile(dtype: torch.dtype) -> None:
+    shape, tile_tokens = replace(WIDE_LOSS, vocabulary=4096, layers=2), 256
+    policy = ActivationPolicy(0, 0, (offloading(),) * shape.layers, tile_tokens)
+    capped = replace(shape, family="capped")
+    counted, run = [], []
+    for each in (shape, capped):
+        found, _ = predicted(each, dtype, WHOLE, policy, tiles_loss=True)
+        counted.append((found.device, found.forward_workspace))
+        run.append(measured(each, dtype, WHOLE, policy, tile_tokens)[::2])
+    tile_bytes = dtype.itemsize * tile_tokens * shape.vocabulary
+    assert counted[1][0] == counted[0][0] and counted[1][1] - counted[0][1] == tile_bytes
+    assert run[1][0] == pytest.approx(run[0][0], rel=1e-3) and run[1][1] - run[0][1] == pytest.approx(tile_bytes, rel=0.02)
 
 
 @dataclass(frozen=True)

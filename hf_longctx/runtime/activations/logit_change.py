@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ _CASTS = {"float": torch.float32, "double": torch.float64}
 _CASTS_TO = ("to", "type")
 _WIDE = (torch.float32, torch.float64)
 # the reader of the tensor of which another one is a view
-_BASE: Any = vars(torch._C.TensorBase)["_base"].__get__
+_BASE = cast(Any, Tensor)._base.__get__
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ layer of its default config, windows of 6 tokens, chunks of 8 tokens, indexes th
 embeddings, routers, softmax) is fp64 on both sides. The last columns say whether this also holds in rings, if layers are
 recomputed and run in tiles, if parameters are sharded (FSDP2), and in pipeline stages. `no` means refused with an error;
 under `recomputed` it means that plans keep everything, which the run says once. `whole logits`: the class changes its logits
-after the head, so plans keep everything for it, too.
+after the head by more than a scale or a cap, so plans keep everything for it, too.
 """
 _CLASSIFIERS = """
 Models that classify documents or tokens (`...ForSequenceClassification`, `...ForTokenClassification`) run if their text model is

@@ -85,6 +85,16 @@ def test_every_step_logs_what_its_whole_logits_give(ranks, name: str) -> None:
         check(log, expected)
 
 
+# models that scale or cap their logits after the head
+@pytest.mark.parametrize("family,name", [("granite", "slices in tiles"), ("gemma2", "slices in tiles"), ("gemma2", "shards")])
+def test_changed_logits_are_counted(ranks, family: str, name: str) -> None:
+    (config, num_ranks, _), case = SETTINGS[name], ModelCase(family, promoted=True)
+    # capped scores of attention need more room
+    tiles = {"tile_tokens": 8, "device_gib": 1e-3 if family == "granite" else 1.3e-3}
+    for log in ranks(num_ranks).run(train, case, ROWS, config | tiles):
+        check(log, plain(case, ROWS))
+
+
 @pytest.mark.parametrize("tile_tokens", [0, 8])
 def test_tokens_of_weight_zero_do_not_count_and_other_losses_change_nothing(tile_tokens: int) -> None:
     rows = with_weights(ROWS)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.heads.logits import logit_change
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
@@ -92,7 +93,7 @@ def two_passes_on_rank(
     patch_model(model)
     token_loss = TemperedCrossEntropy(temperature) if temperature != 1 else None
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, cpu, token_loss=token_loss)
-    engine = ActivationEngine(layer_modules(model), head=OutputHead(output_head(model)))
+    engine = ActivationEngine(layer_modules(model), head=OutputHead(output_head(model), change=logit_change(model)))
     passes = TwoPasses(GivenPlan(plan, pool), 100, (), temperature)  # type: ignore[arg-type]
     passes.bind(model, ScoredModel(lambda: executor, lambda model, plan: engine), is_trained=True)
     batch = padded(rows_of_ranks[pool.rank], side)
@@ -130,6 +131,7 @@ def of_layout(name: str, **settings: Any) -> StepPlan:
     return plan_of(layout, lengths, num_ranks, **settings)
 
 
+CAPPED = ModelCase("gemma2", promoted=True)
 # name -> (plan, temperature, side of the padding)
 PLANS = {
     "slices, tiles": (sliced, 1.0, "right"),
@@ -145,13 +147,14 @@ def dealt(plan: StepPlan) -> list[Rows]:
     return [rows[first : first + share] for first in range(0, len(rows), share)]
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_loss_that_mixes_rows_has_the_gradients_of_one_plain_process(ranks, name: str) -> None:
+# the second one caps its logits
+@pytest.mark.parametrize("name,case", [*((name, ModelCase()) for name in PLANS), ("slices, tiles", CAPPED)])
+def test_a_loss_that_mixes_rows_has_the_gradients_of_one_plain_process(ranks, name: str, case: ModelCase) -> None:
     make, temperature, side = PLANS[name]
     plan = make()
     rows_of_ranks = dealt(plan)
-    expected_loss, expected = plain_step(ModelCase(), rows_of_ranks, temperature)
-    results = ranks(plan.num_ranks).run(two_passes_on_rank, ModelCase(), plan_to_json(plan), rows_of_ranks, temperature, side)
+    expected_loss, expected = plain_step(case, rows_of_ranks, temperature)
+    results = ranks(plan.num_ranks).run(two_passes_on_rank, case, plan_to_json(plan), rows_of_ranks, temperature, side)
     assert sum(loss for loss, _ in results) / len(results) == pytest.approx(expected_loss, rel=TOLERANCE)
     for _, gradients in results:
         assert gradients.keys() == expected.keys()

@@ -41,9 +41,9 @@ LENGTHS = [61, 13, 50, 5, 44, 8, 21, 34, 3, 58, 13, 8, 5, 21, 40, 3]
 KEPT_TOKENS = 33
 
 
-def gib_of_tokens(tokens: int, num_ranks: int = 1, shards: int = 1) -> float:
+def gib_of_tokens(tokens: int, num_ranks: int = 1, shards: int = 1, case: ModelCase = CASE) -> float:
     """GiB of a device that keeps everything of so many tokens of the tiny model."""
-    spec = model_spec(build_model(CASE))
+    spec = model_spec(build_model(case))
     parameters = "sharded" if shards > 1 else "replicated"
     return (ByteModel(spec).states(parameters, shards) + ByteModel(spec).kept_bytes(tokens)) / 2**30
 
@@ -142,7 +142,7 @@ class _Plans(TrainerCallback):
     on_step_end = on_substep_end
 
 
-def train_stock(mode: str, config: dict[str, Any]) -> Training:
+def train_stock(mode: str, config: dict[str, Any], case: ModelCase = CASE) -> Training:
     """A stock trainer in one process with the callback attached or alone."""
     callback = LongContextCallback(quiet_config(**config))
     recorder, plans = PlanRecorder(), []
@@ -150,7 +150,7 @@ def train_stock(mode: str, config: dict[str, Any]) -> Training:
         # two batches of four, so that a step of the callback alone is several plans
         arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
         trainer = make_stock_trainer(
-            CASE, random_rows(LENGTHS), folder, arguments, callbacks=[callback] if mode == "alone" else []
+            case, random_rows(LENGTHS), folder, arguments, callbacks=[callback] if mode == "alone" else []
         )
         if mode == "attached":
             callback.attach(trainer)
@@ -172,6 +172,18 @@ def test_the_callback_brings_it_to_a_stock_trainer_in_one_process(mode: str, til
     losses, used, weights = train_stock(mode, {"device_gib": gib_of_tokens(tokens), "tile_tokens": tile_tokens})
     assert used >= {"recompute"} | ({"tiles"} if tile_tokens else set())
     expected_losses, expected = plain_training(CASE, random_rows(LENGTHS))
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
+
+
+@pytest.mark.parametrize("mode,family", [("attached", "gemma2"), ("alone", "gemma2"), ("alone", "granite")])
+def test_a_stock_trainer_trains_changed_logits_in_tiles(mode: str, family: str) -> None:
+    # capped scores of attention need more room beside what is kept
+    case, tokens = ModelCase(family, promoted=True), {"attached": 50, "alone": 170 if family == "gemma2" else 108}[mode]
+    config = {"device_gib": gib_of_tokens(tokens, case=case), "tile_tokens": 16}
+    losses, used, weights = train_stock(mode, config, case)
+    assert "tiles" in used
+    expected_losses, expected = plain_training(case, random_rows(LENGTHS))
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
 

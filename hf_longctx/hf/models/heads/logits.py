@@ -26,7 +26,7 @@ _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "
 _OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
 # logits on which a change is tried: how many for each token, of which sizes and dtypes
 _TRIED_LOGITS = 32
-_TRIED_SIZES = (0.1, 3.0, 300.0)
+_TRIED_SIZES: tuple[float, ...] = (0.1, 3.0, 300.0)
 _TRIED_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
