@@ -17,7 +17,7 @@ from hf_longctx.hf.models.layers import cuts_heads, final_norm, has_plain_projec
 from hf_longctx.hf.models.older.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import layer_windows
-from hf_longctx.hf.models.wrapped.text import text_part
+from hf_longctx.hf.models.wrapped.text import text_part, tower_parameters
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.layer_kinds import Windows, config_states, config_windows, with_states
 from hf_longctx.plan.core.mixers.state_spec import StateSpec
@@ -50,6 +50,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         adapters=adapter_spec(model),
         packed=packed_spec(model),
         windows=with_states(layer_windows(model), spec.states),
+        tower_parameters=_tower_elements(model),
     )
 
 
@@ -73,8 +74,16 @@ def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
         return 0
     added = ("lora_", "modules_to_save")
     held = sum(count for name, count in own_elements(model).items() if not any(word in name for word in added))
+    held -= _tower_elements(model)
     missing = held - spec.num_parameters
     return round(missing / spec.num_layers) if abs(missing) > _AGREES * spec.num_parameters else 0
+
+
+def _tower_elements(model: PreTrainedModel) -> int:
+    """Parameters of a multimodal model's towers; zero for a model that this rank loaded as one stage only."""
+    towers = {id(parameter) for parameter in tower_parameters(model)}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in towers and "lora_" not in name}
+    return 0 if hasattr(model, RANGES) else sum(count for name, count in own_elements(model).items() if name in names)
 
 
 def _fields(owner: PreTrainedModel | PretrainedConfig) -> dict[str, Any]:
@@ -88,6 +97,9 @@ def _fields(owner: PreTrainedModel | PretrainedConfig) -> dict[str, Any]:
     widths = [fields[name] for name in _WIDTHS if fields.get(name) is not None]
     # transformers' default width is four times the hidden size
     width = widths[0] if widths else 4 * fields["hidden_size"]
+    if isinstance(experts := fields.get("moe_intermediate_size"), list):
+        # Ernie 4.5 VL has experts for text, and others for images
+        fields["moe_intermediate_size"] = experts[0]
     # some configs compute this number in a property, which to_dict leaves out
     fields["num_hidden_layers"] = text.num_hidden_layers
     if first_position(owner) or not has_limit(text) or "max_seq_len" in fields:
