@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.unpickling import load_shards
@@ -85,8 +84,23 @@ def renamed_weights(model: Any) -> list[str]:
     return sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys())
 
 
+def names_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Name in files -> name in the model, for those of the named weights that files hold as they are."""
+    found: dict[str, str] = {}
+    for name in names:
+        weight = torch.empty(0, device="meta")
+        try:
+            reverted = revert_weight_conversion(model, {name: weight})
+        except Exception:
+            continue
+        # fused or turned weights are other tensors
+        found.update((renamed, name) for renamed, value in reverted.items() if value is weight)
+    return found
+
+
 def _copy_converted(model: Any, folder: str) -> None:
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    # sharding puts a class of torch in front of the model's own
+    model_class: Any = next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     targets = {name: [tensors[name]] for name in model.state_dict()}
 

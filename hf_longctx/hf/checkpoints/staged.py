@@ -32,6 +32,7 @@ from hf_longctx.hf.checkpoints.sharded import (
     WEIGHTS_FILE,
     copy_weights,
     gather_weights,
+    names_in_files,
     optimizer_states,
     renamed_weights,
     set_optimizer_states,
@@ -89,22 +90,21 @@ def load_stage_weights(stage: StageModel, folder: str) -> None:
     """Copies this stage's weights into its model, from a checkpoint of a whole model or of adapters.
 
     Every rank reads its own weights. Raises ValueError for a folder without safetensors, for one that lacks a weight of this
-    stage, and for a model whose weights have other names or shapes in files.
+    stage, and for a model whose weights have other shapes in files.
     """
     owner = _embedding_name(stage)
     if is_adapted(stage.model):
         return load_adapters(stage.model, folder, {stage.tied: owner} if stage.tied else {})
-    _check_shapes(stage.model)
-    copy_weights(stage.model, folder, {owner: stage.tied} if stage.tied and stage.stage else {}, is_part=True)
-
-
-def _check_shapes(model: Any) -> None:
-    """Raises ValueError if transformers fuses or renames weights of the model when it reads them from files."""
-    if fused := renamed_weights(model):
+    renamed = renamed_weights(stage.model)
+    also = names_in_files(stage.model, renamed)
+    if fused := sorted({*renamed} - {*also.values()}):
         raise ValueError(
-            f"{fused[0]} has another name or shape in files, which stages cannot read back yet; start a new run from the "
-            f"checkpoint's weights with load_pipeline_stage, or resume with stages=1"
+            f"{fused[0]} has another shape in files, which stages cannot read back yet; start a new run from the checkpoint's "
+            f"weights with load_pipeline_stage, or resume with stages=1"
         )
+    if stage.tied and stage.stage:
+        also |= dict.fromkeys(names_in_files(stage.model, [owner]), stage.tied)
+    copy_weights(stage.model, folder, also, is_part=True)
 
 
 def save_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:

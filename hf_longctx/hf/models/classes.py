@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_longctx.hf.models.context.forwards import is_of_transformers
 from hf_longctx.hf.models.heads.kinds import head_kind, is_generic
 from hf_longctx.hf.models.states.patching import STATE_WORDS
-from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS, wrapped_refusal
 from hf_longctx.hf.models.wrapped.text import text_class, text_part
 
 TESTED_MODELS: tuple[str, ...] = (
@@ -283,6 +283,8 @@ def class_problem(model: nn.Module) -> str:
         return _decoder_problem(model)
     if name in WRAPPED_MODELS:
         return _text_problem(model)
+    if reason := wrapped_refusal(name):
+        return f"model class {name} is not supported: it {reason}. {_REMEDY[0].upper()}{_REMEDY[1:]}"
     if head_kind(model) != "next_token":
         return _classifier_problem(model)
     refusal = refusal_of(name)

@@ -50,10 +50,11 @@ _TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1, "RwkvBlock": 3, "x
     for name in (
         *("BloomBlock", "CodeGenBlock", "FalconDecoderLayer", "GPTJBlock", "GPTNeoBlock", "GPTNeoXJapaneseLayer", "MptBlock"),
         *("MegatronBertLayer", "RemBertLayer", "RoFormerLayer", "GlmMoeDsaDecoderLayer", "HYV4DecoderLayer"),
+        "HYV4VLDecoderLayer",
     )
 }
 # decoder layers that return the keys they have chosen, or got by this keyword, beside hidden states
-_PASSED_ON = dict.fromkeys(("GlmMoeDsaDecoderLayer", "HYV4DecoderLayer"), "prev_topk_indices")
+_PASSED_ON = dict.fromkeys(("GlmMoeDsaDecoderLayer", "HYV4DecoderLayer", "HYV4VLDecoderLayer"), "prev_topk_indices")
 
 
 class Identity(nn.Module):

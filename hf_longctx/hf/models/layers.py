@@ -22,7 +22,7 @@ _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "
 # MLP classes that return two values; the layer drops the second one
 _MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
 # MLP classes that get more than hidden states, by an argument with a default
-_MLPS_OF_MORE = ("ZayaSparseMoeBlock",)
+_MLPS_OF_MORE = ("Ernie4_5_VLMoeMoeBlock", "ZayaSparseMoeBlock")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "norm_1", "norm_2")
 # attributes of the model around the layers: the norm of the last layer's output
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")

@@ -17,7 +17,7 @@ from hf_longctx.hf.models.layers import cuts_heads, final_norm, has_plain_projec
 from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import decoder_layers, layer_windows
-from hf_longctx.hf.models.wrapped.text import text_part
+from hf_longctx.hf.models.wrapped.text import text_part, tower_parameters
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.configs.fields import config_fields
 from hf_longctx.plan.core.layer_kinds import Windows, config_states, config_windows, with_states
@@ -59,6 +59,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         capped_bytes=_capped_bytes(model, spec),
         windows=with_states(layer_windows(model), spec.states),
         **_rounded_sizes(model, spec),
+        tower_parameters=_tower_elements(model),
     )
 
 
@@ -118,8 +119,16 @@ def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
     if hasattr(model, RANGES):
         return 0
     held = sum(count for name, count in own_elements(model).items() if not any(word in name for word in _ADDED))
+    held -= _tower_elements(model)
     missing = held - spec.num_parameters
     return round(missing / spec.num_layers) if abs(missing) > _AGREES * spec.num_parameters else 0
+
+
+def _tower_elements(model: PreTrainedModel) -> int:
+    """Parameters of a multimodal model's towers; zero for a model that this rank loaded as one stage only."""
+    towers = {id(parameter) for parameter in tower_parameters(model)}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in towers and "lora_" not in name}
+    return 0 if hasattr(model, RANGES) else sum(count for name, count in own_elements(model).items() if name in names)
 
 
 def _fields(config: PretrainedConfig) -> dict[str, Any]:

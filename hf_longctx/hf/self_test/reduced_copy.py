@@ -27,6 +27,7 @@ from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
 from hf_longctx.hf.models.states.patching import leave_kernels_out, mixers_of
 from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
+from hf_longctx.hf.models.wrapped.classes import RUN_ON_TEXT
 from hf_longctx.hf.models.wrapped.text import tower_names, tower_parameters
 from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.runtime.core.binding import HOOKS
@@ -90,7 +91,8 @@ def reduced_copy(
     is_cut, layers, kept = _layers_and_kept(model, boundaries)
     memo: dict[int, Any] = {id(layer): Identity(layer) for place, layer in enumerate(layers) if place not in kept}
     base: Any = base_of(model)
-    memo |= {id(tower): Identity(tower) for tower in map(base.get_submodule, tower_names(base))}
+    towers = [tower for tower in map(base.get_submodule, tower_names(base)) if type(tower).__name__ not in RUN_ON_TEXT]
+    memo |= {id(tower): Identity(tower) for tower in towers}
     num_token_ids = _cut_vocabulary(base, memo)
     if dtype is not None:
         # four-bit layers multiply in a fixed precision, so replace them by their unpacked weights

@@ -31,7 +31,7 @@ from hf_longctx.hf.models.attention import num_attention_layers, runs_plans
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.routers import has_balance
-from hf_longctx.hf.models.wrapped.text import freeze_towers
+from hf_longctx.hf.models.wrapped.text import freeze_towers, wrapper_of
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems, rounds_by_chance
@@ -249,6 +249,7 @@ class LongContextCallback(TrainerCallback):
         run = start_run(RunRequest(config, model, args, processing_class, problems, control=self._control))
         undo.callback(run.close)
         undo.callback(freeze_towers(model))
+        _count_label_tokens(trainer, model, undo)
         self._replicas = ReplicaCheck(config, run)
         undo.callback(setattr, self, "_replicas", None)
         trainer.longctx_config, trainer.longctx_run, trainer._replicas = config, run, self._replicas
@@ -273,6 +274,17 @@ class LongContextCallback(TrainerCallback):
             tqdm.write(run.report.opening)
         if args.process_index == 0 and (idle := _without_effect(config)):
             logger.warning("settings without effect, since the callback is not attached to the trainer: %s", ", ".join(idle))
+
+
+def _count_label_tokens(trainer: Any, model: Any, undo: ExitStack) -> None:
+    """Lets the trainer give a multimodal model the number of label tokens, which some of these classes decline.
+
+    They decline it since images would change it. On rows of text their loss is that of causal language models: with the number it
+    is the mean over the label tokens of a step, else that of every batch of every rank by itself, which plans mix.
+    """
+    if wrapper_of(model) is not None and not trainer.model_accepts_loss_kwargs:
+        trainer.model_accepts_loss_kwargs = True
+        undo.callback(setattr, trainer, "model_accepts_loss_kwargs", False)
 
 
 class AttachedMixin(LongContextMixin):

@@ -184,7 +184,9 @@ class ModelSpec:
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
     idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements per token and layer that
-    routing to experts and back saves for backward, besides those that experts save inside.
+    routing to experts and back saves for backward, besides those that experts save inside. tower_parameters: those of a
+    multimodal model outside its text model and its head. The first stage holds them; no token passes them, no optimizer trains
+    them.
     """
 
     num_layers: int
@@ -235,6 +237,7 @@ class ModelSpec:
     rounds_head: bool = False
     moment_bytes: float = 0.0
     capped_bytes: int = 0
+    tower_parameters: int = 0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -476,7 +479,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Matrix parameters of the whole model."""
+        """Matrix parameters of the whole model, without towers."""
         return self.part_parameters(self.num_layers, is_first=True, is_last=True)
 
     def part_parameters(self, num_layers: int, is_first: bool, is_last: bool) -> int:

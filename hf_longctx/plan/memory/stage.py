@@ -26,9 +26,9 @@ def part_state_bytes(
 
     is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
     weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients. Weights
-    that autocast rounds are gathered in two bytes.
-    Experts that are spread over the ranks are not gathered. Frozen weights have neither gradients nor moments. Every rank holds
-    all scales of packed weights, and one unpacked matrix.
+    that autocast rounds are gathered in two bytes. Experts that are spread over the ranks are not gathered. Frozen weights, such
+    as those of towers beside the embedding, have neither gradients nor moments. Every rank holds all scales of packed weights,
+    and one unpacked matrix.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
@@ -80,6 +80,7 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
     """Bytes of weights, of gradients, and of all else that updates need."""
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
     held = model.part_weight_bytes(num_layers, is_first, is_last) + (0 if model.adapters.is_empty else trained_bytes)
+    held += model.tower_parameters * model.bytes_per_element * is_first
     num_half = max(0, 4 * trained - trained_bytes) // 2
     if model.updates_on_host:
         # gradients add up in fp32, and are halved when the sum is known

@@ -21,6 +21,7 @@ from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import random_rows, reference_step
 from helpers.models.staged_models import even_parts
 from helpers.models.tiny_models import adapted
+from helpers.models.versions import completed
 from helpers.plans.layouts import plan_of
 from helpers.plans.policies import replayed
 from helpers.plans.sliced_plans import sliced_plan
@@ -38,7 +39,7 @@ from hf_longctx.hf.models.heads.logits import head_problem, logit_change
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.models.states.patching import mixers_of
-from hf_longctx.hf.models.wrapped.text import text_part
+from hf_longctx.hf.models.wrapped.text import text_part, tower_parameters
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.arguments import setup_problems
@@ -160,7 +161,13 @@ def num_labels() -> int:
 def reference(name: str, lora: Lora = ()) -> Step:
     """Loss and gradients of plain Hugging Face, eager, one document at a time."""
     with wide_floats():
-        return reference_step(model_in_wide_floats(name, lora), rows())
+        model = model_in_wide_floats(name, lora)
+        completed(base_of(model))
+        loss, gradients = reference_step(model, rows())
+    # Gemma 3n runs parts of its towers on rows of text, and then takes nothing of what they give
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    idle = {names[id(parameter)] for parameter in tower_parameters(model)}
+    return loss, {key: gradient for key, gradient in gradients.items() if key not in idle or gradient.any()}
 
 
 def gradients_of(model: Any) -> dict[str, Tensor]:

@@ -16,10 +16,11 @@ import torch
 import transformers
 from helpers.models.model_table import OLDER
 from helpers.models.tiny_models import widen_decays
+from helpers.models.tiny_towers import OF_WRAPPER, TOWER
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 64
@@ -71,6 +72,7 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_s
 # rows have no padding token
 _FROM_PADDING = {"vocab_size": VOCAB_SIZE + 1, "pad_token_id": VOCAB_SIZE}
 _OF_CLASS: dict[str, dict[str, Any]] = {
+    **OF_WRAPPER,
     **dict.fromkeys(("CamembertForCausalLM", "Data2VecTextForCausalLM", "RobertaForCausalLM"), _FROM_PADDING),
     **dict.fromkeys(("RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM"), _FROM_PADDING),
     "BambaForCausalLM": _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
@@ -112,7 +114,6 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         **{"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     },
     "Gemma4UnifiedForCausalLM": {"use_bidirectional_attention": None},
-    "Cohere2VisionForConditionalGeneration": {"alignment_intermediate_size": 32},
     "GraniteMoeHybridForCausalLM": _MAMBA | {"layer_types": ["mamba", "attention"]},
     # layers with a mixer and an MLP, with a mixer and experts, with attention and an MLP
     "JambaForCausalLM": {
@@ -170,14 +171,6 @@ _MOST_LAYERS = 6
 _MOST_PARAMETERS = 5_000_000
 
 
-# sizes of towers for images and sound, which never run here, so they need not fit together
-_TOWER: dict[str, Any] = {
-    **dict.fromkeys(("embed_dim", "out_hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
-    **dict.fromkeys(("projection_dim", "lm_hidden_size", "encoder_hidden_size", "output_dim", "encoder_attention_heads"), 32),
-    **{"depth": 2, "num_heads": 4, "image_size": 56, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-}
-
-
 @functools.cache
 def class_names() -> tuple[str, ...]:
     """Every class that transformers exports under a name that ends in ForCausalLM, and older causal language models."""
@@ -198,19 +191,26 @@ def tiny_config(model_class: type[PreTrainedModel], **changes: Any) -> Pretraine
         return _small(config_class, special)
     default = config_class()
     parts = {name: getattr(default, name, None) for name in config_class.sub_configs}
-    small = {}
+    small: dict[str, Any] = {}
+    others: dict[str, PretrainedConfig] = {}
     for name, part in parts.items():
         if part is not None:
-            settings = {field: value for field, value in _TOWER.items() if hasattr(part, field)}
+            settings = {field: value for field, value in TOWER.items() if hasattr(part, field)}
             if name == "text_config":
                 settings = _positions_of(part) | _OF_CLASS.get(_causal_class(type(part)), {})
-            small[name] = _small(type(part), settings | special.get(name, {})).to_dict()
-    return config_class(**small, **{name: value for name, value in special.items() if name not in small})
+            if "model_type" in (own := special.get(name, {})):
+                others[name] = CONFIG_MAPPING[own["model_type"]](**own)
+            else:
+                small[name] = _small(type(part), settings | own).to_dict()
+    config = config_class(**small, **{name: value for name, value in special.items() if name not in (*small, *others)})
+    # configs of classes check the kinds of their towers when they are made
+    vars(config).update(others)
+    return config
 
 
 def _positions_of(text: Any) -> dict[str, Any]:
     """Divides the frequencies of small heads among the three kinds of positions that some rotary embeddings have."""
-    parameters = dict(text.rope_parameters or {})
+    parameters = dict(getattr(text, "rope_parameters", None) or {})
     if "mrope_section" not in (*parameters, *getattr(text, "ignore_keys_at_rope_validation", ())):
         return {}
     total = int(HEAD_DIM * parameters.get("partial_rotary_factor", 1.0)) // 2

@@ -20,6 +20,7 @@ from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.stage import part_state_bytes
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 
@@ -46,6 +47,23 @@ def test_parameters_that_a_config_does_not_tell_are_counted_in_the_model() -> No
         held > 1.2 * ModelSpec.from_config(config.to_dict() | {"intermediate_size": config.intermediate_size[0]}).num_parameters
     )
     assert model_spec(model).num_parameters == pytest.approx(held, rel=1e-6)
+
+
+def test_towers_weigh_their_weights_alone_on_the_first_stage() -> None:
+    model = build_any("Gemma3ForConditionalGeneration")
+    spec = model_spec(model)
+    towers = sum(p.numel() for name, p in model.named_parameters() if "vision_tower" in name or "projector" in name)
+    assert spec.tower_parameters == towers > 0.3 * spec.num_parameters
+    text = sum(p.numel() for p in model.parameters()) - towers
+    assert spec.num_parameters == pytest.approx(text, rel=0.05)
+    # weights, gradients and two fp32 moments of what is trained; weights of the rest
+    assert ByteModel(spec).states("replicated", 1) == 24 * spec.num_parameters + 8 * towers
+    bare = replace(spec, tower_parameters=0)
+    added = [part_state_bytes(each, 1, is_first, False, "replicated", 1) for each in (spec, bare) for is_first in (True, False)]
+    assert (added[0] - added[2], added[1] - added[3]) == (8 * towers, 0)
+    # adapters stand beside frozen weights of text and towers
+    lora = model_spec(adapted(build_any("Gemma3ForConditionalGeneration"), target_modules=["q_proj"]))
+    assert lora.tower_parameters == towers and lora.num_parameters == spec.num_parameters
 
 
 # queries of a latent of their own and without one; values smaller and larger than keys

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.wrapped.text import tower_names
 from hf_longctx.plan.core.model_spec import WEIGHT_DROPOUT
 from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, DropoutTokens, keys_of
 
@@ -106,8 +107,10 @@ def _weight_problems(model: nn.Module) -> list[str]:
 
 
 def outer_dropout(model: nn.Module, layers: str) -> str:
-    """The name of a dropout module of `model` outside its list of layers, its classifier and adapters; "" without one."""
+    """The name of a dropout module of `model` outside its list of layers, its towers, its classifier and adapters; "" if none."""
+    towers = tuple(f"{name}." for name in tower_names(model))
     inside = [name for name, _ in _dropouts(model) if f"{layers}." in f"{name}." or "lora_" in name or "." not in name]
+    inside += [name for name, _ in _dropouts(model) if f"{name}.".startswith(towers)]
     return next((name for name, _ in _dropouts(model) if name not in inside), "")
 
 

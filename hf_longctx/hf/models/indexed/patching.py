@@ -22,7 +22,10 @@ from hf_longctx.runtime.core.binding import HOOKS
 from hf_longctx.runtime.states.chosen_keys import choose_keys
 
 # attention classes whose attribute `indexer` chooses keys, if it is not None
-INDEXED_ATTENTION = (*("AXK2Attention", "DeepseekV32Attention", "Dots3NoteTextAttention", "GlmMoeDsaAttention", "HYV4Attention"),)
+INDEXED_ATTENTION = (
+    *("AXK2Attention", "DeepseekV32Attention", "Dots3NoteTextAttention", "GlmMoeDsaAttention", "HYV4Attention"),
+    "HYV4VLAttention",
+)
 # name of their layers in `layer_types`
 INDEXED_LAYERS = "indexed_attention"
 # attribute of an indexer: the plan's context that its attention layer got

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput
 
 from hf_longctx.hf.models.heads.kinds import backbone_of, head_kind, inner_model
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
@@ -35,6 +37,12 @@ _PASSED = ("longctx", PART_KEYWORD, "num_items_in_batch", "return_dict", "shift_
 _DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 # fields of a wrapper's config with the ids of tokens whose embeddings a tower would replace
 _PLACEHOLDER = re.compile(r"(image|video|audio)_(token_id|token_index|patch_id)")
+
+# field of a tower's config: the first token that the tower embeds
+_FIRST_TOKEN = "vocab_offset"
+# classes that hand on the `image_outputs` of their text model's output, which has none: plain transformers 5.24 raises
+# AttributeError
+_READS_IMAGES = ("Llama4ForConditionalGeneration",)
 
 
 def wrapper_of(model: nn.Module) -> PreTrainedModel | None:
@@ -154,7 +162,11 @@ def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
         return ()
     found = [getattr(config, name) for name in config.to_dict() if _PLACEHOLDER.fullmatch(name)]
     # a negative number means none
-    return tuple(sorted({value for value in found if isinstance(value, int) and value >= 0}))
+    ids = {value for value in found if isinstance(value, int) and value >= 0}
+    # towers of Gemma 3n embed the last tokens of the vocabulary, without any image or sound
+    firsts = [first for part in config.sub_configs if (first := getattr(getattr(config, part, None), _FIRST_TOKEN, None))]
+    ids |= set(range(min(firsts), config.get_text_config().vocab_size)) if firsts else set()
+    return tuple(sorted(ids))
 
 
 def _served(kind: Any) -> Callable[..., Any]:
@@ -175,9 +187,12 @@ def _is_served(module: nn.Module) -> bool:
 
 def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
     """The forward of the module around a text model: that of its class, or under a plan that of the text model."""
-    if (keywords.get("longctx") is None and PART_KEYWORD not in keywords) or _TEXT not in vars(around):
+    if _TEXT not in vars(around):
         return type(around).forward(around, *args, **keywords)
     text = getattr(around, vars(around)[_TEXT])
+    if keywords.get("longctx") is None and PART_KEYWORD not in keywords:
+        with _completed(text, type(around).__name__):
+            return type(around).forward(around, *args, **keywords)
     taken = {*_PASSED, *inspect.signature(type(text).forward).parameters}
     named = inspect.signature(type(around).forward).bind_partial(around, *args).arguments if args else {}
     given = {name: value for name, value in (named | keywords).items() if value is not None and value is not around}
@@ -190,6 +205,30 @@ def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
     is_off = {name for name, value in given.items() if value is False and name.startswith("output_")}
     output = text(**{name: value for name, value in given.items() if name in taken or name in is_off})
     return output if hasattr(output, "logits") else _TextOutput(output)
+
+
+@contextmanager
+def _completed(text: Any, around: str) -> Iterator[None]:
+    """Context in which the text model's output has what the class around it reads but transformers 5.24 forgets: no images."""
+    if around.removeprefix("FSDP") not in _READS_IMAGES:
+        yield
+        return
+    own, run = vars(text).get("forward"), text.forward
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        output = run(*args, **keywords)
+        if isinstance(output, ModelOutput) and not hasattr(output, "image_outputs"):
+            output.image_outputs = None
+        return output
+
+    vars(text)["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(text)["forward"]
+        else:
+            vars(text)["forward"] = own
 
 
 class _TextOutput:

@@ -50,6 +50,9 @@ def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         if fields.get(name) is None:
             found = next((fields[other] for other in others if fields.get(other) is not None), None)
             fields.update({} if found is None else {name: found})
+    if isinstance(experts := fields.get("moe_intermediate_size"), list | tuple):
+        # Ernie 4.5 VL has experts for text, and others for images
+        fields["moe_intermediate_size"] = experts[0]
     return {**fields, **_layers(fields), **_width(fields), **_positions(fields), **_most_kv(fields)}
 
 

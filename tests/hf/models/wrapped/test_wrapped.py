@@ -100,6 +100,31 @@ def test_the_callback_alone_trains_as_plain_transformers_does(plain_weights, tmp
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3_5", "Glm4v", "Gemma4"])
+def test_the_callback_alone_serves_classes_that_decline_the_number_of_label_tokens(name: str, tmp_path: Path) -> None:
+    model, plain = (build_any(f"{name}ForConditionalGeneration", "sdpa") for _ in range(2))
+    assert not model.accepts_loss_kwargs
+    with wide_floats():
+        reference_step(plain, ROWS)
+        torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    # two batches with unequal numbers of tokens, so that the mean of their means is another one
+    batches = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd"}
+    batches |= {"learning_rate": 1.0, "weight_decay": 0.0}
+    trainer = Trainer(
+        model=model,
+        args=training_arguments(str(tmp_path), **STEPS | batches, train_sampling_strategy="sequential"),
+        train_dataset=datasets.Dataset.from_list(ROWS),
+        data_collator=DataCollatorWithFlattening(),
+        callbacks=[LongContextCallback(SETTINGS)],
+    )
+    with wide_floats():
+        trainer.train()
+    assert not trainer.model_accepts_loss_kwargs
+    before, after, expected = (weights_of(each) for each in (build_any(type(model).__name__, "sdpa"), model, plain))
+    assert max(relative_error(after[key], expected[key]) for key in after) <= 1e-12
+    assert max(relative_error(after[key], before[key]) for key in after) >= 1e-2
+
+
 def refusal(folder: Path, alone: bool = False) -> str:
     """The error of a training on rows of which the last has an image's token; empty if it trains."""
     data, args = datasets.Dataset.from_list(WITH_IMAGE), training_arguments(str(folder), **STEPS | {"max_steps": 3})
