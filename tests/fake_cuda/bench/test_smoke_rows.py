@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda.machine.computing import Computing
 from transformers import TrainingArguments
 
-from fake_cuda.machine.computing import Computing
 from hf_longctx.recipes.bench.gpu import smoke, smoke_memory
 
 ROWS = smoke.checks(128, torch.device("cuda", 0))

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hf_longctx.hf.models.heads.kinds import backbone_of, head_kind, inner_model
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
