@@ -32,8 +32,9 @@ _WRAPPED = """
 A multimodal class trains rows of text if it stands here and its text model is the one named, or that of an exact class above.
 Errors are measured as above, against the whole multimodal model on rows of text. Towers for images, sound and video are
 frozen while a run lasts, stay bit-equal, and are saved with the checkpoint. Rows with such input, by a column or by a token
-that stands for it, are refused, and so are classes that do not stand here.
+that stands for it, are refused, and so are the classes at the end of this page.
 """
+_OTHER_WRAPPERS = "## Other multimodal classes, which are refused"
 _PLACES = {"ring": "rings", "recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}
 
 
@@ -77,8 +78,17 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
         "| class | text model | error | rings | recomputed | sharded | stages |",
         "|---|---|---|---|---|---|---|",
         *(f"| {name} | {' | '.join(cells.values())} |" for name, cells in sorted(wrapped.items())),
+        *_refused_wrappers(),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _refused_wrappers() -> list[str]:
+    from hf_longctx.hf.models.wrapped.classes import WRAPPED_REFUSALS
+
+    reasons = {name: reason for reason, names in WRAPPED_REFUSALS.items() for name in names}
+    rows = [f"| {name} | {reasons[name]} |" for name in sorted(reasons)]
+    return ["", _OTHER_WRAPPERS, "", "| class | why, and what it would need: the class |", "|---|---|", *rows]
 
 
 def cells_of(outcome: object, head: str) -> dict[str, str]:
@@ -95,6 +105,7 @@ def read_page() -> tuple[dict[str, list[str]], dict[str, str], dict[str, list[st
     """Reads the page: cells of exact classes, reasons for refused classes, and cells of multimodal classes."""
     exact, others = FILE.read_text().split("## Exact")[1].split("## Refused")
     refused, wrapped = others.split("## Wrapped text models")
+    wrapped, _ = wrapped.split(_OTHER_WRAPPERS)
     rows = [
         {
             cells[0]: cells[1:]
