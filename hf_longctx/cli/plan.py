@@ -348,10 +348,9 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def _optimizer_of(file: PlanFile) -> str:
-    from hf_longctx.sim.scenario import MOMENT_BYTES
+    from hf_longctx.sim.scenario import optimizer_of
 
-    held = file.costs.model.moment_bytes if file.costs else 0.0
-    return next((name for name, num_bytes in MOMENT_BYTES.items() if num_bytes == held), "adamw_torch")
+    return optimizer_of(file.costs.model.moment_bytes if file.costs else 0.0)
 
 
 def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, DeviceMemory]:

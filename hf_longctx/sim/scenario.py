@@ -35,6 +35,13 @@ BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 # optimizer -> bytes of both moments per parameter, with an fp32 scale for 256 elements; 0: those of the weights it updates
 MOMENT_BYTES = {"adamw_torch": 0.0, "adamw_torch_8bit": 2 * (1 + 4 / 256), "adamw_torch_4bit": 2 * (1 / 2 + 4 / 256)}
 _GIB = 2**30
+
+
+def optimizer_of(moment_bytes: float) -> str:
+    """The optimizer that keeps so many bytes of moments per parameter."""
+    return next((name for name, num_bytes in MOMENT_BYTES.items() if num_bytes == moment_bytes), "adamw_torch")
+
+
 # parameters are replicated by choice only if a rank still has room for this many tokens
 _LEAST_TOKENS = 512
 

@@ -530,6 +530,15 @@ def test_the_place_of_optimizer_states_is_chosen_and_said(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
+    ("options", "words"), [("", "optim: adamw_torch_8bit"), ("--bf16-updates", "optim_args: bf16_stochastic_round=True")]
+)
+def test_the_next_step_names_an_optimizer_of_few_bits(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["plan", "--model", "llama-3.1-8b", "--gpus", "8", "--hardware", "h100", "--optim", "adamw_torch_8bit"]
+    *_, last = printed([*machine, *options.split()], capsys).splitlines()
+    assert words in last.partition("to train so: ")[2].split(", ")
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ("--parameters sharded --optimizer-states host", "parameters sharded optimizer_states host host_gib 101"),

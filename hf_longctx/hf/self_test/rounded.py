@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.self_test.independent import original_left_alone
@@ -38,9 +39,11 @@ _NUM_TOKENS = 32
 def find_rounded(model: Any, device: torch.device, control: dist.ProcessGroup | None) -> frozenset[str]:
     """Names, by `without_numbers`, of the matrices of `model` that autocast rounds to bf16 wherever a forward reads them.
 
-    Empty if no copy of the model can run; the first rank says why. Collective over the ranks of `control`, which return the same
-    names, even if each has loaded another part of the model.
+    Empty if no copy of the model can run, which the first rank says, and if each rank has loaded a stage of its own, which cannot
+    run alone. Collective over the ranks of `control`, which return the same names.
     """
+    if hasattr(model, RANGES):
+        return frozenset()
     found: frozenset[str] = frozenset()
     own = frozenset(map(without_numbers, dict(model.named_parameters(remove_duplicate=False))))
     problem = ""
@@ -72,8 +75,11 @@ def rounded_in_forward(model: Any, device: torch.device) -> frozenset[str]:
     known = [token for token in range(min(num_ids, _NUM_TOKENS + len(absent))) if token not in absent]
     ids = torch.tensor([known * (-(-_NUM_TOKENS // len(known)))], device=device)[:, :_NUM_TOKENS]
     readers = _Readers(model)
-    with torch.autocast(device.type, dtype=ROUNDED_DTYPE), readers.watching():
-        model(input_ids=ids, use_cache=False)
+    # evaluations may read weights in another way
+    for is_training in (True, False):
+        model.train(is_training)
+        with torch.autocast(device.type, dtype=ROUNDED_DTYPE), readers.watching():
+            model(input_ids=ids, use_cache=False)
     return readers.always_rounded()
 
 

@@ -352,10 +352,16 @@ class ModelSpec:
         return self.num_heads * self.head_dim
 
     @property
+    def hidden_bytes(self) -> int:
+        """Bytes of a token's hidden states between two layers, which stages send, too."""
+        e = self.bytes_per_element
+        return (max(4, e) if self.has_wide_hidden else e) * self.hidden_size
+
+    @property
     def input_bytes(self) -> int:
         """Bytes per token of a layer's input."""
         e = self.bytes_per_element
-        return (max(4, e) if self.has_wide_hidden else e) * self.hidden_size + e * self.passed_elements
+        return self.hidden_bytes + e * self.passed_elements
 
     @property
     def output_size(self) -> int:

@@ -285,7 +285,7 @@ class CostModel:
         """Seconds to send the hidden states of `num_tokens` tokens, or their gradients, from a rank to the next stage."""
         costs = self.coefficients.forward
         byte_s = costs.network_byte_s if leaves_node else costs.link_byte_s
-        return costs.message_s + byte_s * num_tokens * self.model.hidden_size * self.model.bytes_per_element
+        return costs.message_s + byte_s * num_tokens * self.model.hidden_bytes
 
     def expert_exchange_s(self, own_tokens: float) -> float:
         """Seconds in which a rank's tokens travel to spread experts and back, in one forward or replay over all layers."""

@@ -47,7 +47,8 @@ class StageWeights:
         _, layer_adapters = model.adapters.sizes(num_layers, False, False)
         _, outside_adapters = model.adapters.sizes(0, is_first, is_last)
         layers = model.part_weight_bytes(num_layers, False, False) - spread * model.bytes_per_element + layer_adapters
-        outside = model.part_weight_bytes(0, is_first, is_last) + outside_adapters
+        towers = model.tower_parameters * model.bytes_per_element * is_first
+        outside = model.part_weight_bytes(0, is_first, is_last) + outside_adapters + towers
         layers -= model.rounded_bytes(num_layers, False)
         outside -= model.rounded_bytes(0, is_last)
         trained, _ = model.adapters.sizes(num_layers, is_first, is_last)

@@ -133,4 +133,4 @@ def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_token
         return 0
     has_parts = len(stage.parts) > 1
     has_before, has_after = stage.stage > 0 or has_parts, stage.stage < num_stages - 1 or has_parts
-    return (2 * has_before + 2 * has_after) * num_tokens * model.hidden_size * model.bytes_per_element
+    return (2 * has_before + 2 * has_after) * num_tokens * model.hidden_bytes

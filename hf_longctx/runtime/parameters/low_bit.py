@@ -51,7 +51,7 @@ def has_low_bit_moments(optimizer: Any) -> bool:
 def moment_bytes(shapes: Iterable[Sequence[int]], bits: int, shard_ranks: int = 1) -> float:
     """Bytes that both moments take per element of weights of these shapes, in fp32 where they are not quantised.
 
-    The mean over the elements of a rank, on the rank of `shard_ranks` with the most bytes.
+    The mean over the elements of a rank, on the rank of `shard_ranks` with the most bytes; 0 without weights.
     """
     first_bytes = last_bytes = count = 0
     for shape in shapes:
@@ -60,7 +60,7 @@ def moment_bytes(shapes: Iterable[Sequence[int]], bits: int, shard_ranks: int = 
         first_bytes += _bytes_of(own * row, bits)
         last_bytes += _bytes_of(max(0, num_rows - own * (shard_ranks - 1)) * row, bits)
         count += num_rows * row
-    return max(first_bytes, last_bytes) * shard_ranks / count if count else 8.0
+    return max(first_bytes, last_bytes) * shard_ranks / count if count else 0.0
 
 
 def _bytes_of(count: int, bits: int) -> int:
@@ -116,16 +116,20 @@ def settle_moments(optimizer: Any) -> None:
             value: Any = local_shard(state[name])
             if not is_wanted:
                 # shards of another optimizer are read as plain ones
-                state[name] = value.dequantize() if is_low_bit(value) else state[name]
+                state[name] = value.dequantize().to(value.dtype) if is_low_bit(value) else state[name]
                 continue
             stored = _stored_like(optimizer, name, torch.empty_like(parameter, dtype=state[name].dtype))
             is_same = type(local_shard(stored)) is type(value)
             if not is_same or stored.dtype != state[name].dtype:
                 local_shard(stored).copy_(value.dequantize() if is_low_bit(value) and not is_same else value)
                 state[name] = stored
-    for group in optimizer.param_groups if is_wanted else ():
-        # schedules of torchao's optimizers change a tensor
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+    # schedules of torchao's optimizers change a tensor, which others may not take
+    takes_tensor = isinstance(optimizer.defaults.get("lr"), Tensor)
+    for group in optimizer.param_groups:
+        if is_wanted:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+        elif isinstance(group["lr"], Tensor) and not takes_tensor:
+            group["lr"] = float(group["lr"])
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.sim.capacity import DeviceMemory
 from hf_longctx.sim.forecast import Forecast
 from hf_longctx.sim.prices import Price
-from hf_longctx.sim.scenario import Scenario
+from hf_longctx.sim.scenario import Scenario, optimizer_of
 
 _GIB = 2**30
 _MOST_LONGER = 3
@@ -166,7 +166,8 @@ def _positions(forecast: Forecast) -> Iterator[tuple[str, str]]:
     positions = forecast.scenario.costs.model.max_positions
     longest = forecast.scenario.longest_tokens if forecast.workload is None else forecast.workload.longest
     if longest > positions:
-        yield "limit", f"the model has {positions:,} positions; beyond them extend its RoPE first (rope_scaling: yarn)"
+        remedy = "extend its RoPE first (rope_scaling: yarn where its class takes that)"
+        yield "limit", f"the model has {positions:,} positions; beyond them {remedy}"
 
 
 def _source(scenario: Scenario) -> str:
@@ -203,6 +204,8 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "parameters": placement.parameters if is_sharded else "",
         "expert_ranks": str(model.experts.num_ranks) if model.experts.are_spread else "",
         "shard_ranks": str(placement.shard_ranks) if is_sharded and placement.shard_ranks < placement.num_ranks else "",
+        "optim": optimizer_of(model.moment_bytes) if model.moment_bytes else "",
+        "optim_args": "bf16_stochastic_round=True" if is_half and model.moment_bytes and not model.has_master_weights else "",
         "optimizer_states": "host" if model.updates_on_host else "",
         # copies on the host are in fp32 whatever this says
         "fp32_master_weights": "false"

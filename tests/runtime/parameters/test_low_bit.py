@@ -118,5 +118,5 @@ def test_bytes_are_those_of_codes_and_scales() -> None:
     assert moment_bytes([(64, 256)], 4) == 2 * (64 * 128 + 4 * 64 + 4 * 16) / (64 * 256)
     # the last of 3 ranks has 20 rows of 128, or 10 blocks, which are fewer than 4096 elements
     assert moment_bytes([(64, 128)], 8, 3) == 8 * 22 * 3 / 64
-    assert moment_bytes([], 8) == 8.0
+    assert moment_bytes([], 8) == 0.0
     assert moment_bytes([()], 8) == 8.0

@@ -75,7 +75,7 @@ def kernel_problems(model: nn.Module) -> list[str]:
         return [f"Liger replaced torch's cross_entropy, which plans call (cross_entropy=True); {_INSTEAD}"]
     for name, module in model.named_modules():
         own = vars(module).get("forward")
-        if _is_of_hub(module, own):
+        if _is_of_hub(module, own) and not _is_of_liger(own):
             return [
                 f"the forward of {name or type(module).__name__} ({type(module).__name__}) is that of "
                 f"{own.__func__.__qualname__}, a kernel of the hub, which stays there when use_kernels is set to False again; "

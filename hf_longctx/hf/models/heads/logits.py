@@ -9,6 +9,7 @@ value and gradient must equal those of the class's own code bit by bit, in every
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +51,10 @@ def logit_change(model: nn.Module) -> LogitChange:
     if not setting:
         return LogitChange()
     try:
-        changes = [_followed(inner, is_training) for is_training in (True, False)]
-        is_known = changes[0] == changes[1] and all(_is_exact(inner, changes[0], mode) for mode in (True, False))
+        # code of a class may draw random numbers
+        with torch.random.fork_rng(devices=[]):
+            changes = [_followed(inner, is_training) for is_training in (True, False)]
+            is_known = changes[0] == changes[1] and all(_is_exact(inner, changes[0], mode) for mode in (True, False))
     except Exception as error:
         # a forward that cannot run on a shell, whatever it raises, is one that is not known
         raise ValueError(_unknown(inner, setting)) from error
@@ -148,9 +151,14 @@ class _GivenHead(nn.Module):
 
 
 def _shell(module: nn.Module) -> Any:
-    """A copy of a module with its settings, but without its children, hooks and replaced forward."""
+    """A copy of a module with its settings, but without its children, hooks and replaced forward.
+
+    What the code of its class changes in the copy, such as a counter, stays as it is in the module.
+    """
     shell = object.__new__(type(module))
-    vars(shell).update(vars(module))
+    copied = {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict | list | set)}
+    vars(shell).update({**vars(module), **copied})
+    vars(shell)["_buffers"] = {name: None if own is None else own.clone() for name, own in module._buffers.items()}
     vars(shell).update({"_modules": {}, "_compiled_call_impl": None, **{name: {} for name in HOOKS}})
     vars(shell).pop("forward", None)
     return shell

@@ -327,6 +327,36 @@ def test_operations_that_no_probe_has_seen_are_refused_when_they_happen() -> Non
     assert head._order is None
 
 
+def test_a_hook_may_look_at_what_the_head_returns() -> None:
+    model, seen = build_any("Gemma2ForCausalLM"), list[float]()
+    expected = tiled(model, Targets(tokens()[1]))
+    output_head(model).register_forward_hook(lambda module, args, output: seen.append(float(output.detach().abs().max())))
+    check_equal(tiled(model, Targets(tokens()[1])), expected)
+    # the loss, as in models that leave their logits as they are
+    assert seen == [pytest.approx(expected[0])]
+
+
+class Counting(transformers.Gemma2ForCausalLM):
+    """Counts its forwards, and draws random numbers in them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.counts = {"forwards": 0}
+        self.register_buffer("drawn", torch.zeros(1))
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        self.counts["forwards"] += 1
+        self.drawn += torch.rand(1)
+        return super().forward(*args, **keywords)
+
+
+def test_the_probe_leaves_the_model_and_random_numbers_alone() -> None:
+    model = Counting(build_any("Gemma2ForCausalLM", is_random=False).config)
+    before = torch.get_rng_state()
+    logit_change(model)
+    assert torch.equal(torch.get_rng_state(), before) and model.counts == {"forwards": 0} and not model.drawn.any()
+
+
 def test_a_wrong_probe_is_caught_by_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_any("Gemma2ForCausalLM", is_random=False)
     monkeypatch.setattr(
