@@ -15,7 +15,7 @@ from predicted.test_memory_model import Shape, measured
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.classes import TESTED_MODELS
-from hf_longctx.hf.models.spec import _fields, model_spec
+from hf_longctx.hf.models.spec import config_spec, model_spec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -128,7 +128,7 @@ FAST = (
 )
 def test_a_config_tells_what_the_model_does(name: str) -> None:
     model = build_any(name, is_random=False)
-    found, read = model_spec(model), ModelSpec.from_config(_fields(model), bytes_per_element=4)
+    found, read = model_spec(model), config_spec(model.config)
     assert (found.tiles_mlps, found.tiles_norms) == (read.tiles_mlps, read.tiles_norms)
     if "Granite" in name:
         # the MLP that all tokens share is counted

@@ -25,7 +25,7 @@ RANGES = ((LayerRange(0, MODEL.num_layers),),)
 
 
 def test_room_counts_the_exchanges_of_groups() -> None:
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=2)
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=2)
     spec = model_spec(build_model(ModelCase()))
     config = LongContextConfig(device_gib=(ByteModel(spec).states() + ByteModel(spec).kept_bytes(40)) / 2**30, tile_tokens=16)
     alone, shared = (
@@ -48,7 +48,7 @@ def test_room_counts_the_exchanges_of_groups() -> None:
 @pytest.mark.parametrize("is_half", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) -> None:
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1)
     model = build_model(ModelCase(family=family, dtype=torch.bfloat16 if is_half else torch.float32))
     spec = replace(model_spec(model), has_master_weights=True)
     assert spec.qk_norms == (family == "qwen3")
@@ -61,7 +61,7 @@ def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) ->
 
 @pytest.mark.parametrize("activations", ["auto", "keep"])
 def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activations: str, caplog) -> None:
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1)
     spec = model_spec(build_model(ModelCase()))
     gib = (ByteModel(spec).states() + ByteModel(spec).kept_bytes(40)) / 2**30
     config = LongContextConfig(device_gib=gib, tile_tokens=16, tokens_per_rank=5000, activations=activations)
@@ -82,7 +82,7 @@ def test_communicators_take_a_part_of_the_memory_that_the_user_gave(monkeypatch)
 
 def auto_setup(gib: float, lengths: list[int], **settings: Any) -> Any:
     """The setup of a run on one rank that chooses the place of optimizer states for rows of these lengths."""
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1, disable_tqdm=True)
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1, disable_tqdm=True)
     config = LongContextConfig(**{"device_gib": gib, "tile_tokens": 16, "optimizer_states": "auto", **settings})
     rows = [{"input_ids": [3] * length} for length in lengths]
     return choose_setup(config, build_model(ModelCase(dtype=torch.bfloat16)), arguments, (1,), None, TrainingRows(rows or None))

@@ -27,7 +27,9 @@ from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, pro
 
 def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """Ranks per node and sizes of blocks that this rank plans with, on a node of `ranks_on_node[rank]` ranks."""
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=dist.get_world_size())
+    arguments: Any = SimpleNamespace(
+        bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=dist.get_world_size()
+    )
     config = replace(LongContextConfig(), method="hybrid")
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_on_node[dist.get_rank()])):
         setup = choose_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
@@ -57,7 +59,7 @@ def written(path: Path, model: str) -> str:
 
 
 def lone_setup(hardware: str) -> RunSetup:
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1)
     return choose_setup(LongContextConfig(hardware=hardware), build_model(ModelCase()), arguments, (1,), None)
 
 
@@ -85,7 +87,7 @@ def test_a_shipped_guess_changes_the_rates_and_is_still_measured_by_the_run() ->
 
 
 def profile_of_rank(paths: tuple[str, str]) -> float:
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=2)
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=2)
     config = LongContextConfig(hardware=paths[dist.get_rank()])
     setup = choose_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
     return setup.costs.coefficients.step_s
@@ -136,7 +138,7 @@ def test_a_calibrated_run_predicts_its_first_step(tmp_path: Path, capsys) -> Non
 
 def planner_of(settings: dict[str, Any]) -> Any:
     """The planner's config for a run on one rank with these settings."""
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1)
     return choose_setup(LongContextConfig(**settings), build_model(ModelCase()), arguments, (1,), None).planner
 
 
