@@ -148,9 +148,7 @@ def test_a_host_that_runs_ahead_does_not_fill_the_device() -> None:
 
     # two leave, and one is being made
     assert peak() <= 3
-    with removed(
-        Removal("runtime.core.host_copies", "self._leaving.add(source, ticket)", "source.record_stream(self._out)")
-    ):
+    with removed(Removal("runtime.core.host_copies", "self._leaving.add(source, ticket)", "source.record_stream(self._out)")):
         assert peak() == 32
 
 
