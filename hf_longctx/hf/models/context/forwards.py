@@ -6,6 +6,7 @@ with the attributes of what it wraps. So a forward is recognised by its code.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,8 @@ def without_renames(function: Any) -> Any:
     return function
 
 
+# every attention of some classes asks in every forward
+@functools.cache
 def cache_parameter(function: Callable[..., Any]) -> str:
     """Name of the parameter by which a forward of transformers takes a cache; empty if it takes none."""
     names = inspect.signature(function).parameters
