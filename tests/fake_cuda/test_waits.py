@@ -127,7 +127,10 @@ def test_wait_is_needed(name: str, device: FakeDevice) -> None:
     assert wrong
 
 
-@pytest.mark.parametrize("scenario", {scenario for _, scenario in ONE_PROCESS.values()}, ids=lambda each: each.__name__)
+# in one order in all of pytest's workers, which a set of functions has not
+@pytest.mark.parametrize(
+    "scenario", dict.fromkeys(scenario for _, scenario in ONE_PROCESS.values()), ids=lambda each: each.__name__
+)
 def test_nothing_is_wrong_with_all_waits(scenario: Callable[[FakeDevice], int], device: FakeDevice) -> None:
     assert scenario(device) == 0
 
