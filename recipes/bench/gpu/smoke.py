@@ -31,9 +31,7 @@ from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
-from hf_longctx.kernels import reference
 from hf_longctx.kernels.merge_attention import accumulate_attention_
-from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare, block_pieces
@@ -43,6 +41,7 @@ from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
 from hf_longctx.recipes.bench.gpu.rows import append_row, is_wanted
+from hf_longctx.recipes.bench.gpu.smoke_kernels import kernel_checks, random_heads
 from hf_longctx.recipes.bench.gpu.smoke_memory import (
     HEAD_DIM,
     NUM_HEADS,
@@ -146,8 +145,7 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
         "ring of 2, its tiles in one process": (partial(check_tiles, tokens, device, 2), TOLERANCE),
         "ring of 4, its tiles in one process": (partial(check_tiles, tokens, device, 4), TOLERANCE),
         "slices, keys and values in the K/V book": (partial(check_slices, tokens, device), TOLERANCE),
-        "kernel accumulate_attention_": (partial(check_merge, tokens, device), TOLERANCE),
-        "kernel sequence_layout, there and back": (partial(check_layout, tokens, device), 0.0),
+        **kernel_checks(tokens, device, TOLERANCE),
         "inputs copied on a side stream": (partial(check_copies, tokens), 0.0),
         "planned step, bf16 weights, fp32 gradients": (partial(check_step, device), 0.1),
         "training, 20 steps, bf16 autocast": (partial(check_training, device), 0.9),
@@ -169,16 +167,6 @@ def timed(name: str, check: Callable[[], tuple[float, str]], tolerance: float) -
     row = Row(name, error, tolerance, time.perf_counter() - start, note)
     print(row, flush=True)
     return row
-
-
-def random_heads(tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random gradient and q [H, T, D], k and v [G, T, D], on the device, with values that bf16 holds exactly."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = (NUM_HEADS, NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-    gradient, q, k, v = (
-        torch.randn(heads, tokens, HEAD_DIM, generator=generator).bfloat16().to(device, dtype) for heads in sizes
-    )
-    return gradient, q, k, v
 
 
 def documents(tokens: int) -> tuple[int, ...]:
@@ -283,42 +271,6 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
     found = [torch.cat(outputs).detach().transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     note = f"{kv_book.peak_bytes} bytes in the K/V book, {kv_book.num_bytes} left"
     return largest_error(found, reference_attention(tokens, device)), note
-
-
-def check_merge(tokens: int, device: torch.device) -> tuple[float, str]:
-    """Checks the merge of three partial results against the reference in fp32; one of them saw no key."""
-    outputs = [random_heads(tokens, device)[1] * scale for scale in (1.0, 0.5, 2.0)]
-    lses = [output.float().sum(-1) for output in outputs]
-    lses[2] = torch.full_like(lses[2], float("-inf"))
-    found = [outputs[0].float(), lses[0].clone()]
-    expected = [x.clone().cpu() for x in found]
-    for other, other_lse in zip(outputs[1:], lses[1:], strict=True):
-        accumulate_attention_(*found, other, other_lse)
-        reference.accumulate_attention_(*expected, other.cpu(), other_lse.cpu())
-    return largest_error([x.cpu() for x in found], expected), ""
-
-
-def check_layout(tokens: int, device: torch.device) -> tuple[float, str]:
-    """Checks the four layout kernels against their references, bit for bit, for three ranks with uneven heads and tokens."""
-    _, q, k, v = random_heads(tokens, device)
-    q_bounds, kv_ranges = [0, 3, 6, 8], [0, 1, 0, 2, 1, 2]
-    sizes = [tokens // 2, tokens // 3, tokens - tokens // 2 - tokens // 3]
-    flat = scatter_heads(q, k, v, q_bounds, kv_ranges)
-    expected = reference.scatter_heads(q.cpu(), k.cpu(), v.cpu(), q_bounds, kv_ranges)
-    error = float((flat.cpu() != expected).sum())
-    block = torch.cat([q[:3].reshape(3, -1), k[:1].reshape(1, -1), v[:1].reshape(1, -1)]).reshape(-1)
-    joined = join_tokens(block, sizes, 3, 1, HEAD_DIM)
-    on_host = join_tokens(block.cpu(), sizes, 3, 1, HEAD_DIM)
-    error += sum(float((a.cpu() != b).sum()) for a, b in zip(joined, on_host, strict=True))
-    out = q.transpose(0, 1).contiguous()
-    error += float((scatter_tokens(out, sizes).cpu() != scatter_tokens(out.cpu(), sizes)).sum())
-    error += float(
-        (
-            join_heads(out.reshape(-1), [3, 3, 2], tokens, HEAD_DIM).cpu()
-            != join_heads(out.cpu().reshape(-1), [3, 3, 2], tokens, HEAD_DIM)
-        ).sum()
-    )
-    return error, "values that differ"
 
 
 def check_copies(tokens: int) -> tuple[float, str]:
