@@ -37,9 +37,9 @@ from hf_longctx.kernels.jit import device_of, jit, launches_directly, next_power
 _TILE_VALUES = 4096
 
 
-@jit("num_blocks", "num_q", "num_kv", "num_tokens")
+@jit("num_q", "num_kv", "num_tokens")
 def _heads_kernel(
-    q, k, v, flat, strides, table, num_blocks, num_q, num_kv, num_tokens,
+    q, k, v, flat, strides, table, num_q, num_kv, num_tokens,
     DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr, IS_SUM: tl.constexpr,
 ):  # fmt: skip
@@ -47,8 +47,9 @@ def _heads_kernel(
 
     table, for each of q, k, v and each rank: (first head, one past the last, offset of the first in `flat`, counted in heads).
     """
-    head = (tl.program_id(0) // num_blocks).to(tl.int64)
-    tokens = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    num_heads = num_q + 2 * num_kv
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    tokens = (tl.program_id(0) // num_heads).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     if head < num_q:
         _copy_head(q, flat, strides, table, head, tokens, num_tokens, 0, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM)
     elif head < num_q + num_kv:
@@ -85,9 +86,9 @@ def _copy_head(
         tl.store(x + offsets, total.to(x.dtype.element_ty), mask=tile)
 
 
-@jit("num_blocks", "num_rows", "num_middle")
+@jit("num_rows", "num_middle")
 def _blocks_kernel(
-    parts, flat, strides, row_bounds, bounds, num_blocks, num_rows, num_middle,
+    parts, flat, strides, row_bounds, bounds, num_rows, num_middle,
     NUM_PARTS: tl.constexpr, NUM_BOUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -95,8 +96,8 @@ def _blocks_kernel(
 
     row_bounds: bounds of the tensors (`parts`) along the rows of a block. bounds: bounds of the blocks along the middle.
     """
-    row = (tl.program_id(0) // num_blocks).to(tl.int64)
-    middle = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = (tl.program_id(0) % num_rows).to(tl.int64)
+    middle = (tl.program_id(0) // num_rows).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     tile = (middle < num_middle)[:, None] & (columns < HEAD_DIM)[None, :]
     flat_row = tl.zeros([BLOCK_M], tl.int64)
@@ -152,7 +153,7 @@ def _launch_heads(
     with device_of(flat):
         _heads_kernel[grid](
             q_HTD, k_GTD, v_GTD, flat, tuple(stride for part in parts_NTD for stride in part.stride()),
-            pack(_head_table(q_bounds, kv_ranges)), num_blocks, num_q, k_GTD.shape[0], num_tokens,
+            pack(_head_table(q_bounds, kv_ranges)), num_q, k_GTD.shape[0], num_tokens,
             DEGREE=len(q_bounds) - 1, HEAD_DIM=head_dim, BLOCK_T=block_t, BLOCK_D=block_d,
             WIDE=wide_type(flat.dtype), IS_SUM=is_sum,
         )  # fmt: skip
@@ -187,7 +188,7 @@ def _launch_blocks(parts: Sequence[Tensor], flat: Tensor, sizes: Sequence[int], 
     with device_of(flat):
         _blocks_kernel[(sum(rows) * num_blocks,)](
             tuple(parts), flat, tuple(stride for part in parts for stride in part.stride()),
-            pack(_bounds(rows)), pack(_bounds(sizes)), num_blocks, sum(rows), num_middle,
+            pack(_bounds(rows)), pack(_bounds(sizes)), sum(rows), num_middle,
             NUM_PARTS=len(parts), NUM_BOUNDS=len(sizes), HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_D=block_d,
             IS_SPLIT=is_split,
         )  # fmt: skip

@@ -13,7 +13,7 @@ def packed_causal_attention(q_HSD: Tensor, k_GSD: Tensor, v_GSD: Tensor, cu_seql
     """
     num_tokens, per_kv = q_HSD.shape[1], q_HSD.shape[0] // k_GSD.shape[0]
     position_S = torch.arange(num_tokens, device=q_HSD.device)
-    document_S = torch.searchsorted(cu_seqlens[1:], position_S, right=True)
+    document_S = torch.searchsorted(cu_seqlens[1:].to(q_HSD.device), position_S, right=True)
     visible_SS = (document_S[:, None] == document_S[None, :]) & (position_S[:, None] >= position_S[None, :])
     k_HSD, v_HSD = k_GSD.repeat_interleave(per_kv, 0), v_GSD.repeat_interleave(per_kv, 0)
     scores_HSS = (q_HSD @ k_HSD.transpose(1, 2)) * scale

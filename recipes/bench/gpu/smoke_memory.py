@@ -42,6 +42,8 @@ POLICIES: dict[str, tuple[LayerPolicy, int, int]] = {
     "four slices, everything kept": (LayerPolicy(), 0, 4),
     "four slices, attention kept on the host": (replayed(attention_host=1.0), 64, 4),
 }
+# a policy adds in another order than the plain model, so that the largest error of its gradients is somewhat larger or smaller
+POLICY_TOLERANCE = 1.5
 Check = tuple[Callable[[], tuple[float, str]], float]
 
 
@@ -59,7 +61,7 @@ def memory_checks(tokens: int, device: torch.device, tolerance: float) -> dict[s
         "tile of more than 2^31 elements": (partial(check_long_tile, device, 2**31 // (32 * 128) + 65), tolerance),
         "host tier: values back, blocks used again": (partial(check_tier, tokens, device), 0.0),
         "host slab is page-locked on CUDA": (partial(check_slab, device), 0.0),
-        **{f"policy: {name}": (partial(check_policy, tokens, device, *how), 0.1) for name, how in POLICIES.items()},
+        **{f"policy: {name}": (partial(check_policy, tokens, device, *how), POLICY_TOLERANCE) for name, how in POLICIES.items()},
         "callback attached to a stock trainer": (partial(check_callback, device), 0.9),
     }
 
@@ -180,14 +182,15 @@ def document_model(device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM
 
 
 def check_policy(tokens: int, device: torch.device, layer: LayerPolicy, tile_tokens: int, slices: int) -> tuple[float, str]:
-    """Checks loss and gradients of a document under one policy in bf16 against plain fp32.
+    """Checks loss and gradients of a document under one policy in bf16; the error is relative to that of the plain model in bf16.
 
-    It runs twice, so that blocks of host memory are used again.
+    Both are compared with the plain model in fp32. The policy runs twice, so that blocks of host memory are used again.
     """
     ids = torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(2)).to(device)
-    plain = document_model(device, torch.float32)
+    plain, half, model = (document_model(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
     expected_loss = float(plain_step(plain, ids))
-    model = document_model(device, torch.bfloat16)
+    half_loss = float(plain_step(half, ids))
+    allowed = max(abs(half_loss / expected_loss - 1), largest_error(gradients(half), gradients(plain)))
     tier = HostTier.on(device, 2**20 + tokens * 2**15)
     document = PlannedDocument.of(model, ids, document_plan(tokens, (layer,) * 2, tile_tokens, slices), tier)
     error = 0.0
@@ -196,7 +199,7 @@ def check_policy(tokens: int, device: torch.device, layer: LayerPolicy, tile_tok
         loss = float(document.step())
         error = max(error, abs(loss / expected_loss - 1), largest_error(gradients(model), gradients(plain)))
     document.close()
-    return error, f"{tier.peak_bytes} bytes on the host at most, {tier.stored_bytes} left"
+    return error / allowed, f"{error:.1e} and {allowed:.1e}; {tier.peak_bytes} bytes on the host at most, {tier.stored_bytes} left"
 
 
 def gradients(model: Any) -> list[Tensor]:

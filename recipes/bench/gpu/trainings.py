@@ -177,7 +177,7 @@ def _train(job: Job, method: str) -> Row:
     model = build(job)
     checkpointing: dict[str, Any] = {}
     if "TRL" in method:
-        importlib.import_module("trl.models").enable_selective_activation_checkpointing(model)
+        importlib.import_module("trl.models").enable_selective_activation_checkpointing(model.get_base_model())
         checkpointing["gradient_checkpointing_kwargs"] = {"selective": True}
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
