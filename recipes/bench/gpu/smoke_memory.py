@@ -199,7 +199,8 @@ def check_policy(tokens: int, device: torch.device, layer: LayerPolicy, tile_tok
         loss = float(document.step())
         error = max(error, abs(loss / expected_loss - 1), largest_error(gradients(model), gradients(plain)))
     document.close()
-    return error / allowed, f"{error:.1e} and {allowed:.1e}; {tier.peak_bytes} bytes on the host at most, {tier.stored_bytes} left"
+    note = f"{error:.1e} and {allowed:.1e}; {tier.peak_bytes} bytes on the host at most, {tier.stored_bytes} left"
+    return error / allowed, note
 
 
 def gradients(model: Any) -> list[Tensor]:
