@@ -171,7 +171,7 @@ def _measure_chunks(bench: ChunkBench, spec: ModelSpec, cluster: ClusterSpec, de
     limit = min(gather_objects(tokens_that_fit(spec, cluster), bench.pool.control))
     num_probes = len(probe_grid(2**20, 2**20, shapes))
     # count two probes more: finding the largest chunk takes time too
-    target_s = min(gather_objects(target_seconds(num_probes + 2, budget_s), bench.pool.control))
+    target_s = min(gather_objects(target_seconds(num_probes + 2, budget_s, bench.num_repeats), bench.pool.control))
     max_tokens = bench.largest_tokens(min(limit, spec.max_positions), target_s)
     return bench.measure(probe_grid(max_tokens, spec.max_positions, shapes))
 

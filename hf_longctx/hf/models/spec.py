@@ -24,6 +24,7 @@ from hf_longctx.plan.core.layer_kinds import Windows, config_states, config_wind
 from hf_longctx.plan.core.mixers.state_spec import StateSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.cost.profiles import profile_of_device
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.runtime.parameters.rounded import rounded_weights
 
@@ -139,9 +140,11 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:
-    """The ranks of this run, with a generic device of this rank's kind that has the real device's memory."""
+    """The ranks of this run, with this rank's memory, and rates of the shipped profile for its device or of a generic one."""
     if device.type == "cuda":
-        hardware = replace(GENERIC_GPU, device_bytes=torch.cuda.get_device_properties(device).total_memory)
+        properties = torch.cuda.get_device_properties(device)
+        profile = profile_of_device(properties.name, properties.total_memory)
+        hardware = replace(profile.spec if profile else GENERIC_GPU, device_bytes=properties.total_memory)
     else:
         machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         hardware = replace(GENERIC_CPU, device_bytes=machine_bytes // ranks_per_node)

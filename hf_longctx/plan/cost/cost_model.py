@@ -361,7 +361,8 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     """Derive coefficients from operation counts and hardware rates, to rank plans until a run has measured its own.
 
     Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
-    chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels.
+    chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels; half of its
+    products are for gradients of weights, which frozen weights below adapters do not have.
 
     A scan counts by its products, as one kernel at the rate of matrices would take, and once more where backward runs it again
     (`CostModel.rescan_s`). Transformers' torch code starts some ten
@@ -373,10 +374,11 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     pair_s = model.num_layers * model.pair_operations / hardware.attention_flops_per_s
     kernels_s = model.num_layers * hardware.kernel_s
     exchange = (hardware.message_s, 1 / hardware.link_bytes_per_s, 1 / hardware.network_bytes_per_s)
+    backward_matmul = hardware.backward_matmul if model.trains_layers else hardware.backward_matmul / 2
     return CostCoefficients(
         forward=PassCoefficients(pair_s, token_s, 20 * kernels_s, *exchange, 4 * kernels_s),
         backward=PassCoefficients(
-            hardware.backward_attention * pair_s, hardware.backward_matmul * token_s, 40 * kernels_s, *exchange, 8 * kernels_s
+            hardware.backward_attention * pair_s, backward_matmul * token_s, 40 * kernels_s, *exchange, 8 * kernels_s
         ),
         step_s=0.0,
         source=hardware.source or "default",

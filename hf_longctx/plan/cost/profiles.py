@@ -164,6 +164,16 @@ def read_profile(name_or_path: str | Path) -> HardwareProfile:
     return profile_from_json(Path(name).read_text(encoding="utf-8"), name)
 
 
+def profile_of_device(name: str, device_bytes: int) -> HardwareProfile | None:
+    """The shipped profile for a device of this name, as its driver gives it ("NVIDIA H200"); None for other devices.
+
+    Of profiles for several memory sizes, the one nearest to `device_bytes`.
+    """
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    found = [read_profile(known) for known in profile_names() if known.split("-")[0] in words]
+    return min(found, key=lambda profile: abs(profile.spec.device_bytes - device_bytes), default=None)
+
+
 def profile_names() -> tuple[str, ...]:
     """Names of the shipped profiles."""
     return tuple(_shipped_profiles())

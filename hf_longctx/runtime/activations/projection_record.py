@@ -53,15 +53,29 @@ class ProjectionRecord:
 
 def project(linear: nn.Linear, x: Tensor, record: ProjectionRecord, index: int) -> Tensor:
     """linear(x), [..., C] to [..., N], whose output `record` keeps or, in a replay, supplies."""
+    x, weight_NC, bias_N = autocast_operands(linear, x)
+    y_TN: Tensor = _Projection.apply(x.flatten(0, -2), weight_NC, bias_N, record, index)
+    return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+
+
+def autocast_operands(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Input, weight and bias of a product, cast if autocast is on: outside a node, so that gradients are cast back as it does."""
     weight: Tensor = linear.weight
     bias: Tensor | None = linear.bias
     device = x.device.type
-    if torch.is_autocast_enabled(device):
-        # cast outside the node, so that gradients are cast back as autocast does it
-        dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
-    y_TN: Tensor = _Projection.apply(x.flatten(0, -2), weight, bias, record, index)
-    return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
+
+
+def product_gradients(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias of a product; saved are the input or None, and the weight or None."""
+    x_TC, weight_NC = ctx.saved_tensors
+    dx_TC = None if weight_NC is None else gradient_TN @ weight_NC
+    dw_NC = None if x_TC is None else gradient_TN.T @ x_TC
+    db_N = gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
+    return dx_TC, dw_NC, db_N
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,8 +103,4 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        x_TC, weight_NC = ctx.saved_tensors
-        dx_TC = None if weight_NC is None else gradient_TN @ weight_NC
-        dw_NC = None if x_TC is None else gradient_TN.T @ x_TC
-        db_N = gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
-        return dx_TC, dw_NC, db_N, None, None
+        return *product_gradients(ctx, gradient_TN), None, None

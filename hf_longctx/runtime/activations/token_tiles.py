@@ -2,7 +2,8 @@
 
 The activation engine binds `tokenwise` to MLPs and norms; the output head uses its tiles too.
 
-Backward runs each tile forward and backward, so the module's inner tensors live for one tile only. Tiles that a record keeps are
+Backward runs each tile forward and backward, so the module's inner tensors live for one tile only; products that only the tile's
+output needs are left out (`last_products`). Tiles that a record keeps are
 run forward once, with their graph, whose saved tensors stay on the device or go to the host.
 
 In a replay under activation checkpointing, the node of an MLP with a record computes nothing and returns an uninitialised tensor.
@@ -25,12 +26,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.host_tier import HostTensor, HostTier
+from hf_longctx.runtime.activations.last_products import look_for_last_products, run_for_gradients
 from hf_longctx.runtime.dropout.keys import on_tiles
 
 # runs a tile, given its tensor and its token range
 Run = Callable[[Tensor, slice], Tensor]
 # (first token, one past the last, input edge, output edge) of a tile that was run with its graph
 KeptTile = tuple[int, int, GradientEdge, GradientEdge]
+# tokens that show which products of an MLP its gradients do not need
+_TRIAL_TOKENS = 16
 
 
 class TileRecord:
@@ -74,7 +78,7 @@ def tokenwise(
     tile_tokens, run = tile_tokens or x_1TC.shape[1], on_tiles(module, forward)
     if record is not None:
         record.parameter_storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in module.parameters())
-    output: Tensor = _Tokenwise.apply(x_1TC, run, tile_tokens, record, is_unfilled, *parameters)
+    output: Tensor = _Tokenwise.apply(x_1TC, module, run, tile_tokens, record, is_unfilled, *parameters)
     if is_unfilled:
         # reached only if the layer saves more tensors after this node
         with torch.no_grad():
@@ -87,6 +91,7 @@ class _Tokenwise(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_1TC: Tensor,
+        module: nn.Module,
         run: Run,
         tile_tokens: int,
         record: TileRecord | None,
@@ -96,7 +101,7 @@ class _Tokenwise(torch.autograd.Function):
         ctx.save_for_backward(x_1TC)
         device = x_1TC.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        ctx.settings = run, tile_tokens, record, parameters
+        ctx.settings = module, run, tile_tokens, record, parameters
         num_tokens = x_1TC.shape[1]
         if record is None:
             return _run_tiles(x_1TC, run, tiles_of(0, num_tokens, tile_tokens))
@@ -112,25 +117,33 @@ class _Tokenwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_1TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x_1TC,) = ctx.saved_tensors
-        run, tile_tokens, record, parameters = ctx.settings
+        module, run, tile_tokens, record, parameters = ctx.settings
         # taken out of the record: with retain_graph a second backward recomputes
         graphs = record.take_graphs() if record is not None else []
         kept_from = graphs[0][0] if graphs else x_1TC.shape[1]
         dx_1TC = torch.empty_like(x_1TC)
         sums: list[Tensor | None] = [None] * len(parameters)
         device, dtype, is_enabled = ctx.autocast
+        few = slice(0, min(kept_from, _TRIAL_TOKENS))
+        if kept_from:
+            with torch.autocast(device, dtype, is_enabled):
+                look_for_last_products(module, _at(run, few), x_1TC[:, few], gradient_1TC[:, few])
         for tile in tiles_of(0, kept_from, tile_tokens):
             x = x_1TC[:, tile].detach().requires_grad_(True)
             # backward does not restore autocast by itself
             with torch.enable_grad(), torch.autocast(device, dtype, is_enabled):
-                y = run(x, tile)
+                y = run_for_gradients(module, _at(run, tile), x)
             dx_1TC[:, tile] = add_gradients(sums, x, y, parameters, gradient_1TC[:, tile])
         for start, stop, x, y in graphs:
             dx_1TC[:, start:stop] = add_gradients(sums, x, y, parameters, gradient_1TC[:, start:stop])
         gradients = (
             total.to(gradient_dtype(p)) if total is not None else None for total, p in zip(sums, parameters, strict=True)
         )
-        return dx_1TC, None, None, None, None, *gradients
+        return dx_1TC, None, None, None, None, None, *gradients
+
+
+def _at(run: Run, tile: slice) -> Callable[[Tensor], Tensor]:
+    return lambda x: run(x, tile)
 
 
 def tiles_of(start: int, stop: int, tile_tokens: int) -> Iterator[slice]:
