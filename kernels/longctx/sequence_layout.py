@@ -37,19 +37,28 @@ from hf_longctx.kernels.jit import device_of, jit, launches_directly, next_power
 _TILE_VALUES = 4096
 
 
-@jit("num_q", "num_kv", "num_tokens")
+@jit()
+def _place(program, num_rows, num_blocks, ROWS_FIRST: tl.constexpr):
+    """(row, block of the middle dimension) of a program; those that run at the same time touch memory side by side."""
+    if ROWS_FIRST:
+        row, block = program % num_rows, program // num_rows
+    else:
+        row, block = program // num_blocks, program % num_blocks
+    return row.to(tl.int64), block.to(tl.int64)
+
+
+@jit("num_blocks", "num_q", "num_kv", "num_tokens")
 def _heads_kernel(
-    q, k, v, flat, strides, table, num_q, num_kv, num_tokens,
+    q, k, v, flat, strides, table, num_blocks, num_q, num_kv, num_tokens,
     DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr, IS_SUM: tl.constexpr,
+    WIDE: tl.constexpr, IS_SUM: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Copies in each program BLOCK_T tokens of one head of q, k or v to all its places in `flat`, or (IS_SUM) sums these.
 
     table, for each of q, k, v and each rank: (first head, one past the last, offset of the first in `flat`, counted in heads).
     """
-    num_heads = num_q + 2 * num_kv
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
-    tokens = (tl.program_id(0) // num_heads).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head, block = _place(tl.program_id(0), num_q + 2 * num_kv, num_blocks, ROWS_FIRST)
+    tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
     if head < num_q:
         _copy_head(q, flat, strides, table, head, tokens, num_tokens, 0, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM)
     elif head < num_q + num_kv:
@@ -86,18 +95,18 @@ def _copy_head(
         tl.store(x + offsets, total.to(x.dtype.element_ty), mask=tile)
 
 
-@jit("num_rows", "num_middle")
+@jit("num_blocks", "num_rows", "num_middle")
 def _blocks_kernel(
-    parts, flat, strides, row_bounds, bounds, num_rows, num_middle,
+    parts, flat, strides, row_bounds, bounds, num_blocks, num_rows, num_middle,
     NUM_PARTS: tl.constexpr, NUM_BOUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Copies in each program BLOCK_M indices of the middle dimension of one row from the flat blocks, or (IS_SPLIT) to them.
 
     row_bounds: bounds of the tensors (`parts`) along the rows of a block. bounds: bounds of the blocks along the middle.
     """
-    row = (tl.program_id(0) % num_rows).to(tl.int64)
-    middle = (tl.program_id(0) // num_rows).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, block = _place(tl.program_id(0), num_rows, num_blocks, ROWS_FIRST)
+    middle = block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     tile = (middle < num_middle)[:, None] & (columns < HEAD_DIM)[None, :]
     flat_row = tl.zeros([BLOCK_M], tl.int64)
@@ -116,6 +125,11 @@ def _blocks_kernel(
                 tl.store(there, tl.load(parts[i] + offsets, mask=tile, other=0.0), mask=tile)
             else:
                 tl.store(parts[i] + offsets, tl.load(there, mask=tile, other=0.0), mask=tile)
+
+
+def _rows_first(x_NMD: Tensor) -> bool:
+    """Whether rows lie nearer to each other in memory than indices of the middle dimension, as heads of a token do."""
+    return x_NMD.stride(0) < x_NMD.stride(1)
 
 
 def _bounds(sizes: Sequence[int]) -> list[int]:
@@ -153,9 +167,9 @@ def _launch_heads(
     with device_of(flat):
         _heads_kernel[grid](
             q_HTD, k_GTD, v_GTD, flat, tuple(stride for part in parts_NTD for stride in part.stride()),
-            pack(_head_table(q_bounds, kv_ranges)), num_q, k_GTD.shape[0], num_tokens,
+            pack(_head_table(q_bounds, kv_ranges)), num_blocks, num_q, k_GTD.shape[0], num_tokens,
             DEGREE=len(q_bounds) - 1, HEAD_DIM=head_dim, BLOCK_T=block_t, BLOCK_D=block_d,
-            WIDE=wide_type(flat.dtype), IS_SUM=is_sum,
+            WIDE=wide_type(flat.dtype), IS_SUM=is_sum, ROWS_FIRST=_rows_first(q_HTD),
         )  # fmt: skip
 
 
@@ -188,9 +202,9 @@ def _launch_blocks(parts: Sequence[Tensor], flat: Tensor, sizes: Sequence[int], 
     with device_of(flat):
         _blocks_kernel[(sum(rows) * num_blocks,)](
             tuple(parts), flat, tuple(stride for part in parts for stride in part.stride()),
-            pack(_bounds(rows)), pack(_bounds(sizes)), sum(rows), num_middle,
+            pack(_bounds(rows)), pack(_bounds(sizes)), num_blocks, sum(rows), num_middle,
             NUM_PARTS=len(parts), NUM_BOUNDS=len(sizes), HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_D=block_d,
-            IS_SPLIT=is_split,
+            IS_SPLIT=is_split, ROWS_FIRST=_rows_first(parts[0]),
         )  # fmt: skip
 
 

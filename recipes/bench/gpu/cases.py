@@ -25,7 +25,7 @@ from hf_longctx.hf.calibration.shapes import shaped_config
 from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.activations.shares import MemoryLimits, PolicyChoice, choose_policy
 from hf_longctx.plan.activations.slots import layer_slots
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
@@ -337,7 +337,7 @@ def device_room(case: Case, num_tokens: int) -> float:
     load = Load.document(num_tokens, spec.num_layers, trains_weights=not case.is_frozen)
     workspace = ByteModel(spec).chunk(load, ActivationPolicy(0, 0, layers, case.tile_tokens)).workspace
     total = case.cap_gib * 2**30 or device_total()
-    return max(0.0, 0.95 * total - state_bytes(case) - workspace)
+    return max(0.0, USABLE_SHARE * total - state_bytes(case) - workspace)
 
 
 def state_bytes(case: Case) -> int:

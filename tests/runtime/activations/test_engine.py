@@ -448,7 +448,7 @@ def test_an_unfilled_output_that_is_read_is_noticed() -> None:
     def leave_unfilled(module: Any, run: Any, x: Tensor, tile_tokens: int, record: Any = None) -> Tensor:
         parameters = [p for p in module.parameters() if p.requires_grad]
         unfilled = record is not None and record.is_replay
-        return token_tiles._Tokenwise.apply(x, on_tiles(module, run), tile_tokens, record, unfilled, *parameters)
+        return token_tiles._Tokenwise.apply(x, module, on_tiles(module, run), tile_tokens, record, unfilled, *parameters)
 
     with patch.object(engine_module, "tokenwise", leave_unfilled):
         step(model, layers, rows, (replayed(),) * 2, 8)
