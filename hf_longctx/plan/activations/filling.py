@@ -40,8 +40,8 @@ def fill_memory(
 class _Filling:
     """Bytes that are still free while classes are placed.
 
-    slack[n]: bytes free on the device during the backward of slot n. window[n]: bytes of slot n whose copies are still hidden.
-    recomputed, on_host: bytes of every class.
+    slack[n]: bytes free on the device during the backward of slot n. window[n]: bytes of slot n whose copies would still be
+    hidden, below 0 after exposed ones. recomputed, on_host: bytes of every class.
     """
 
     def __init__(self, table: SlotTable, device_bytes: float, host_bytes: float, bytes_per_s: float) -> None:
@@ -65,7 +65,7 @@ class _Filling:
         hidden = np.zeros(len(slots))
         if batch.can_offload:
             has_room = np.minimum(self.slack[slots], self.slack[following]) > 0
-            hidden = np.where(has_room, np.minimum(sizes, self.window[slots]), 0.0)
+            hidden = np.where(has_room, np.clip(self.window[slots], 0.0, sizes), 0.0)
         keeps = batch.can_keep and self.slack[-1] > 0
         left = sizes - hidden
         kept = left if keeps else np.zeros(len(slots))
