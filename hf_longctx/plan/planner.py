@@ -8,6 +8,7 @@ Every pass is a function from plain data to plain data. The planner runs on rank
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -87,22 +88,38 @@ def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[S
 
 
 def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list[tuple[StepPlan, str]]:
-    """Returns one-stage plans that fit, each with its solver's name; raises the first candidate's ValueError if none fits."""
+    """Returns one-stage plans that fit, each with its solver's name; raises the first candidate's ValueError if none fits.
+
+    Making room only adds seconds, so candidates are tried in the order of their seconds without it, and those that could not
+    become faster than the best so far are left out.
+    """
     costs, config = planning.costs, planning.config
     # sequences get their input numbers back only at the end, so that no pass depends on the order of the input
     ordered, order = problem.longest_first()
-    found: list[tuple[StepPlan, str]] = []
-    first_error: ValueError | None = None
-    for placed, solver in candidates_with_room(ordered, costs, config):
-        plan = build_plan(step, problem.lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
+    plans = [
+        (build_plan(step, problem.lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks), solver)
+        for placed, solver in candidates_with_room(ordered, costs, config)
+    ]
+    if len(plans) == 1 or config.activations is None:
+        return [(make_room(plan, planning), solver) for plan, solver in plans]
+    bounds_s = [planning.predict(plan).step_s for plan, _ in plans]
+    found: dict[int, tuple[StepPlan, str]] = {}
+    errors: dict[int, ValueError] = {}
+    best_s = math.inf
+    for place in sorted(range(len(plans)), key=lambda place: bounds_s[place]):
+        if bounds_s[place] >= best_s:
+            continue
+        plan, solver = plans[place]
         try:
-            found.append((make_room(plan, planning), solver))
+            found[place] = make_room(plan, planning), solver
         except ValueError as error:
-            # the first candidate is the configured solver's, so its reason is the one to tell
-            first_error = first_error or error
-    if first_error is not None and not found:
-        raise first_error
-    return found
+            errors[place] = error
+            continue
+        best_s = min(best_s, planning.predict(found[place][0]).step_s)
+    if not found:
+        # the first candidate is the configured solver's, so its reason is the one to tell
+        raise errors[0]
+    return [found[place] for place in sorted(found)]
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
 from helpers.plans.grouping_problems import (
@@ -29,7 +31,7 @@ from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_
 from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
 from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.groups.placement import place_layout, renumber
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -457,13 +459,43 @@ def test_of_plans_that_do_not_fit_the_first_tells_why(monkeypatch: pytest.Monkey
 
     def refuse(found: StepPlan, _: Planning) -> StepPlan:
         tried.append(found)
-        raise ValueError(f"plan {len(tried)} does not fit")
+        raise ValueError(f"{found.layout} does not fit")
 
     monkeypatch.setattr(planner, "make_room", refuse)
-    with pytest.raises(ValueError, match=r"^plan 1 does not fit$"):
-        config = PlannerConfig(400, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 0, 64))
-        plan_step(0, [300, 200, 100, 50, 40], cost_model("attention", 4), config)
-    assert len(tried) > 1
+    config = PlannerConfig(400, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 0, 64))
+    lengths, costs = [300, 200, 100, 50, 40], cost_model("attention", 4)
+    problem = GroupingProblem.build(lengths, costs, config)
+    placed, _ = planner.candidates_with_room(problem, costs, config)[0]
+    first = planner.build_plan(0, lengths, placed, problem.shapes, costs, problem.block_ranks)
+    with pytest.raises(ValueError, match=f"^{re.escape(first.layout)} does not fit$"):
+        plan_step(0, lengths, costs, config)
+    assert len(tried) > 1 and len({plan.layout for plan in tried}) > 1
+
+
+def test_a_candidate_is_left_out_only_if_it_could_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PlannerConfig(2000, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 1 << 22, 64))
+    costs = dataclasses.replace(cost_model("attention", 4), parameters="gathered_per_round", shard_ranks=4)
+    tried: list[StepPlan] = []
+    make_room = planner.make_room
+
+    def note(plan: StepPlan, planning: Planning) -> StepPlan:
+        tried.append(make_room(plan, planning))
+        return tried[-1]
+
+    monkeypatch.setattr(planner, "make_room", note)
+    num_left_out = 0
+    for seed in range(12):
+        lengths = np.random.default_rng(seed).integers(20, 600, 9).tolist()
+        tried.clear()
+        best_s = plan_step(0, lengths, costs, config).estimate.step_s
+        planning, problem = Planning(costs, config), GroupingProblem.build(lengths, costs, config)
+        ordered, order = problem.longest_first()
+        candidates = planner.candidates_with_room(ordered, costs, config)
+        num_left_out += len(candidates) - len(tried)
+        for placed, _ in candidates:
+            plan = planner.build_plan(0, lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
+            assert best_s <= planning.predict(make_room(plan, planning)).step_s + 1e-12
+    assert num_left_out > 0
 
 
 def test_solvers_are_not_loaded_before_they_are_asked_for() -> None:

@@ -27,13 +27,16 @@ section 5.2), with no exposed second and nothing recomputed. Splitting by shares
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from hf_longctx.plan.activations.slots import SavedClass, Slot
-from hf_longctx.plan.core.arrays import FloatArray, IntArray
+from hf_longctx.plan.activations.filling import fill_memory
+from hf_longctx.plan.activations.slot_table import SlotTable
+from hf_longctx.plan.activations.slots import Slot
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.plan.solver.program import LinearProgram, SolverError
 from hf_longctx.plan.solver.solve import solve_linear_program
@@ -42,6 +45,8 @@ from hf_longctx.plan.solver.solve import solve_linear_program
 _MARGIN = 1e-6
 # tie-breaker: a hidden copy costs a millionth of its time, so nothing moves for nothing
 _IDLE_COPY = 1e-6
+# share of the slots' seconds below which a program is not worth solving
+_NO_GAIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,142 +83,79 @@ class PolicyChoice:
 
 
 def choose_policy(
-    slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: float = 10.0, explains: bool = True, solves: bool = True
+    slots: Sequence[Slot] | SlotTable,
+    limits: MemoryLimits,
+    time_limit_s: float = 10.0,
+    explains: bool = True,
+    solves: bool = True,
+    back_bytes: float = np.inf,
 ) -> PolicyChoice:
     """Finds the cheapest shares within the limits, at most as costly as `greedy_shares`; raises ValueError if none fit.
 
-    `explains`: whether to give a reason, which may require solving a second program. `solves`: False skips the linear program,
-    so that the choice takes a few milliseconds.
+    slots: slots, or their table if they are asked for several limits. `explains`: whether to give a reason, which may require
+    solving a second program. `solves`: False skips the linear program. It is skipped, too, where a bound proves that it cannot
+    save anything, which is so for most chunks; then the choice takes less than a millisecond. back_bytes: where nothing is
+    recomputed, bytes that stay on the device although their copies would be hidden.
     """
     _check(limits)
-    found = [("keep", np.array([[float(not item.can_keep), 0.0] for slot in slots for item in slot.saved]).reshape(-1, 2))]
-    if (greedy := greedy_shares(slots, limits)) is not None:
-        found.append(("greedy", greedy))
-    if solves and (solved := _Problem(slots, limits).solve(time_limit_s)) is not None:
-        found.append(("lp", solved))
-    fitting = [(name, shares, outcome_of(slots, shares, limits)) for name, shares in found]
-    fitting = [entry for entry in fitting if _fits(entry[2], limits)]
+    table = SlotTable.of(slots)
+    kept: FloatArray = np.stack([~table.can_keep, np.zeros(len(table.items))], axis=1).astype(np.float64)
+    found = [("keep", kept, outcome_of(table, kept, limits))]
+    if not _fits(found[0][2], limits):
+        found = []
+        if (greedy := greedy_shares(table, limits, back_bytes)) is not None:
+            found.append(("greedy", greedy, outcome_of(table, greedy, limits)))
+        is_best = greedy is not None and _is_best(table, greedy, found[0][2], limits)
+        if solves and not is_best and (solved := _Problem(table, limits).solve(time_limit_s)) is not None:
+            found.append(("lp", solved, outcome_of(table, solved, limits)))
+    fitting = [entry for entry in found if _fits(entry[2], limits)]
     if not fitting:
-        raise ValueError(_nothing_fits(slots, limits))
+        raise ValueError(_nothing_fits(table.slots, limits))
     # a copy that saves no time is useless: at equal cost, prefer fewer bytes on the host
     name, shares, outcome = min(fitting, key=lambda entry: (round(entry[2].cost_s, 12), entry[2].host_bytes))
-    reason = _reason(slots, limits, outcome, time_limit_s) if explains else ""
-    return PolicyChoice(_as_shares(slots, shares), outcome, name, reason)
+    reason = _reason(table, limits, outcome, time_limit_s) if explains else ""
+    return PolicyChoice(_as_shares(table, shares), outcome, name, reason)
 
 
-def outcome_of(slots: Sequence[Slot], shares: FloatArray, limits: MemoryLimits) -> PolicyOutcome:
+def outcome_of(slots: Sequence[Slot] | SlotTable, shares: FloatArray, limits: MemoryLimits) -> PolicyOutcome:
     """Computes cost and bytes of shares: one row (recompute, host) for each class of each slot, in order."""
-    num_bytes, owner = _bytes_of(slots)
-    host = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots))
-    kept = np.bincount(owner, weights=(1 - shares.sum(1)) * num_bytes, minlength=len(slots))
+    table = SlotTable.of(slots)
+    num_slots = len(table.slots)
+    host = np.bincount(table.owner, weights=shares[:, 1] * table.num_bytes, minlength=num_slots)
+    kept = np.bincount(table.owner, weights=(1 - shares.sum(1)) * table.num_bytes, minlength=num_slots)
     arriving = np.concatenate([[0.0], host[:-1]])
-    recompute_s, *exposed_s = slot_seconds(slots, shares, limits.bytes_per_s)
+    recompute_s, *exposed_s = slot_seconds(table, shares, limits.bytes_per_s)
     peak = float((np.cumsum(kept) + host + arriving).max(initial=0.0))
     return PolicyOutcome(float(recompute_s.sum()), float(sum(way.sum() for way in exposed_s)), peak, float(host.sum()))
 
 
-def slot_seconds(slots: Sequence[Slot], shares: FloatArray, bytes_per_s: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+def slot_seconds(
+    slots: Sequence[Slot] | SlotTable, shares: FloatArray, bytes_per_s: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Seconds that shares (see `outcome_of`) add to every slot: recomputation, exposed copies out, exposed copies back."""
-    num_bytes, owner = _bytes_of(slots)
-    copy_s = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots)) / bytes_per_s
-    items = (item for slot in slots for item in slot.saved)
-    again_s = [item.recompute_part_s(share) for share, item in zip(shares[:, 0].tolist(), items, strict=True)]
-    recompute_s: FloatArray = np.bincount(owner, weights=again_s, minlength=len(slots)).astype(np.float64)
-    forward_s, backward_s = (
-        np.maximum(0.0, copy_s - np.array([*(getattr(slot, way) for slot in slots[1:]), 0.0]))
-        for way in ("forward_s", "backward_s")
-    )
+    table = SlotTable.of(slots)
+    copy_s = np.bincount(table.owner, weights=shares[:, 1] * table.num_bytes, minlength=len(table.slots)) / bytes_per_s
+    again_s = table.again_s(shares[:, 0])
+    recompute_s: FloatArray = np.bincount(table.owner, weights=again_s, minlength=len(table.slots)).astype(np.float64)
+    forward_s, backward_s = (np.maximum(0.0, copy_s - window_s) for window_s in table.windows_s)
     return recompute_s, forward_s, backward_s
 
 
-def _bytes_of(slots: Sequence[Slot]) -> tuple[FloatArray, IntArray]:
-    """Bytes of every class of all slots, and the index of its slot."""
-    saved = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
-    return np.array([item.num_bytes for _, item in saved]), np.array([n for n, _ in saved], dtype=np.int64)
-
-
-def _segments_of(slots: Sequence[Slot]) -> list[tuple[tuple[float, float], ...]]:
-    """Segments of every class of all slots; equal layers share their classes, whose segments are computed once."""
-    items = [item for slot in slots for item in slot.saved]
-    known = {id(item): item for item in items}
-    segments = {key: item.segments() for key, item in known.items()}
-    return [segments[id(item)] for item in items]
-
-
-def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | None:
+def greedy_shares(slots: Sequence[Slot] | SlotTable, limits: MemoryLimits, back_bytes: float = 0.0) -> FloatArray | None:
     """Fills memory in the order of seconds saved per byte and returns (r, h) of every class; None if that does not fit.
 
-    Classes that cannot be recomputed come first. Each segment of a class's curve first uses copies that are hidden, then the
-    device, then exposed copies if they cost less than recomputation; the rest is recomputed. Among equals the latest slots come
-    first, because their tensors stay for the shortest time.
+    back_bytes: see `choose_policy`.
     """
-    places = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
-    pieces = [(place, *segment) for place, segments in enumerate(_segments_of(slots)) for segment in segments]
-    fill = _Filling(slots, limits)
-    shares = np.zeros((len(places), 2))
-
-    def urgency(piece: tuple[int, float, float]) -> tuple[bool, float, int]:
-        place, width, seconds = piece
-        slot, item = places[place]
-        num_bytes = width * item.num_bytes
-        return item.can_recompute, -seconds / num_bytes if num_bytes and item.can_recompute else 0.0, -slot
-
-    for place, width, seconds in sorted(pieces, key=urgency):
-        slot, item = places[place]
-        if not item.num_bytes:
-            shares[place, 0] += width * (item.can_recompute and not item.can_keep)
-            continue
-        left = fill.place(slot, item, width * item.num_bytes, seconds)
-        if left is None:
-            return None
-        shares[place] += left[0] / item.num_bytes, left[1] / item.num_bytes
-    return shares
+    table, limit_bytes = SlotTable.of(slots), min(back_bytes, limits.device_bytes)
+    return fill_memory(table, limits.device_bytes, limits.host_bytes, limits.bytes_per_s, limit_bytes)
 
 
-class _Filling:
-    """Bytes that are still free while shares are assigned. slack[n]: bytes free on the device during the backward of slot n."""
-
-    def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
-        self.copy_s = 1 / limits.bytes_per_s
-        self.slack = np.full(len(slots), float(limits.device_bytes))
-        self.host_left = limits.host_bytes
-        following = [min(slot.forward_s, slot.backward_s) for slot in slots[1:]]
-        self.window = np.array([*following, 0.0]) * limits.bytes_per_s
-
-    def place(self, slot: int, item: SavedClass, num_bytes: float, recompute_s: float) -> tuple[float, float] | None:
-        """Places a piece of a class; returns its bytes that are recomputed and those on the host, or None if it fits nowhere."""
-        left = num_bytes
-        hidden = min(left, self.hidden_room(slot)) if item.can_offload else 0.0
-        self.offload(slot, hidden)
-        left -= hidden
-        kept = min(left, self.device_room(slot)) if item.can_keep else 0.0
-        self.keep(slot, kept)
-        left -= kept
-        # compare an exposed copy, out and back, with recomputation
-        pays = not item.can_recompute or 2 * self.copy_s * num_bytes < recompute_s
-        exposed = min(left, self.host_room(slot)) if item.can_offload and pays else 0.0
-        self.offload(slot, exposed)
-        left -= exposed
-        if left > 1e-9 * num_bytes and not item.can_recompute:
-            return None
-        return max(0.0, left) if item.can_recompute else 0.0, hidden + exposed
-
-    def device_room(self, slot: int) -> float:
-        return max(0.0, float(self.slack[slot:].min()))
-
-    def host_room(self, slot: int) -> float:
-        return max(0.0, min(self.host_left, float(self.slack[slot : slot + 2].min())))
-
-    def hidden_room(self, slot: int) -> float:
-        return max(0.0, min(self.host_room(slot), float(self.window[slot])))
-
-    def keep(self, slot: int, num_bytes: float) -> None:
-        self.slack[slot:] -= num_bytes
-
-    def offload(self, slot: int, num_bytes: float) -> None:
-        self.slack[slot : slot + 2] -= num_bytes
-        self.window[slot] -= num_bytes
-        self.host_left -= num_bytes
+def _is_best(table: SlotTable, greedy: FloatArray, outcome: PolicyOutcome, limits: MemoryLimits) -> bool:
+    """Whether no shares cost less than these, by the curves of the program."""
+    if not _fits(outcome, limits):
+        return False
+    least_s = table.least_cost_s(limits.device_bytes, limits.host_bytes, 1 / limits.bytes_per_s)
+    return table.hull_s(greedy[:, 0]) + outcome.exposed_s <= least_s + _NO_GAIN * table.work_s
 
 
 @dataclass(slots=True)
@@ -242,14 +184,14 @@ class _Problem:
     The segments of a class's curve sum to its r. Seconds rise from segment to segment, so the first ones are filled first.
     """
 
-    def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
-        self.slots, self.limits = slots, limits
-        self.items = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
+    def __init__(self, slots: Sequence[Slot] | SlotTable, limits: MemoryLimits) -> None:
+        table = SlotTable.of(slots)
+        self.slots, self.items, self.limits = table.slots, table.items, limits
         # units that scale the program's numbers to about one
         self.byte_unit = max((item.num_bytes for _, item in self.items), default=0.0) or 1.0
-        curves = zip(self.items, _segments_of(slots), strict=True)
+        curves = zip(self.items, table.segments, strict=True)
         self.curves = [(place, segments) for place, ((_, item), segments) in enumerate(curves) if item.documents]
-        times = [item.recompute_s for _, item in self.items if item.can_recompute] + [slot.forward_s for slot in slots]
+        times = [item.recompute_s for _, item in self.items if item.can_recompute] + [slot.forward_s for slot in self.slots]
         self.second_unit = max([*times, self.byte_unit / limits.bytes_per_s * 1e-3])
 
     def solve(self, time_limit_s: float) -> FloatArray | None:
@@ -357,9 +299,9 @@ def _nothing_fits(slots: Sequence[Slot], limits: MemoryLimits) -> str:
     )
 
 
-def _reason(slots: Sequence[Slot], limits: MemoryLimits, outcome: PolicyOutcome, time_limit_s: float) -> str:
+def _reason(table: SlotTable, limits: MemoryLimits, outcome: PolicyOutcome, time_limit_s: float) -> str:
     """Explains in one sentence why bytes go to the host, or why none do."""
-    total = sum(item.num_bytes for slot in slots for item in slot.saved)
+    total = float(table.num_bytes.sum())
     if outcome.host_bytes <= 0.5:
         if total <= limits.device_bytes:
             return "nothing is offloaded: everything fits on the device"
@@ -370,21 +312,33 @@ def _reason(slots: Sequence[Slot], limits: MemoryLimits, outcome: PolicyOutcome,
             f"{limits.bytes_per_s / 1e9:.3g} GB/s that computation does not hide"
         )
     text = f"{outcome.host_bytes / 2**30:.3f} GiB are offloaded; computation hides all but {outcome.exposed_s:.3g} s of copies"
-    without = _Problem(slots, MemoryLimits(limits.device_bytes, 0.0, limits.bytes_per_s)).solve(time_limit_s)
+    without = _Problem(table, MemoryLimits(limits.device_bytes, 0.0, limits.bytes_per_s)).solve(time_limit_s)
     if without is None:
         return f"{text}; without host memory nothing fits"
-    saved_s = outcome_of(slots, without, limits).cost_s - outcome.cost_s
+    saved_s = outcome_of(table, without, limits).cost_s - outcome.cost_s
     return f"{text}; without host memory it would take {saved_s:.3g} s more"
 
 
-def _as_shares(slots: Sequence[Slot], shares: FloatArray) -> tuple[tuple[TensorShare, ...], ...]:
-    pairs = iter(shares.tolist())
-    result = []
-    for slot in slots:
-        chosen = []
-        for item in slot.saved:
-            recompute, host = (0.0 if share < 1e-9 else share for share in next(pairs))
-            recompute, host = (1.0, 0.0) if recompute > 1 - 1e-9 else (recompute, host)
-            chosen.append(TensorShare(item.tensor_class, recompute=recompute, host=host, device=max(0.0, 1 - recompute - host)))
-        result.append(tuple(chosen))
+def _as_shares(table: SlotTable, shares: FloatArray) -> tuple[tuple[TensorShare, ...], ...]:
+    """Shares of every slot; equal slots share one object, whose bytes and seconds are counted once."""
+    rows = shares.tolist()
+    known: dict[tuple[object, ...], tuple[TensorShare, ...]] = {}
+    result, start = [], 0
+    for slot in table.slots:
+        stop = start + len(slot.saved)
+        key = id(slot.saved), *itertools.chain.from_iterable(rows[start:stop])
+        if key not in known:
+            known[key] = tuple(
+                TensorShare(item.tensor_class, recompute=recompute, host=host, device=max(0.0, 1 - recompute - host))
+                for item, row in zip(slot.saved, rows[start:stop], strict=True)
+                for recompute, host in [_rounded(*row)]
+            )
+        result.append(known[key])
+        start = stop
     return tuple(result)
+
+
+def _rounded(recompute: float, host: float) -> tuple[float, float]:
+    """Shares without the crumbs that rounding leaves."""
+    recompute, host = (0.0 if share < 1e-9 else share for share in (recompute, host))
+    return (1.0, 0.0) if recompute > 1 - 1e-9 else (recompute, host)

@@ -311,8 +311,13 @@ class ByteModel:
         known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens, kinds)
         if key not in known:
             layers = [*policy.layers, *[_KEEPS_EVERYTHING] * len(kinds)]
-            each = zip(layers, kinds, strict=False)
-            known[key] = [self._layer(load, load_number, layer, policy.tile_tokens, kind)[1] for layer, kind in each]
+            each = list(zip(layers, kinds, strict=False))
+            # equal layers are mostly one object
+            distinct = {(id(layer), kind): (layer, kind) for layer, kind in each}
+            row = {
+                own: self._layer(load, load_number, layer, policy.tile_tokens, kind)[1] for own, (layer, kind) in distinct.items()
+            }
+            known[key] = [row[id(layer), kind] for layer, kind in each]
         return known[key]
 
     def _table(self) -> IntArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -47,6 +47,12 @@ class StageRun:
     peak_bytes: int
     host_bytes: int
     peak_tokens: int
+
+    def later(self, seconds: float) -> StageRun:
+        """The same run, started later."""
+        if not seconds:
+            return self
+        return replace(self, times=tuple((start_s + seconds, stop_s + seconds) for start_s, stop_s in self.times))
 
 
 def check_action(action: Action, stage: StagePlan) -> None:
@@ -105,6 +111,13 @@ def run_pipeline(
 ) -> tuple[StageRun, ...]:
     """Predicts a group whose stages are free at `start_s`; returns one run per stage."""
     known = PredictionCache() if known is None else known
+    if len(group.stages) == 1:
+        # a group without stages meets no others while it runs, so that its run may start at any time and place
+        near = near_ranks(group.positions, costs.cluster.ranks_per_node)
+        alone = id(group.chunks), id(group.stages), (near,), (0.0,)
+        if alone not in known.runs:
+            known.runs[alone] = group, _run_pipeline(plan, group, costs, (0.0,), known)
+        return tuple(run.later(start_s[0]) for run in known.runs[alone][1])
     key = id(group.chunks), id(group.stages), group.positions, tuple(start_s)
     if key not in known.runs:
         known.runs[key] = group, _run_pipeline(plan, group, costs, start_s, known)

@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
+from hf_longctx.plan.activations.slot_table import SlotTable
 from hf_longctx.plan.activations.slots import Slot, chunk_slot, layer_slots
 from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
@@ -44,9 +45,10 @@ class FitConstants:
 
     slice_counts: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     attempts: int = 4
-    most_programs: int = 24
+    most_programs: int = 64
     worth: float = 0.02
     regain: float = 0.8
+    returned: float = 0.5
 
 
 # repeat `recipes/bench/cpu/memory.py` and `recipes/bench/papers/sppo.py` when one of these changes
@@ -173,16 +175,55 @@ class RoomMaker:
 
     def _fitting_shape(self, allows_slices: bool, group: SequenceGroup) -> list[Trial]:
         """Trials that fit in the group's own shape: of the whole chunk, and of its slices if they are allowed."""
-        tiled = with_layers(group, {}, self.budget.tile_tokens)
-        programs: list[Program] = [lambda: [self._trial(tiled)], partial(self._programmed, group, *self._layer_way(group))]
+        slots, layers = self._layer_way(group)
+        table = SlotTable(slots)
+        programs: list[Program] = [partial(self._programmed, group, table, layers)]
+        # a layer without a policy holds at least what its classes hold
+        if table.num_bytes.sum() <= self.budget.device_bytes:
+            tiled = with_layers(group, {}, self.budget.tile_tokens)
+            programs.insert(0, lambda: [self._trial(tiled)])
         found = first_fitting(programs, self._lean(group), self._trial)
         # a rank without sequences runs a dummy chunk, which cannot be cut
         is_sliceable = group.shape.num_blocks == 1 and bool(group.chunks[0].spans)
         if allows_slices and is_sliceable and (self._solves or not found):
-            for sliced in self._sliced(group):
-                program = partial(self._programmed, sliced, *self._slice_way(sliced))
-                found += first_fitting([program], self._lean(sliced), self._trial)
+            for count, cut in self._sliced(group):
+                best_s = min((trial.seconds for trial in found), default=math.inf)
+                if self._least_sliced_s(group, count) >= best_s:
+                    break
+                sliced = cut()
+                slots, layers = self._slice_way(sliced)
+                table = SlotTable(slots)
+                if self._least_s(sliced, slots) >= best_s:
+                    continue
+                found += first_fitting([partial(self._programmed, sliced, table, layers)], self._lean(sliced), self._trial)
         return found
+
+    def _kept_s(self, group: SequenceGroup) -> float:
+        """Seconds of a group that keeps everything."""
+        num_layers = self.costs.model.num_layers
+        passes = (self.costs.forward_s, self.costs.backward_s)
+        return sum(seconds(chunk, group.shape, num_layers) for chunk in group.chunks for seconds in passes)
+
+    def _least_sliced_s(self, group: SequenceGroup, count: int) -> float:
+        """Lower bound on the seconds of a group whose longest sequence is cut into `count` slices, without cutting it.
+
+        Slices have all pairs and tokens of the chunk, and each adds what any chunk takes. There is no bound for models with
+        states, since slices may run scans once that the whole chunk runs twice.
+        """
+        if not self.costs.model.states.is_empty:
+            return 0.0
+        return self._kept_s(group) + (count - 1) * self.costs.group_s(group.shape)
+
+    def _least_s(self, sliced: SequenceGroup, slots: Sequence[Slot]) -> float:
+        """Seconds of slices that no policy of their program can beat, even if they had all of the device.
+
+        Packs run after the backward of all slices, so their bytes are not added to these.
+        """
+        first = sliced.chunks[0].spans[0].sequence
+        own = [slot for slot, chunk in zip(slots, sliced.chunks, strict=True) if chunk.spans[0].sequence == first]
+        rate = self.costs.cluster.hardware.copy_bytes_per_s
+        added_s = SlotTable(own).least_cost_s(float(self.budget.device_bytes), float(self.budget.host_bytes), 1 / rate)
+        return self._kept_s(sliced) + added_s
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
         (chunk,) = group.chunks
@@ -198,21 +239,25 @@ class RoomMaker:
         (chunk,) = group.chunks
 
         def layers(shares: Sequence[tuple[TensorShare, ...]]) -> list[tuple[LayerPolicy, ...]]:
-            # a ring recomputes attention for all of its tokens or for none
-            chosen = [tuple(map(_all_or_none, layer)) for layer in shares] if group.shape.num_blocks > 1 else shares
-            return [tuple(map(_layer_policy, chosen))]
+            # equal layers share one object, which is counted once; a ring recomputes attention for all of its tokens or for none
+            is_ring = group.shape.num_blocks > 1
+            known = {
+                id(layer): _layer_policy(tuple(map(_all_or_none, layer)) if is_ring else layer)
+                for layer in {id(layer): layer for layer in shares}.values()
+            }
+            return [tuple(known[id(layer)] for layer in shares)]
 
         return layer_slots(self.costs, chunk, group.shape), layers
 
-    def _sliced(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
-        """Versions of the group with its longest sequence in ever more slices."""
+    def _sliced(self, group: SequenceGroup) -> Iterator[tuple[int, Callable[[], SequenceGroup]]]:
+        """Ever larger numbers of slices, each with the function that cuts the group's longest sequence into so many."""
         (chunk,) = group.chunks
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
         pairs = self.costs.model.attention_pairs()
         rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s, pairs)
         longest = max(span.num_tokens for span in chunk.spans)
         counts = slice_counts(longest, group.degree)
-        return (sliced_group(group, count, rates) for count in _SEARCH.slice_counts if count in counts)
+        return ((count, partial(sliced_group, group, count, rates)) for count in _SEARCH.slice_counts if count in counts)
 
     def _slice_way(self, sliced: SequenceGroup) -> tuple[Sequence[Slot], _Layers]:
         """One slot per chunk for all of its layers, and the function that turns their shares into policies."""
@@ -225,14 +270,14 @@ class RoomMaker:
     def reason(self, group: SequenceGroup) -> str:
         """Explains the policies of a fitted group: solves the program again and returns its reason."""
         slots, layers = self._slice_way(group) if len(group.chunks) > 1 else self._layer_way(group)
-        solved = self._program(group, slots, layers, explains=True)
+        solved = self._program(group, SlotTable(slots), layers, explains=True)
         return solved.reason if solved else "layer inputs alone are kept: the program found nothing else that fits"
 
-    def _programmed(self, group: SequenceGroup, slots: Sequence[Slot], layers: _Layers) -> list[Trial]:
-        solved = self._program(group, slots, layers)
+    def _programmed(self, group: SequenceGroup, table: SlotTable, layers: _Layers) -> list[Trial]:
+        solved = self._program(group, table, layers)
         return [] if solved is None else [solved]
 
-    def _program(self, group: SequenceGroup, slots: Sequence[Slot], layers: _Layers, explains: bool = False) -> Trial | None:
+    def _program(self, group: SequenceGroup, table: SlotTable, layers: _Layers, explains: bool = False) -> Trial | None:
         """The group with the program's policies, and the reason if `explains`; None where no answer of the program fits."""
         needed = self._bytes(self._lean_group(group, 0))
         # workspace beside saved tensors hardly depends on the policy
@@ -244,10 +289,11 @@ class RoomMaker:
         host_bytes = max(0.0, self.budget.host_bytes - 2.0 * token_bytes)
         rate = self.costs.cluster.hardware.copy_bytes_per_s
 
-        def propose(room_bytes: float) -> Trial | None:
+        def propose(room: tuple[float, float]) -> Trial | None:
+            room_bytes, back_bytes = room
             try:
                 limits = MemoryLimits(max(0.0, room_bytes), host_bytes, rate)
-                choice = choose_policy(slots, limits, explains=explains, solves=self._solves)
+                choice = choose_policy(table, limits, explains=explains, solves=self._solves, back_bytes=back_bytes)
             except ValueError:
                 return None
             chosen = {(0, chunk, 0): own for chunk, own in enumerate(layers(choice.shares))}
@@ -256,19 +302,23 @@ class RoomMaker:
                 trial, counted_s=choice.outcome.cost_s, counted_bytes=choice.outcome.device_bytes, reason=choice.reason
             )
 
-        def next_room(room_bytes: float, trial: Trial) -> float | None:
-            (over_bytes,) = trial.over_bytes
+        def next_room(room: tuple[float, float], trial: Trial) -> tuple[float, float] | None:
+            (room_bytes, _), (over_bytes,) = room, trial.over_bytes
             if trial.fits:
-                # more room helps only if it can save seconds
-                is_worth = trial.counted_s > 0 and over_bytes < -_SEARCH.worth * self.budget.device_bytes
-                return room_bytes - _SEARCH.regain * over_bytes if is_worth else None
+                if over_bytes >= -_SEARCH.worth * self.budget.device_bytes:
+                    return None
+                if trial.counted_s > 0:
+                    # more room helps only if it can save seconds
+                    return room_bytes - _SEARCH.regain * over_bytes, 0.0
+                # fewer copies wait for one another less than the program knows
+                return room_bytes, trial.counted_bytes - _SEARCH.returned * over_bytes
             if over_bytes <= 0:
                 # the host alone lacks room, and the program already leaves all that rounding can take of it
                 return None
             # shares are rounded to whole tokens of every layer
-            return min(room_bytes, trial.counted_bytes) - over_bytes - token_bytes
+            return min(room_bytes, trial.counted_bytes) - over_bytes - token_bytes, 0.0
 
-        return search_room(propose, next_room, room_bytes, _SEARCH.attempts)
+        return search_room(propose, next_room, (room_bytes, 0.0), _SEARCH.attempts)
 
     def _lean(self, group: SequenceGroup) -> Iterator[list[SequenceGroup]]:
         """The group in least memory, with the host and without it, since copies need device memory too."""

@@ -167,7 +167,21 @@ class _JointProgram:
     def is_needed(self) -> bool:
         return bool(self.is_over.any())
 
+    @property
+    def may_fit(self) -> bool:
+        """Whether every moment could have room if each cell did what frees the most bytes in it; if not, no program is needed."""
+        most = self.part * self.most_layers[self.diagonal] * self.layer_bytes
+        more = np.zeros(len(most))
+        shares = self.most_offload[self.shared]
+        more[self.shared] = np.maximum(0.0, shares * (self.offload_bytes[self.shared] - most[self.shared]))
+        freed = np.zeros(len(self.excess_bytes))
+        for (owners, moments), num_bytes in ((self.in_flight, most), (self.moved, more)):
+            freed += np.bincount(moments, weights=num_bytes[owners], minlength=len(freed))
+        return bool((freed >= self.excess_bytes)[self.is_over].all())
+
     def solve(self, tolerance_s: float, time_limit_s: float) -> JointChoice | None:
+        if not self.may_fit:
+            return None
         program = self._program()
         whole = np.arange(len(program.costs)) < self.num_diagonals
         try:

@@ -194,3 +194,25 @@ def test_a_layer_for_two_stages_on_one_diagonal_costs_one() -> None:
 def test_none_where_nothing_fits() -> None:
     assert choose_jointly(four_cells(), [Moment(81.0, (0, 1), frozenset((0, 1)))], 1e9) is None
     assert choose_jointly(four_cells(), [Moment(72.0 - 1e-3, (0, 1), frozenset((0, 1)))], 1e9) is not None
+
+
+def test_programs_that_are_not_solved_have_no_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {True: 0, False: 0}
+    may_fit = joint_program._JointProgram.may_fit.fget
+    for seed in range(120):
+        cells, moments, host_bytes = random_case(seed)
+        tight = [moment._replace(excess_bytes=1.3 * moment.excess_bytes) for moment in moments]
+        refused: list[bool] = []
+
+        def noted(program: joint_program._JointProgram, refused: list[bool] = refused) -> bool:
+            refused.append(not may_fit(program))
+            return True
+
+        with monkeypatch.context() as patch:
+            patch.setattr(joint_program._JointProgram, "may_fit", property(noted))
+            choice = choose_jointly(cells, tight, host_bytes)
+        if refused:
+            found[refused[0]] += 1
+            assert choice is None or not refused[0]
+    # both happen in this battery
+    assert found[True] > 3 and found[False] > 3

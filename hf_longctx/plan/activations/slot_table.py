@@ -1,0 +1,157 @@
+"""Slots of one policy program as arrays, computed once for all amounts of memory that are tried with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hf_longctx.plan.activations.slots import Slot
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Equally urgent pieces of classes: as many seconds to recompute per byte, and the same things may be done with them.
+
+    places: index of each piece's class among all classes of all slots, the latest slot first. slots: its slot. num_bytes,
+    seconds: its size, and the time to recompute it.
+    """
+
+    places: IntArray
+    slots: IntArray
+    num_bytes: FloatArray
+    seconds: FloatArray
+    can_recompute: bool
+    can_offload: bool
+    can_keep: bool
+
+    @property
+    def visits_slots_once(self) -> bool:
+        return bool((self.slots[1:] < self.slots[:-1]).all())
+
+
+class SlotTable:
+    """Classes of all slots in order. num_bytes, owner: bytes of each class, and its slot; can_keep: see `SavedClass`.
+
+    Equal layers share their slot, so whatever depends on a class alone is computed once for each object.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self.items = [(n, item) for n, slot in enumerate(self.slots) for item in slot.saved]
+        self.num_bytes = np.array([item.num_bytes for _, item in self.items], dtype=np.float64)
+        self.can_keep = np.array([item.can_keep for _, item in self.items], dtype=np.bool_)
+        self.owner: IntArray = np.array([n for n, _ in self.items], dtype=np.int64)
+        # seconds after which the copies of a slot are exposed, out and back
+        self.windows_s = tuple(
+            np.array([*(getattr(slot, way) for slot in self.slots[1:]), 0.0][: len(self.slots)], dtype=np.float64)
+            for way in ("forward_s", "backward_s")
+        )
+        self.recompute_s = np.array([item.recompute_s for _, item in self.items], dtype=np.float64)
+        self._curved = [place for place, (_, item) in enumerate(self.items) if item.documents]
+        self._again_s: dict[tuple[int, float], float] = {}
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot] | SlotTable) -> SlotTable:
+        """The table of these slots, or the table itself."""
+        return slots if isinstance(slots, SlotTable) else cls(slots)
+
+    @cached_property
+    def segments(self) -> list[tuple[tuple[float, float], ...]]:
+        """Segments of every class, see `SavedClass.segments`."""
+        known = {id(item): item for _, item in self.items}
+        segments = {key: item.segments() for key, item in known.items()}
+        return [segments[id(item)] for _, item in self.items]
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all slots, without what policies add."""
+        return sum(slot.forward_s + slot.backward_s for slot in self.slots)
+
+    def again_s(self, recomputed: FloatArray) -> FloatArray:
+        """Exact seconds to recompute these shares of all classes."""
+        seconds: FloatArray = recomputed * self.recompute_s
+        for place in self._curved:
+            if 0 < (share := float(recomputed[place])) < 1:
+                item = self.items[place][1]
+                key = id(item), share
+                if key not in self._again_s:
+                    self._again_s[key] = item.recompute_part_s(share)
+                seconds[place] = self._again_s[key]
+        return seconds
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """Pieces of all classes with bytes, the most urgent first: those that cannot be recomputed, then by seconds per byte.
+
+        Among equals the latest slots come first, because their tensors stay for the shortest time.
+        """
+        found: dict[tuple[bool, float, bool, bool], list[tuple[int, int, float, float]]] = {}
+        for place in reversed(range(len(self.items))):
+            slot, item = self.items[place]
+            for width, seconds in self.segments[place] if item.num_bytes else ():
+                num_bytes = width * item.num_bytes
+                urgency = -seconds / num_bytes if num_bytes and item.can_recompute else 0.0
+                key = item.can_recompute, urgency, item.can_offload, item.can_keep
+                found.setdefault(key, []).append((place, slot, num_bytes, seconds))
+        return [self._batch(found[key], key) for key in sorted(found)]
+
+    def _batch(self, pieces: list[tuple[int, int, float, float]], key: tuple[bool, float, bool, bool]) -> Batch:
+        places, slots, num_bytes, seconds = zip(*pieces, strict=True)
+        can_recompute, _, can_offload, can_keep = key
+        integers = (np.array(each, dtype=np.int64) for each in (places, slots))
+        return Batch(*integers, np.array(num_bytes), np.array(seconds), can_recompute, can_offload, can_keep)
+
+    def least_cost_s(self, device_bytes: float, host_bytes: float, copy_s: float) -> float:
+        """Lower bound on the seconds that any shares add, by the segments of the classes.
+
+        Three things are counted together. Bytes that stay on the device or belong to one of the last two slots need the device
+        in the backward of the last slot. Bytes of earlier slots cost nothing on the host as far as the following slot hides their
+        copies. All others cost a copy (`copy_s` per byte) or their recomputation, whichever is less; in the best case these are
+        the bytes that cost least.
+        """
+        hidden = np.minimum(self.windows_s[0], self.windows_s[1])[:-2] / copy_s
+        offloaded = np.zeros(len(self.slots))
+        forced_s = 0.0
+        costs: list[tuple[float, float]] = []
+        for batch in self.batches:
+            if batch.can_offload:
+                np.add.at(offloaded, batch.slots, batch.num_bytes)
+            if not batch.can_keep:
+                forced_s += 0.0 if batch.can_offload else float(batch.seconds.sum())
+                continue
+            num_bytes, seconds = float(batch.num_bytes.sum()), float(batch.seconds.sum())
+            again_s = seconds / num_bytes if batch.can_recompute and num_bytes else np.inf
+            costs.append((min(again_s, copy_s) if batch.can_offload else again_s, num_bytes))
+        free = device_bytes + min(host_bytes, float(np.minimum(hidden, offloaded[:-2]).sum()))
+        bound_s = forced_s
+        for byte_s, num_bytes in sorted(costs, reverse=True):
+            left = max(0.0, num_bytes - free)
+            free = max(0.0, free - num_bytes)
+            bound_s += left * byte_s if left else 0.0
+        return bound_s
+
+    def hull_s(self, recomputed: FloatArray) -> float:
+        """Seconds to recompute these shares of all classes, by their segments."""
+        seconds = recomputed * self.recompute_s
+        known: dict[tuple[int, float], float] = {}
+        for place in self._curved:
+            key = id(self.items[place][1]), float(recomputed[place])
+            if key not in known:
+                known[key] = _along(self.segments[place], key[1])
+            seconds[place] = known[key]
+        return float(seconds.sum())
+
+
+def _along(segments: tuple[tuple[float, float], ...], share: float) -> float:
+    """Seconds of the first `share` of a curve of segments."""
+    ends = itertools.accumulate((width for width, _ in segments), initial=0.0)
+    return sum(
+        seconds * min(1.0, max(0.0, (share - start) / width))
+        for start, (width, seconds) in zip(ends, segments, strict=False)
+        if width
+    )
