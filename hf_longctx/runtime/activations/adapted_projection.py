@@ -130,8 +130,8 @@ def _mask(dropout: nn.Module) -> tuple[DropoutTokens, float, int] | None:
     tokens = None if site is None else site.keys.tokens
     if tokens is None:
         raise RuntimeError(
-            f"an adapter's dropout of rate {rate:g} runs in pieces of heads without tokens, which its masks would follow; set its "
-            f"rate before the trainer is made"
+            f"an adapter's dropout of rate {rate:g} runs in pieces of heads without tokens, which its masks would follow; set "
+            f"its rate before the trainer is made"
         )
     return tokens, rate, tokens.call_key(site.name)
 
