@@ -128,7 +128,7 @@ def _mask(dropout: nn.Module) -> tuple[DropoutTokens, float, int] | None:
         return None
     site = vars(dropout).get(SITE)
     tokens = None if site is None else site.keys.tokens
-    if tokens is None:
+    if site is None or tokens is None:
         raise RuntimeError(
             f"an adapter's dropout of rate {rate:g} runs in pieces of heads without tokens, which its masks would follow; set "
             f"its rate before the trainer is made"
