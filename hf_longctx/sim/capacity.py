@@ -249,12 +249,12 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
 
 def _adapters(memory: DeviceMemory) -> Iterator[tuple[str, DeviceMemory]]:
     """Memory if only adapters are trained: over the weights as they are (LoRA), and over weights of four bits (QLoRA)."""
-    frozen = replace(memory.model, has_master_weights=False, updates_on_host=False, cuts_heads=False)
+    frozen = replace(memory.model, has_master_weights=False, updates_on_host=False)
     rank = memory.lora_rank or _LORA_RANK
     if not memory.lora_rank:
         yield f"adapters over frozen weights (LoRA): --lora-rank {rank}", replace(memory, model=frozen, lora_rank=rank)
     if frozen.packed.is_empty and not frozen.experts.num_experts:
-        packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False)
+        packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False, cuts_heads=False)
         option = f"--lora-rank {rank} --quantize nf4"
         yield f"adapters over weights of four bits (QLoRA): {option}", replace(memory, model=packed, lora_rank=rank)
 

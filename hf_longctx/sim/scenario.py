@@ -333,8 +333,6 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
             f"bytes are those of transformers' torch code, which runs them"
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
-    # adapters lie on all projections, which then cannot be cut
-    model = replace(model, cuts_heads=model.cuts_heads and not request.lora_rank)
     return _quantised(request, model), notes
 
 
@@ -355,7 +353,7 @@ def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
         raise ValueError("--quantize freezes all weights, so nothing would be trained; give --lora-rank too, or leave it out")
     if model.experts.num_experts:
         raise ValueError(f"--quantize does not quantize experts, which are most of {request.model}; leave it out")
-    return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False)
+    return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False, cuts_heads=False)
 
 
 def _spread(request: Request, model: ModelSpec) -> tuple[Request, ModelSpec]:

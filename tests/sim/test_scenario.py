@@ -202,15 +202,21 @@ def test_plans_of_adapters_say_what_they_are_priced_as() -> None:
     assert not any("those of training all weights" in note for note in build_scenario(lora).notes)
     planned = build_scenario(replace(lora, longest_tokens=1000))
     assert any("those of training all weights" in note for note in planned.notes)
-    # saved activations are those of training all weights, but the states are smaller; attention under adapters runs whole
-    costs, room = planned.costs, planned.budget
-    assert room is not None and not costs.model.cuts_heads
-    whole = replace(build_scenario(SMALL).costs.model, cuts_heads=False)
-    sharing = {"is_shared": True, "block_ranks": 8}
-    budget = build_scenario(SMALL).budget
-    assert budget is not None
-    most = most_tokens(whole, budget.device_bytes, budget.host_bytes, budget.tile_tokens, **sharing)
-    assert planned.tokens_per_rank > most
+    # saved activations are those of training all weights, but the states are smaller
+    assert planned.tokens_per_rank > build_scenario(SMALL).tokens_per_rank
+
+
+def test_attention_under_adapters_runs_in_pieces_but_not_over_weights_of_four_bits() -> None:
+    found = {
+        kind: build_scenario(Request("llama-3.1-8b", "h200", 1, lora_rank=16, host_bytes=112 << 30, quantize=kind))
+        for kind in ("", "nf4")
+    }
+    assert [each.costs.model.cuts_heads for each in found.values()] == [True, False]
+    plain = found[""]
+    assert plain.budget is not None
+    room = (plain.budget.device_bytes, plain.budget.host_bytes, plain.budget.tile_tokens)
+    whole, pieces = (most_tokens(plain.costs.model, *room, reruns=True, head_pieces=count) for count in (1, 8))
+    assert plain.tokens_per_rank == pieces > 1.05 * whole
 
 
 def mixture(folder: Path) -> str:

@@ -5,7 +5,7 @@ Start-up checks, the planner's `ModelSpec` and adapter checkpoints use these fun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +22,13 @@ from hf_longctx.hf.models.heads.kinds import head_of, is_tied
 from hf_longctx.hf.models.quantised import four_bit_layers, is_four_bit
 from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.plan.core.model_spec import AdapterSpec
+from hf_longctx.runtime.activations.adapted_projection import (
+    Adapter,
+    Projection,
+    changed_problem,
+    dropout_problem,
+    plain_projection,
+)
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -225,7 +232,7 @@ def adapter_spec(model: Any) -> AdapterSpec:
     return AdapterSpec(
         layer_parameters=max(count for count, _ in sizes),
         layer_bytes=max(num_bytes for _, num_bytes in sizes),
-        layer_saved_bytes=max((sum(_saved_bytes(module, hidden) for module in layer.modules()) for layer in layers), default=0),
+        layer_saved_bytes=max((saved_bytes([layer], hidden) for layer in layers), default=0),
         first_parameters=first[0],
         first_bytes=first[1],
         last_parameters=last[0],
@@ -234,8 +241,34 @@ def adapter_spec(model: Any) -> AdapterSpec:
 
 
 def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
-    """The maximum of each number over `specs`."""
-    return AdapterSpec(*(max(getattr(spec, field.name) for spec in specs) for field in fields(AdapterSpec)))
+    """The maximum of each number over `specs`, but the minimum of what pieces of heads and token tiles leave away."""
+    least = ("attention_saved_bytes", "mlp_saved_bytes")
+    found = ((min if field.name in least else max)(getattr(spec, field.name) for spec in specs) for field in fields(AdapterSpec))
+    return AdapterSpec(*found)
+
+
+def saved_bytes(modules: Iterable[nn.Module], hidden: torch.dtype) -> int:
+    """Bytes per token that adapters in some modules save for backward; hidden: dtype of hidden states."""
+    return sum(_saved_bytes(each, hidden) for module in modules for each in module.modules())
+
+
+def tile_bytes(mlps: Iterable[nn.Module], hidden: torch.dtype) -> int:
+    """Bytes that adapters in MLPs take for every token of a tile: what they save, and two outputs before they are added."""
+    layers: list[Any] = [
+        each for mlp in mlps for each in mlp.modules() if isinstance(each, LoraLayer) and _ADAPTER in each.lora_A
+    ]
+    widest = max((each.out_features * each.lora_B[_ADAPTER].weight.element_size() for each in layers), default=0)
+    return sum(_saved_bytes(each, hidden) for each in layers) + 2 * int(widest)
+
+
+def cut_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes per token that adapters on some projections take where attention runs in pieces of heads.
+
+    That are products of the first matrices, as they are saved, and sums of these and of their gradients, in at least fp32.
+    """
+    layers: list[Any] = [module for module in modules if type(module) is Linear and _ADAPTER in module.lora_A]
+    weights = [layer.lora_A[_ADAPTER].weight for layer in layers]
+    return sum(len(weight) * (weight.element_size() + 2 * max(4, weight.element_size())) for weight in weights)
 
 
 def _trained(module: nn.Module) -> tuple[int, int]:
@@ -263,6 +296,31 @@ def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
     products = 3 * layer.out_features * element if layer.use_dora[_ADAPTER] else 0
     kept: int = copied + first.shape[0] * first.element_size() + products
     return kept
+
+
+def read_projection(module: Any) -> Projection | str:
+    """The linear module of a projection and its active adapters, or why they cannot be cut by heads."""
+    if type(module) is not Linear:
+        return plain_projection(module)
+    layer: Any = module
+    base = plain_projection(layer.base_layer)
+    if problem := changed_problem(layer) or (base if isinstance(base, str) else ""):
+        return problem
+    if layer.merged:
+        return "has adapters that are merged into its weight"
+    adapters = []
+    for name in () if layer.disable_adapters else layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        if name in layer.lora_variant:
+            return f"has an adapter of another kind than LoRA ({type(layer.lora_variant[name]).__name__})"
+        first, second, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+        for found in (plain_projection(first), plain_projection(second), dropout_problem(dropout)):
+            if isinstance(found, str) and found:
+                return f"has an adapter that {found}"
+        casts = getattr(layer, "cast_input_dtype_enabled", True)
+        adapters.append(Adapter(first, second, dropout, float(layer.scaling[name]), casts))
+    return Projection(layer.base_layer, tuple(adapters))
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:

@@ -7,13 +7,21 @@ from typing import Any
 
 from torch import nn
 
-from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.adapters import (
+    base_of,
+    cut_bytes,
+    hidden_dtype,
+    is_adapted,
+    read_projection,
+    saved_bytes,
+    tile_bytes,
+)
 from hf_longctx.hf.models.fused.find import runs_heads_alike
 from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.states.patching import mixers_of, num_calls
 from hf_longctx.hf.models.wrapped.text import text_layers, text_part
 from hf_longctx.runtime.activations.engine import LayerModules
-from hf_longctx.runtime.activations.head_pieces import pieces_problem
+from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem
 from hf_longctx.runtime.core.binding import is_bound
 from hf_longctx.runtime.execution.spread_experts import spread_group
 
@@ -63,6 +71,25 @@ def tiles_norms(model: nn.Module) -> bool:
     return all(modules.norms for modules in map(_modules_of, text_layers(model)))
 
 
+def adapter_parts(model: nn.Module) -> dict[str, int]:
+    """The fields of `AdapterSpec` that say what pieces of heads and token tiles of MLPs leave away in every layer."""
+    layers = [_modules_of(layer) for layer in text_layers(model)] if is_adapted(model) else []
+    if not layers:
+        return {}
+    hidden = hidden_dtype(model)
+    projections = [[each for name, each in _named(layer.attention) if name in PROJECTIONS] for layer in layers]
+    return {
+        "attention_saved_bytes": min(saved_bytes(each, hidden) for each in projections),
+        "mlp_saved_bytes": min(saved_bytes(layer.mlps, hidden) for layer in layers),
+        "cut_bytes": max(map(cut_bytes, projections)),
+        "tile_bytes": max(tile_bytes(layer.mlps, hidden) for layer in layers),
+    }
+
+
+def _named(module: nn.Module | None) -> list[tuple[str, nn.Module]]:
+    return [] if module is None else list(module.named_children())
+
+
 def _modules_of(layer: nn.Module) -> LayerModules:
     mlps, whole_mlp = _mlps(layer)
     return LayerModules(
@@ -74,6 +101,7 @@ def _modules_of(layer: nn.Module) -> LayerModules:
         mlp_gives_more=any(type(mlp).__name__ in _MLPS_OF_TWO for mlp in mlps),
         meets_ranks=spread_group(layer) is not None,
         attention=_cuttable_attention(layer),
+        read_projection=read_projection,
     )
 
 
@@ -142,7 +170,7 @@ def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:
 def _cuttable_attention(layer: nn.Module) -> nn.Module | None:
     """The attention module of a layer if it may run in pieces of its heads: code and projections as `head_pieces` needs them."""
     attention: Any = getattr(layer, "self_attn", None)
-    if not isinstance(attention, nn.Module) or not runs_heads_alike(attention) or pieces_problem(attention):
+    if not isinstance(attention, nn.Module) or not runs_heads_alike(attention) or pieces_problem(attention, read_projection):
         return None
     own = vars(attention).get("forward")
     drops = getattr(attention, "attention_dropout", 0.0) > 0

@@ -66,7 +66,9 @@ class AdapterSpec:
     """Sizes of weights that are trained while the model's own are frozen; empty: all weights are trained.
 
     layer_parameters, layer_bytes: weights that adapters add to one layer. layer_saved_bytes: bytes per token that these save for
-    backward. first_*, last_*: weights that are trained at the embedding and at the head.
+    backward. first_*, last_*: weights that are trained at the embedding and at the head. attention_saved_bytes, mlp_saved_bytes:
+    the least of layer_saved_bytes that belongs to projections of attention, and to MLPs. cut_bytes, tile_bytes: what these take
+    instead where attention runs in pieces of heads, and where MLPs run in token tiles, per token of a tile.
     """
 
     layer_parameters: int = 0
@@ -76,6 +78,10 @@ class AdapterSpec:
     first_bytes: int = 0
     last_parameters: int = 0
     last_bytes: int = 0
+    attention_saved_bytes: int = 0
+    mlp_saved_bytes: int = 0
+    cut_bytes: int = 0
+    tile_bytes: int = 0
 
     @classmethod
     def lora(cls, model: ModelSpec, rank: int) -> AdapterSpec:

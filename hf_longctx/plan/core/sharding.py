@@ -291,6 +291,8 @@ def packed_rows(num_tokens: int, num_documents: int = 1) -> int:
 
 # elements of queries up to which one call of attention's backward takes all heads of a rank
 PART_ELEMENTS = 2**28
+# elements of an adapter's input or output that exist at a time where attention runs in pieces of heads
+ADAPTER_ELEMENTS = 2**24
 
 
 def heads_at_once(num_heads: int, per_kv: int, num_tokens: int, head_dim: int) -> int:

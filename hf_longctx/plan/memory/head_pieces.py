@@ -1,7 +1,8 @@
 """Counts bytes of a layer whose attention runs in pieces of its heads (`runtime/activations/head_pieces.py`).
 
 Queries, keys, values and the work of attention exist for one piece at a time; outputs of all heads stay beside it, and so
-do the module's input and the sum over pieces. Letters as in `layer.py`.
+do the module's input and the sum over pieces. Of adapters on the projections, the products of their first matrices stay. Letters
+as in `layer.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import head_shares
+from hf_longctx.plan.core.sharding import ADAPTER_ELEMENTS, head_shares
 from hf_longctx.plan.memory.layer import LayerBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, head_norm_bytes
 
@@ -23,6 +24,15 @@ class PiecedLayerBytes(LayerBytes):
         """The bytes of a layer that has the heads of one piece alone."""
         model = piece_model(self.model, self.policy.head_pieces, max(1, self.load.block_ranks))
         return LayerBytes(model, self.load, replace(self.policy, head_pieces=1), self.tile)
+
+    def _adapters(self) -> int:
+        adapters, model = self.model.adapters, self.model
+        if adapters.is_empty:
+            return 0
+        saved = super()._adapters() + (adapters.cut_bytes - adapters.attention_saved_bytes) * self.tokens
+        # inputs and outputs in at least fp32, before and after dropout, and their gradients, for some tokens at a time
+        width = max(model.hidden_size, model.query_size, model.output_size)
+        return saved + 4 * max(4, model.bytes_per_element) * min(self.tokens * width, ADAPTER_ELEMENTS)
 
     @property
     def _replayed_mixing(self) -> int:

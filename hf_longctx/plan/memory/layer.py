@@ -94,8 +94,7 @@ class LayerBytes:
         self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
         self.input_host = round(self._input_share.host * self.tokens) * class_bytes(model, "layer_input")
-        # tensors that adapters save exist only during the layer's own forward and replay
-        adapters = 0 if self.is_plain else model.adapters.layer_saved_bytes * self.tokens
+        adapters = 0 if self.is_plain else self._adapters()
         self.forward = self._forward() + adapters
         self.backward = max(self._mlp_backward(), self._norm_backward(), self._attention_backward()) + adapters
         if again := self._recomputed("layer_input") * class_bytes(model, "layer_input"):
@@ -117,6 +116,15 @@ class LayerBytes:
     def _has_own_attention(self) -> bool:
         """Whether attention runs in tiles even where everything is kept, since torch's own would make whole score matrices."""
         return self._has_plain_tiles or self.model.value_head_dim > 0
+
+    def _adapters(self) -> int:
+        """Bytes that adapters save in a replayed layer, where they exist only during its own forward and replay."""
+        adapters = self.model.adapters
+        saved = adapters.layer_saved_bytes * self.tokens
+        if not self._tiles_mlp or self._mlp_share.recompute < 1:
+            return saved
+        # those of an MLP in tiles belong to one tile at a time
+        return min(saved, saved - adapters.mlp_saved_bytes * self.tokens + adapters.tile_bytes * self._mlp_tile)
 
     @property
     def _has_plain_tiles(self) -> bool:

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, TensorShare
+from hf_longctx.runtime.activations.adapted_projection import Reader, plain_projection
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.head_pieces import PiecedAttention, num_kv_heads
 from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
@@ -56,7 +57,7 @@ class LayerModules:
     modules that make queries, keys and values; empty if something else makes them. mlp_gives_more: the MLP returns two values,
     its output and one that the layer drops. meets_ranks: the MLP exchanges tokens with other ranks, so all of them must run it
     equally often: whole, never in tiles, and replayed by all or by none. attention: a module whose forward runs any number of
-    heads, by the projections that it has (`head_pieces`); None if it may not.
+    heads, by the projections that it has (`head_pieces`); None if it may not. read_projection: finds the parts of these.
     """
 
     layer: nn.Module
@@ -67,6 +68,7 @@ class LayerModules:
     mlp_gives_more: bool = False
     meets_ranks: bool = False
     attention: nn.Module | None = None
+    read_projection: Reader = plain_projection
 
 
 class Rerun:
@@ -468,7 +470,7 @@ class _LayerBinding:
         self._set(linear, "forward", bound(linear, forward))
 
     def _bind_attention(self, attention: nn.Module) -> None:
-        run, pieced = attention.forward, PiecedAttention(attention)
+        run, pieced = attention.forward, PiecedAttention(attention, self.modules.read_projection)
 
         def forward(*args: Any, **keywords: Any) -> Any:
             slot = self.current

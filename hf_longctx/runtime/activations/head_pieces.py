@@ -24,6 +24,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -32,33 +33,39 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_longctx.plan.core.types import TensorShare
+from hf_longctx.runtime.activations.adapted_projection import (
+    AdapterCall,
+    Adapters,
+    Projection,
+    Reader,
+    adapter_calls,
+    hook_problem,
+    plain_projection,
+)
 from hf_longctx.runtime.activations.attention_record import AttentionRecord, KeptOutput
-from hf_longctx.runtime.core.binding import HOOKS, is_bound
 
 # projections of a module to queries, keys and values; its output projection; norms of each head of queries and keys
 _INPUTS, _OUTPUT, _NORMS = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")
 _KEPT = TensorShare("attention_output", device=1.0)
 # keywords by which attention gets a cache, in newer and older versions of transformers
 _CACHES = ("cache", "past_key_values")
+# projections of a module that are cut
+PROJECTIONS = (*_INPUTS, _OUTPUT)
 
 
-def pieces_problem(module: Any) -> str:
+def pieces_problem(module: Any, read: Reader = plain_projection) -> str:
     """Why the projections of an attention module cannot be cut by heads; empty if they can.
 
-    Cut are plain linear modules, of which nobody reads or changes what they get or return.
+    Cut are linear modules and their adapters, as `read` finds them, of which nobody reads or changes what they get or return.
     """
     name = type(module).__name__
-    parts: dict[str, Any] = {part: getattr(module, part, None) for part in (*_INPUTS, _OUTPUT, *_NORMS)}
+    parts: dict[str, Any] = {part: getattr(module, part, None) for part in (*PROJECTIONS, *_NORMS)}
     for part, child in parts.items():
         if child is None and part in _NORMS:
             continue
-        if part not in _NORMS and type(child) is not nn.Linear:
-            return f"{part} of {name} is {'missing' if child is None else f'a {type(child).__name__}'}, not a plain linear module"
-        if any(getattr(child, kind) for kind in HOOKS):
-            return f"{part} of {name} has hooks, which would see some heads at a time"
-        own = vars(child).get("forward")
-        if part not in _NORMS and own is not None and not is_bound(own):
-            return f"{part} of {name} has a forward that is not its class's"
+        found = hook_problem(child) if part in _NORMS else read(child)
+        if isinstance(found, str) and found:
+            return f"{part} of {name} {found}"
     size, (q, k, v) = module.head_dim, (parts[part].out_features for part in _INPUTS)
     if k != v or q % k or k % size or parts[_OUTPUT].in_features != q:
         return f"{name} has projections of {q}, {k} and {v} features, which are not heads of {size} features each"
@@ -80,14 +87,23 @@ class _Cut(nn.Module):
         super().__init__()
         self.weight_NC: Tensor | None = None
         self.bias_N: Tensor | None = None
+        # adapters of the whole projection, and the features that they add
+        self.adapters: Adapters | None = None
+        self.features = slice(None)
         self.edge: GradientEdge | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.weight_NC is not None
         if not torch.is_grad_enabled():
-            return F.linear(x, self.weight_NC, self.bias_N)
-        y: Tensor = _Product.apply(x.new_empty((), requires_grad=True), x, self.weight_NC, self.bias_N)
+            return self.product(x)
+        y: Tensor = _Product.apply(x.new_empty((), requires_grad=True), x, self)
         self.edge = get_gradient_edge(y)
+        return y
+
+    def product(self, x: Tensor) -> Tensor:
+        """The features of the piece, [1, T, N]."""
+        assert self.weight_NC is not None and self.adapters is not None
+        y = F.linear(x, self.weight_NC, self.bias_N)
+        self.adapters.add_to(y.view(-1, y.shape[-1]), self.features)
         return y
 
 
@@ -95,8 +111,8 @@ class _Product(torch.autograd.Function):
     """A product as a non-leaf of the graph, which is never run backward; a leaf would live as long as the graph."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
-        return F.linear(x, weight_NC, bias_N)
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, cut: _Cut) -> Tensor:
+        return cut.product(x)
 
 
 class HeadPiece:
@@ -116,17 +132,20 @@ class HeadPiece:
         self.module = copy.copy(module)
         self.module._modules = {**module._modules, **dict(zip(_INPUTS, self.cuts, strict=True)), _OUTPUT: nn.Identity()}
 
-    def __call__(self, x_1TC: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: _Call) -> Tensor:
-        """Outputs of the heads of the piece, [T, h * E]. weights, biases: those of the whole projections."""
+    def __call__(self, x_1TC: Tensor, given: _Tensors, call: _Call) -> Tensor:
+        """Outputs of the heads of the piece, [T, h * E]. given: of the whole projections."""
         # whether it is trained may have changed since the copy was made
         self.module.training = call.module.training
-        for cut, features, weight_NC, bias_N in zip(self.cuts, self.features, weights, biases, strict=True):
+        parts = zip(self.cuts, self.features, given.weights, given.biases, given.adapters, strict=False)
+        for cut, features, weight_NC, bias_N, adapters in parts:
+            assert weight_NC is not None
             cut.weight_NC, cut.bias_N = weight_NC[features], None if bias_N is None else bias_N[features]
+            cut.adapters, cut.features = adapters, features
         try:
             output = type(self.module).forward(self.module, hidden_states=x_1TC, **call.keywords)[0]
         finally:
             for cut in self.cuts:
-                cut.weight_NC = cut.bias_N = None
+                cut.weight_NC = cut.bias_N = cut.adapters = None
         return output.flatten(0, -2)
 
     def take_edges(self) -> list[GradientEdge]:
@@ -141,20 +160,45 @@ class HeadPiece:
 class _Call:
     """A call of an attention module: its keywords but the input, among them the chunk's context, and the pieces that run.
 
-    records: of each piece, what the layer's policy keeps. autocast: (device, dtype, whether it is on).
+    records: of each piece, what the layer's policy keeps. adapters: those of each projection, the output projection last.
+    autocast: (device, dtype, whether it is on).
     """
 
     module: Any
     pieces: tuple[HeadPiece, ...]
     records: Sequence[AttentionRecord]
+    adapters: tuple[tuple[AdapterCall, ...], ...]
     keywords: dict[str, Any]
     autocast: tuple[str, torch.dtype, bool]
+
+    def cut(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+        """Values of the node's parameters: of weights, of biases, of the adapters of each projection, and of norms."""
+        sizes = (4, 4, *(3 * len(each) for each in self.adapters))
+        ends = (0, *accumulate(sizes), len(values))
+        return [values[first:last] for first, last in pairwise(ends)]
 
     def under(self, record: AttentionRecord) -> _Call:
         """The call of one piece, whose attention finds `record` and is not counted as a layer of its own."""
         context = self.keywords["longctx"]
         calls = replace(context.calls)
         return replace(self, keywords={**self.keywords, "longctx": replace(context, attention_record=record, calls=calls)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """Parameters of the node, in order: weights and biases of q, k, v and o, matrices of their adapters, weights of norms."""
+
+    weights: Sequence[Tensor | None]
+    biases: Sequence[Tensor | None]
+    adapters: tuple[Adapters, ...]
+    norms: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor | None], call: _Call, num_tokens: int) -> _Tensors:
+        """The parameters of a call, with adapters for `num_tokens` tokens."""
+        parts = call.cut(parameters)
+        adapters = tuple(Adapters(*each, num_tokens) for each in zip(call.adapters, parts[2:-1], strict=True))
+        return cls(parts[0], parts[1], adapters, parts[-1])
 
 
 class _Noted(AttentionRecord):
@@ -192,8 +236,8 @@ class _Given(AttentionRecord):
 class PiecedAttention:
     """Runs the forward of one attention module in pieces."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, read: Reader = plain_projection) -> None:
+        self.module, self._read = module, read
         # by their number
         self._pieces: dict[int, tuple[HeadPiece, ...]] = {}
 
@@ -203,7 +247,7 @@ class PiecedAttention:
         Raises RuntimeError if the module was changed such that pieces would differ from it.
         """
         module, count = self.module, len(records)
-        if problem := _problem(module, keywords):
+        if problem := _problem(module, self._read, keywords):
             raise RuntimeError(
                 f"{problem}; undo this, or set it up before the trainer is made, whose plans then cut no attention"
             )
@@ -213,13 +257,21 @@ class PiecedAttention:
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         # cast outside of the node, so that gradients are cast back as autocast does it
         cast = partial(_cast, dtype=autocast[1]) if autocast[2] else _same
-        linears = [getattr(module, name) for name in (*_INPUTS, _OUTPUT)]
+        projections = self._projections()
+        linears = [each.linear for each in projections]
         weights = [cast(linear.weight) for linear in linears]
         biases = [None if linear.bias is None else cast(linear.bias) for linear in linears]
-        call = _Call(module, self._pieces[count], records, keywords, autocast)
+        given = [adapter for each in projections for adapter in each.adapters]
+        parts = [part for each in given for part in (each.first.weight, each.second.weight, each.second.bias)]
+        matrices = [None if part is None else cast(part) for part in parts]
+        call = _Call(module, self._pieces[count], records, tuple(map(adapter_calls, projections)), keywords, autocast)
         keywords["longctx"].calls.count += 1
-        output: Tensor = _InPieces.apply(cast(hidden_states), call, *weights, *biases, *_norm_weights(module))
+        output: Tensor = _InPieces.apply(cast(hidden_states), call, *weights, *biases, *matrices, *_norm_weights(module))
         return output, None
+
+    def _projections(self) -> list[Projection]:
+        found = [self._read(getattr(self.module, name)) for name in PROJECTIONS]
+        return [each for each in found if isinstance(each, Projection)]
 
 
 def _norm_weights(module: Any) -> list[nn.Parameter]:
@@ -228,9 +280,9 @@ def _norm_weights(module: Any) -> list[nn.Parameter]:
     return [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
 
 
-def _problem(module: Any, keywords: dict[str, Any]) -> str:
+def _problem(module: Any, read: Reader, keywords: dict[str, Any]) -> str:
     """Why a call cannot run in pieces; empty if it can."""
-    if problem := pieces_problem(module):
+    if problem := pieces_problem(module, read):
         return problem
     name = type(module).__name__
     tensors = [each for value in keywords.values() for each in (value if isinstance(value, tuple) else (value,))]
@@ -244,79 +296,103 @@ def _problem(module: Any, keywords: dict[str, Any]) -> str:
 
 
 class _InPieces(torch.autograd.Function):
-    # parameters: weights and biases of q, k, v and o, then those of norms of heads
+    # parameters: see _Tensors
     @staticmethod
     def forward(ctx: Any, x_1TC: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
-        weights, biases = parameters[:4], parameters[4:8]
+        x_TC = x_1TC.flatten(0, -2)
+        given = _Tensors.of(parameters, call, len(x_TC))
+        low = [product for each in given.adapters[:3] for product in _multiplied(each, x_TC)]
+        weight_CN, outer = given.weights[3], given.adapters[3]
+        assert weight_CN is not None
         y_TC: Tensor | None = None
         results: list[Tensor] = []
         for piece, record in zip(call.pieces, call.records, strict=True):
             noted = _Noted(record)
-            out_Th = piece(x_1TC, weights[:3], biases[:3], call.under(noted))  # type: ignore[arg-type]
+            out_Th = piece(x_1TC, given, call.under(noted))
             assert noted.result is not None
             results += noted.result
-            weight_Ch = weights[3][:, piece.features[0]]  # type: ignore[index]
-            y_TC = F.linear(out_Th, weight_Ch, biases[3]) if y_TC is None else y_TC.addmm_(out_Th, weight_Ch.T)
+            heads = piece.features[0]
+            weight_Ch = weight_CN[:, heads]
+            y_TC = F.linear(out_Th, weight_Ch, given.biases[3]) if y_TC is None else y_TC.addmm_(out_Th, weight_Ch.T)
+            outer.multiply(out_Th, heads.start)
         assert y_TC is not None
+        low += outer.finish()
+        outer.add_to(y_TC, slice(None))
         # the call holds no tensor of the layer but positions, which the model holds
         ctx.call = call
-        ctx.save_for_backward(x_1TC, *parameters, *results)
+        ctx.save_for_backward(x_1TC, *parameters, *low, *results)
         return y_TC.view(*x_1TC.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient_1TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         call: _Call = ctx.call
         x_1TC, *saved = ctx.saved_tensors
-        num_results = 2 * len(call.records)
-        parameters, results = saved[:-num_results], iter(saved[-num_results:])
-        sums = _Sums(parameters, ctx.needs_input_grad)
-        weights, biases = parameters[:4], parameters[4:8]
+        num_results, num_low = 2 * len(call.records), sum(map(len, call.adapters))
+        results = iter(saved[-num_results:])
+        low, parameters = saved[-num_results - num_low : -num_results], saved[: -num_results - num_low]
+        x_TC = x_1TC.flatten(0, -2)
+        given = _Tensors.of(parameters, call, len(x_TC))
+        sums = _Sums(given, call.cut(ctx.needs_input_grad[2:]), ctx.needs_input_grad[0], low)
+        weight_CN, outer = given.weights[3], given.adapters[3]
+        assert weight_CN is not None
         # saved ones are detached after a replay
         trained = [each for each in _norm_weights(call.module) if each.requires_grad]
-        gradient_TC, x_TC = gradient_1TC.flatten(0, -2), x_1TC.flatten(0, -2)
+        gradient_TC = gradient_1TC.flatten(0, -2)
+        outer.add_rows(gradient_TC, slice(None))
         device, dtype, is_enabled = call.autocast
         for piece in call.pieces:
             own = call.under(_Given(next(results), next(results)))
             # backward does not restore autocast by itself
             with torch.enable_grad(), torch.autocast(device, dtype, is_enabled):
-                out_Th = piece(x_1TC.detach(), weights[:3], biases[:3], own)
+                out_Th = piece(x_1TC.detach(), given, own)
             heads = piece.features[0]
             sums.add_columns(3, heads, gradient_TC, out_Th.detach())
+            dout_Th = gradient_TC @ weight_CN[:, heads]
+            outer.add_columns(out_Th.detach(), dout_Th, heads.start)
             edge, ends = get_gradient_edge(out_Th), piece.take_edges()
             # the graph needs the output no more
             del out_Th
-            found = torch.autograd.grad(edge, (*ends, *trained), gradient_TC @ weights[3][:, heads])  # type: ignore[arg-type]
-            del edge, ends
+            found = torch.autograd.grad(edge, (*ends, *trained), dout_Th)  # type: ignore[arg-type]
+            del edge, ends, dout_Th
             sums.add_norms(found[3:])
             for number, dy_1Th in enumerate(found[:3]):
                 sums.add_rows(number, piece.features[number], dy_1Th.flatten(0, -2), x_TC)
             # not beside the next piece's
             del found, dy_1Th
-        if biases[3] is not None and ctx.needs_input_grad[9]:
+        if sums.biases[3] is not None:
             sums.biases[3] = gradient_TC.sum(0)
+        for each in given.adapters[:3]:
+            each.add_columns(x_TC, sums.dx_TC)
         return sums.gradients(x_1TC)
 
 
-class _Sums:
-    """Gradients of the input, the projections and the norms of heads, summed over pieces."""
+def _multiplied(adapters: Adapters, x_TC: Tensor) -> list[Tensor]:
+    """Products of the adapters' first matrices with the whole input."""
+    adapters.multiply(x_TC)
+    return adapters.finish()
 
-    def __init__(self, parameters: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
-        self._parameters, self._needs_x, self._needs = parameters, needed[0], needed[2:]
+
+class _Sums:
+    """Gradients of the input, the projections, their adapters and the norms of heads, summed over pieces.
+
+    needed: which parameters need gradients, as `_Call.cut` cuts them. low: products of adapters' first matrices.
+    """
+
+    def __init__(self, given: _Tensors, needed: list[Sequence[bool]], needs_x: bool, low: Sequence[Tensor]) -> None:
+        self._given, self._needs_x, self._needs_norms = given, needs_x, needed[-1]
         self.dx_TC: Tensor | None = None
-        self.weights: list[Tensor | None] = [
-            torch.empty_like(w) if needs and w is not None else None
-            for w, needs in zip(parameters[:4], self._needs[:4], strict=True)
-        ]
-        self.biases: list[Tensor | None] = [
-            torch.empty_like(b) if needs and b is not None else None
-            for b, needs in zip(parameters[4:8], self._needs[4:8], strict=True)
-        ]
+        self.weights = [_empty(*each) for each in zip(given.weights, needed[0], strict=True)]
+        self.biases = [_empty(*each) for each in zip(given.biases, needed[1], strict=True)]
         self.norms: list[Tensor] = []
+        rest = iter(low)
+        for adapters, needs in zip(given.adapters, needed[2:-1], strict=True):
+            adapters.begin_backward([next(rest) for _ in needs[::3]], needs)
 
     def add_rows(self, number: int, features: slice, dy_TN: Tensor, x_TC: Tensor) -> None:
         """Adds what the gradient of some features of a projection gives: no other piece has these rows."""
-        weight, total, bias = self._parameters[number], self.weights[number], self.biases[number]
+        weight, total, bias = self._given.weights[number], self.weights[number], self.biases[number]
         assert weight is not None
+        self._given.adapters[number].add_rows(dy_TN, features)
         if total is not None:
             torch.mm(dy_TN.T, x_TC, out=total[features])
         if bias is not None:
@@ -338,10 +414,16 @@ class _Sums:
     def gradients(self, x_1TC: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of the node's inputs."""
         norms = iter(self.norms)
-        weights = zip(self._parameters[8:], self._needs[8:], strict=True)
+        weights = zip(self._given.norms, self._needs_norms, strict=True)
         of_norms = [next(norms).to(weight.dtype) if weight is not None and needs else None for weight, needs in weights]
         dx_1TC = None if self.dx_TC is None else self.dx_TC.view(x_1TC.shape)
-        return dx_1TC, None, *self.weights, *self.biases, *of_norms
+        of_adapters = [gradient for adapters in self._given.adapters for gradient in adapters.gradients()]
+        return dx_1TC, None, *self.weights, *self.biases, *of_adapters, *of_norms
+
+
+def _empty(parameter: Tensor | None, needs: bool) -> Tensor | None:
+    """Room for the gradient of a parameter, if it needs one."""
+    return torch.empty_like(parameter) if needs and parameter is not None else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

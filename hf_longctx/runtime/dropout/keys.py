@@ -167,14 +167,17 @@ class DropoutTokens:
         rows = max(1, num_values // max(num_channels, 1))
         return [slice(first, first + rows) for first in range(0, len(self.positions_T), rows)]
 
-    def masked(self, x_TC: Tensor, rate: float, key: int) -> Tensor:
-        """`x_TC` with values dropped and scaled; draws the mask for some tokens at a time."""
+    def masked(self, x_TC: Tensor, rate: float, key: int, first_channel: int = 0) -> Tensor:
+        """`x_TC`, whose channels are those from `first_channel` on, with values dropped and scaled.
+
+        Draws the mask for some tokens at a time.
+        """
         if rate >= 1:
             return torch.zeros_like(x_TC)
-        num_channels, y_TC = x_TC.shape[-1], torch.empty_like(x_TC)
+        num_channels, y_TC = first_channel + x_TC.shape[-1], torch.empty_like(x_TC)
         for block in self._blocks(num_channels, _VALUES_ON_CPU if x_TC.device.type == "cpu" else _VALUES):
             keep_TC = keep_mask(self.documents_T[block], self.positions_T[block], self.step, key, rate, num_channels)
-            y_TC[block] = (x_TC[block] * (1 / (1 - rate))).masked_fill_(~keep_TC, 0.0)
+            y_TC[block] = (x_TC[block] * (1 / (1 - rate))).masked_fill_(~keep_TC[:, first_channel:], 0.0)
         return y_TC
 
 

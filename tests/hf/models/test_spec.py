@@ -161,11 +161,18 @@ def test_adapters_are_counted_with_their_own_bytes() -> None:
     # 32 to 32 and 48 to 32 in fp32, and a copy of 64 * 32 in bf16
     trained, head = 2 * (32 + 32) + 2 * (48 + 32), 64 * 32
     # inputs once more in fp32, and two numbers each
-    assert found == AdapterSpec(trained, 4 * trained, 4 * (32 + 2) + 4 * (48 + 2), last_parameters=head, last_bytes=2 * head)
+    parts = {"attention_saved_bytes": 4 * (32 + 2), "mlp_saved_bytes": 4 * (48 + 2)}
+    # in pieces of heads two numbers three times, in tiles two outputs more
+    parts |= {"cut_bytes": 3 * 4 * 2, "tile_bytes": 4 * (48 + 2) + 2 * 4 * 32}
+    saved = 4 * (32 + 2) + 4 * (48 + 2)
+    assert found == AdapterSpec(trained, 4 * trained, saved, last_parameters=head, last_bytes=2 * head, **parts)
     above = model_spec(adapted(build_model(case), layers_to_transform=[1], **settings)).adapters
     # sizes of the layer with the most, in its own dtype
     assert (above.layer_parameters, above.layer_bytes, above.layer_saved_bytes) == (trained, 2 * trained, 2 * 2 * 2)
-    assert largest_adapters([replace(found, last_bytes=0), AdapterSpec(last_bytes=7)]) == replace(found, last_bytes=7)
+    # other layers have none, which pieces and tiles would leave away
+    assert (above.attention_saved_bytes, above.mlp_saved_bytes) == (0, 0)
+    most = replace(found, last_bytes=7, attention_saved_bytes=0, mlp_saved_bytes=0)
+    assert largest_adapters([replace(found, last_bytes=0), AdapterSpec(last_bytes=7)]) == most
 
 
 def test_ranks_of_one_cpu_node_share_its_memory() -> None:

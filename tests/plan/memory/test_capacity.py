@@ -256,6 +256,21 @@ def test_pieces_of_heads_make_room_for_longer_documents() -> None:
     assert pieces > 1.2 * whole
 
 
+def test_adapters_wider_than_the_model_leave_most_of_their_bytes_away_in_pieces_and_tiles() -> None:
+    # rank 16, in fp32, on all matrices: copies of every input in fp32, and products of the first matrices
+    heads, mlp = 4 * (4 * 2048 + 4 * 16), 4 * (2 * 2048 + 8192 + 3 * 16)
+    parts = {"attention_saved_bytes": heads, "mlp_saved_bytes": mlp, "cut_bytes": 4 * 3 * 4 * 16, "tile_bytes": 2 * mlp}
+    model = replace(named_model("llama-3.2-1b"), vocab_size=1000)
+    room = 8 * GIB, 64 * GIB, 2048
+    found = [
+        most_tokens(replace(model, adapters=AdapterSpec(1, 4, heads + mlp, **cut)), *room, head_pieces=pieces)
+        for cut, pieces in (({}, 1), (parts, 1), (parts, 8))
+    ]
+    without = most_tokens(model, *room, head_pieces=8)
+    assert found[2] > 1.3 * found[1] > 1.3 * 1.3 * found[0]
+    assert 0.95 * without < found[2] < without * 1.05
+
+
 def test_plans_cut_heads_only_where_nothing_else_fits() -> None:
     model, cluster = replace(named_model("llama-3.2-1b"), vocab_size=1000), ClusterSpec(1, 1, GENERIC_CPU)
     costs = CostModel(model, cluster, default_coefficients(model, cluster))

@@ -232,7 +232,7 @@ def test_changed_attention_is_not_cut(change: str) -> None:
 OTHERS = {
     "olmo2": ModelCase("olmo2"),
     "gemma2": ModelCase("gemma2", attention="eager"),
-    "adapters": ModelCase(lora=(("target_modules", ("v_proj",)),)),
+    "dora": ModelCase(lora=(("use_dora", True), ("target_modules", ("v_proj",)))),
     "dropout": ModelCase(dropout=0.1),
 }
 
