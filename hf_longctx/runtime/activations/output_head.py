@@ -342,6 +342,8 @@ def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | N
             slope_1tV = slope_tV.to(like).view(shape)
             del slope_tV
             dx_1TC[:, tile] = add_gradients(sums, x, edge, tiled.parameters, slope_1tV)
+        # not beside the next tile's logits
+        del slope_1tV
     return torch.stack(losses).sum(), (dx_1TC, sums)
 
 

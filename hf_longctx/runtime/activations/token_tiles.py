@@ -189,6 +189,8 @@ def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tens
     with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
         x: Tensor = _Entry.apply(x_1TC.new_empty((), requires_grad=True), x_1TC[:, tile])
         y = run(x, tile)
+    # the graph keeps the function `pack`, and with it whatever that refers to
+    sent.clear()
     # edges refer to no tensor, so the graph keeps its saved tensors alive and nothing else
     record.graphs.append((tile.start, tile.stop, get_gradient_edge(x), get_gradient_edge(y)))
     return y.detach()
