@@ -76,7 +76,7 @@ def _wait(command: list[str]) -> int:
 
 
 def _written(folder: Path) -> list[tuple[str, str]]:
-    """What the training has left: names and paths, or how to get them."""
+    """Names and paths of what the training has left, or how to get it."""
     found = [("checkpoint", f"{folder}  (AutoModelForCausalLM.from_pretrained loads it)")]
     found += [("timeline", str(path)) for name in ("timeline.svg", "timeline.png") if (path := folder / name).exists()]
     if find_spec("plotly") is None or find_spec("jinja2") is None:

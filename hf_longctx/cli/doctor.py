@@ -1,4 +1,4 @@
-"""`hf-longctx doctor`: what this machine has for training, what will run on it, and what to fix."""
+"""`hf-longctx doctor`: devices and packages for training, what will run on them, and what to fix."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the counted operations are divided by. peak: FLOP/s of one device; None if it is not known."""
+    """Divisors of the counted operations. peak: FLOP/s of one device; None if it is not known."""
 
     num_ranks: int
     peak: float | None

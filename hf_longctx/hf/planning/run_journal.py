@@ -69,7 +69,7 @@ class RunJournal:
         waited_s, self._waited_s = self.source.waited_s - self._waited_s, self.source.waited_s
         if not records or not self._writes(args, state):
             return
-        # what was read from the device is over by now
+        # losses were read from the device, so its work is over
         wall_s = time.perf_counter() - self._step_begun_s + waited_s
         lines = [self._line("step", state.global_step, **_step_facts(record, self.source.costs)) for record in records]
         lines[-1] |= {

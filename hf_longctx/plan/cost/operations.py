@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 
-# what `training_operations` counts, in words
+# operations that `training_operations` counts, in words
 OPERATIONS_FORMULA = (
     "model operations = tokens x 2 x multiplications of a token x (1 forward + 1 for gradients of inputs + 1 for gradients of "
     "weights, if those are trained) + query-key pairs within documents x operations of a pair x 3; what is recomputed does not "
