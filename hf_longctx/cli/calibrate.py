@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from hf_longctx.cli.launching import num_devices
+
 _DEFAULT_SECONDS = 45.0
 # a rank counts as hanging this many seconds after the deadline, at which ranks end by themselves
 _GRACE_S = 120.0
@@ -32,6 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--ranks", type=int, help="processes to start; default: one per visible GPU, or 2 on CPU")
     parser.add_argument("--seconds", type=float, default=_DEFAULT_SECONDS, help="when to stop measuring (default: %(default)g)")
     parser.add_argument("--output", type=Path, help="the JSON file to write, for LongContextConfig(hardware=FILE)")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON and nothing else")
     # set by the process that starts the ranks, since the time limit counts from its own start
     parser.add_argument("--stop-at", type=float, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -66,19 +69,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _num_ranks(asked: int | None) -> int:
-    num_devices = _num_devices()
-    if num_devices and asked is not None and asked > num_devices:
-        raise ValueError(f"--ranks is {asked}, but {num_devices} GPU(s) are visible; give at most {num_devices}")
-    return asked or num_devices or 2
-
-
-def _num_devices() -> int:
-    """Number of visible GPUs; without a driver it is 0, and torch, which takes seconds to load, is not imported."""
-    if not any(Path("/dev").glob("nvidia*")) and not Path("/dev/dxg").exists():
-        return 0
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = num_devices()
+    if devices and asked is not None and asked > devices:
+        raise ValueError(f"--ranks is {asked}, but {devices} GPU(s) are visible; give at most {devices}")
+    return asked or devices or 2
 
 
 def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
@@ -86,6 +80,7 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
     words = ["--seconds", str(options.seconds), "--stop-at", str(options.stop_at), "--model", options.model]
     words += ["--precision", options.precision] if options.precision else []
     words += ["--output", str(options.output)] if options.output is not None else []
+    words += ["--json"] if options.json else []
     command = [sys.executable, "-m", "hf_longctx.cli.main", "calibrate", *words]
     processes = [subprocess.Popen(command, env=environment) for environment in _environments(num_ranks)]
     deadline_s = options.stop_at + _GRACE_S
@@ -138,8 +133,10 @@ def _run_rank(options: argparse.Namespace) -> int:
             print(f"calibrate: {error}", file=sys.stderr)
         return 1
     if is_first:
-        print(calibration_text(calibration))
+        profile = profile_to_json(calibration.profile)
+        print(profile if options.json else calibration_text(calibration))
         if options.output is not None:
-            options.output.write_text(profile_to_json(calibration.profile))
-            print(f"written: {options.output}")
+            options.output.write_text(profile)
+            if not options.json:
+                print(f"written: {options.output}")
     return 0

@@ -1,6 +1,7 @@
-"""`hf-longctx`: plan, simulate, show, calibrate and replay.
+"""`hf-longctx`: demo, doctor, plan, simulate, show, calibrate, train, report and replay.
 
-Training runs through `accelerate launch` and the scripts in recipes/.
+Exit statuses are the same everywhere: 0 for success, 1 for an error that the user can fix, 2 for a wrong command line, 3 for an
+unexpected error, 130 for Ctrl-C. `demo` and `train` end with the status of the training.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 from hf_longctx._version import __version__
-from hf_longctx.cli import calibrate
+from hf_longctx.cli import calibrate, demo, doctor, report, train
 from hf_longctx.cli.plan import add_plan_arguments, add_simulate_arguments, run_plan, run_simulate
 
 
@@ -20,11 +21,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-longctx",
         description="Fine-tune Hugging Face causal language models on long, length-skewed sequences.",
-        epilog="Train with: accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/sft.py CONFIG.yaml",
+        epilog="`hf-longctx train` is short for: accelerate launch --config_file recipes/accelerate/gpu.yaml recipes/sft.py "
+        "CONFIG.yaml. Exit status: 0 success, 1 an error that you can fix, 2 wrong command line, 3 unexpected.",
     )
     parser.add_argument("--version", action="version", version=f"hf-longctx {__version__}")
     parser.add_argument("--debug", action="store_true", help="show where in the program an unexpected error arose")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    demo.add_parser(commands)
+    doctor.add_parser(commands)
     plan = commands.add_parser("plan", help="forecast a step without a GPU: its seconds, layout, memory and baselines")
     add_plan_arguments(plan)
     plan.set_defaults(run=run_plan)
@@ -35,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("plan", type=Path, help="a plan, as written by `hf-longctx plan --json` or plan_to_json")
     show.set_defaults(run=_show)
     calibrate.add_parser(commands)
+    train.add_parser(commands)
+    report.add_parser(commands)
     replay = commands.add_parser(
         "replay", help="run the saved step of a run that stopped at a NaN, alone and as plain transformers"
     )
@@ -96,7 +102,7 @@ def _replay(options: argparse.Namespace) -> int:
         return 0 if replay(options.folder, options.model) else 1
     except (OSError, ValueError) as error:
         print(f"hf-longctx replay: {error}", file=sys.stderr)
-        return 2
+        return 1
 
 
 if __name__ == "__main__":

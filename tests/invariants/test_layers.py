@@ -20,7 +20,7 @@ PACKAGE = "hf_longctx"
 # Sub-packages (and single modules) from the bottom up. A line may import the lines above it; rooms on one line do not import
 # each other.
 ORDER = """
-_version  timeline  kernels
+_version  timeline  journal  kernels
 plan.core
 plan.cost  plan.solver  plan.chunks  plan.memory
 plan.activations  plan.groups
@@ -53,6 +53,7 @@ hf.log_probs
 hf.self_test  hf.calibration
 hf.trainer
 hf.stock  hf.evaluation
+page
 cli
 """
 
@@ -62,6 +63,8 @@ BELOW_RUNTIME = ("timeline", "kernels", "plan.core")
 # Packages from outside that a layer may import, besides the standard library; those in brackets only inside functions.
 OUTSIDE = {
     "timeline": "(matplotlib)",
+    "journal": "",
+    "page": "(jinja2) (plotly)",
     "plan": "numpy",
     "plan.solver": "numpy (pulp) (highspy)",
     "sim": "numpy (matplotlib) (pyarrow) (yaml)",
@@ -76,8 +79,8 @@ OUTSIDE = {
 
 # Modules that may use private names of transformers, and torch.distributed is nothing for kernels.
 PRIVATE_TRANSFORMERS = ("hf.start.model_checks", "hf.models.cutting", "hf.trainer")
-# Data that is read from a package higher up: profiles of hardware lie with the recipes.
-DATA_ABOVE = {("plan.cost", "recipes")}
+# Data that is read from a package higher up: profiles of hardware lie with the recipes, and commands start these.
+DATA_ABOVE = {("plan.cost", "recipes"), ("cli", "recipes")}
 
 # Packages that the planner, the simulator and the command line start without.
 FRAMEWORKS = ("torch", "transformers", "accelerate", "triton", "peft", "trl", "datasets", "huggingface_hub", "flash_attn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,10 +14,19 @@ from typing import Any
 
 from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.planning.refit import CostRefit
+from hf_longctx.hf.planning.run_journal import RunJournal
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -46,6 +56,9 @@ class RunReport(TrainerCallback):
         # tokens of all plans that have run
         self._num_tokens = 0
         self._refit = CostRefit(source, config.calibration_steps)
+        self._journal = RunJournal(config, source)
+        # label tokens of the present optimizer step over all ranks, each counted once
+        self.num_labels = 0
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
         """Takes a finished plan from the trainer; its results are read when the step ends, so that reading delays no work."""
@@ -54,14 +67,29 @@ class RunReport(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # a training that stopped inside a step may have left plans here
         self._pending = []
+        self._journal.begin(args, state, kwargs.get("model"), self.opening)
         # ranks need different times to read checkpoints and open trackers, so all of them wait here, as in on_save
         PartialState().wait_for_everyone()
         if self.config.report_steps and state.is_world_process_zero and self.opening:
             tqdm.write(self.opening)
 
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._journal.step_begins()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._journal.logs(args, state, logs or {})
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []
         loss = sum(float(result.loss) for _, result in pending)
+        records = []
         for place, (plan, result) in enumerate(pending):
             if place < len(pending) - 1:
                 plan = _without_reduction(plan, self.source.costs)
@@ -76,6 +104,7 @@ class RunReport(TrainerCallback):
             record = StepRecord(
                 plan, rank, loss, intervals, place, len(pending), *memory, idle, router_loss, router_load, tallied
             )
+            records.append(record)
             self._last.append(record)
             self._since_log.append(record)
             self._num_tokens += record.num_tokens
@@ -84,6 +113,7 @@ class RunReport(TrainerCallback):
             fitted = self._refit.add(record.measured(self.source.costs), record.ends_step)
             if self.config.report_steps and state.is_world_process_zero:
                 tqdm.write(record.line(state.global_step) + (f"\n{fitted}" if fitted else ""))
+        self._journal.step_ends(args, state, records, self.num_labels)
 
     def say(self, line: str) -> None:
         """Prints a line between those of the steps, on one rank."""
@@ -101,11 +131,15 @@ class RunReport(TrainerCallback):
         if state.is_world_process_zero and (replaced := self._replaced_plans()):
             late, failed = replaced.get("late_plans", 0), replaced.get("failed_plans", 0)
             tqdm.write(f"the fast planner replaced {late:g} late and {failed:g} failed plans of the solver")
-        if not self.config.timeline_steps or not self._last:
-            return
-        measured = gather_objects([record.events() for record in self._last], self.source.pool.control)
-        if state.is_world_process_zero and args.output_dir is not None:
-            self._write_timeline(Path(args.output_dir), measured, state.global_step)
+        panels: dict[str, list[TimelineEvent]] = {}
+        steps: list[int] = []
+        if self.config.timeline_steps and self._last:
+            measured = gather_objects([record.events() for record in self._last], self.source.pool.control)
+            if state.is_world_process_zero and args.output_dir is not None:
+                first = state.global_step - sum(record.ends_step for record in self._last) + 1
+                steps = [first, state.global_step]
+                panels = self._write_timeline(Path(args.output_dir), measured, first, state.global_step)
+        self._journal.end(args, state, panels, steps)
 
     def take_metrics(self) -> dict[str, float]:
         """Means over the steps since the last call, for the trainer's log; empty if no step ran.
@@ -168,8 +202,10 @@ class RunReport(TrainerCallback):
             f"plans; the cost model was fitted {self._refit.num_fits} time(s)"
         )
 
-    def _write_timeline(self, folder: Path, measured: list[list[list[TimelineEvent]]], last_step: int) -> None:
-        """Writes timeline.svg, a .png if matplotlib is there, and timeline.json (Chrome trace).
+    def _write_timeline(
+        self, folder: Path, measured: list[list[list[TimelineEvent]]], first: int, last_step: int
+    ) -> dict[str, list[TimelineEvent]]:
+        """Writes timeline.svg, a .png if matplotlib is there, and timeline.json (Chrome trace); returns what they show.
 
         The pictures show the prediction above the measurement, if the cost model was fitted to measurements.
         """
@@ -180,7 +216,6 @@ class RunReport(TrainerCallback):
         panels = {"measured": _in_a_row(drawn)}
         if self.source.costs.coefficients.is_measured:
             panels = {"predicted": _in_a_row([_predicted(record, self.source.costs) for record in self._last]), **panels}
-        first = last_step - sum(record.ends_step for record in self._last) + 1
         layouts = "  |  ".join(plan.folded_layout for plan in plans)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}: {layouts}"))
@@ -188,6 +223,19 @@ class RunReport(TrainerCallback):
             save_png_timeline(panels, f"steps {first} to {last_step}: {layouts}", folder / "timeline.png")
         (folder / "timeline.json").write_text(chrome_trace(_in_a_row(steps)))
         tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
+        return panels
+
+
+def leave_out_bar(trainer: Trainer, config: LongContextConfig) -> None:
+    """Leaves the progress bar out where standard error is no terminal, since lines of steps tell the progress there.
+
+    In a file, the bar would be printed anew before and after every line.
+    """
+    # a subclass is the user's own
+    bars = [callback for callback in trainer.callback_handler.callbacks if type(callback) is ProgressCallback]
+    if config.report_steps and not sys.stderr.isatty() and bars:
+        trainer.remove_callback(bars[0])
+        trainer.add_callback(PrinterCallback)
 
 
 def _without_reduction(plan: StepPlan, costs: CostModel) -> StepPlan:

@@ -54,6 +54,8 @@ class PlanSource:
     ) -> None:
         self.pool, self.costs, self.config, self.alive_s = pool, costs, config, alive_s
         self.drafts = DraftPlanner(planner, late_s)
+        # seconds that training has waited for plans on rank 0, and for the data that they need
+        self.waited_s = 0.0
         self._explore_steps = explore_steps
 
     def plans(self, steps: Iterable[tuple[int, Lengths]], explore: bool) -> Iterator[StepPlan]:
@@ -65,7 +67,11 @@ class PlanSource:
         pending = self._submit(next(waiting, None), explore)
         while pending is not None:
             current, pending = pending, self._submit(next(waiting, None), explore)
-            yield self._share(current)
+            begun_s = time.perf_counter()
+            plan = self._share(current)
+            # an evaluation's plans explore nothing
+            self.waited_s += (time.perf_counter() - begun_s) * explore
+            yield plan
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
         """Plans one step on this rank alone, however long that takes."""

@@ -97,21 +97,24 @@ class StepRecord:
         return dummies / (dummies + self.num_tokens)
 
     def line(self, step: int) -> str:
-        """The plan in one line; a '-' stands for a prediction that was not possible yet."""
+        """The plan in one line, with predicted seconds as soon as there is a prediction."""
         estimate, count = self.plan.estimate, len(self.plan.micro_batches)
         place = f" ({self.place + 1}/{self.count})" if self.count > 1 else ""
-        predicted = "    -" if self.error is None else f"{estimate.step_s:5.3g}"
+        predicted = "" if self.error is None else f"predicted {estimate.step_s:5.3g} s, "
         return (
-            f"step {step:4d}{place} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
+            f"step {step:4d}{place} | loss {self.loss:7.4f} | {predicted}measured {self.measured_s:5.3g} s | "
             f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
             f"{count} micro-batch{'' if count == 1 else 'es'} {self.plan.folded_layout}{self._quality}{self._idle}{self._bytes}"
         )
 
     @property
     def gap(self) -> float | None:
-        """Predicted seconds above the lower bound of any plan, as a share of that bound; None until costs are measured."""
+        """Predicted seconds above the lower bound of any plan, as a share of that bound; None until costs are measured.
+
+        None on one rank, too, where there is nothing to choose.
+        """
         estimate = self.plan.estimate
-        if estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
+        if self.plan.num_ranks == 1 or estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
             return None
         return max(0.0, estimate.step_s / estimate.lower_bound_s - 1)
 
@@ -124,8 +127,8 @@ class StepRecord:
     def _idle(self) -> str:
         if self.idle_share is None:
             return ""
-        predicted = "-" if self.predicted_idle is None else f"{self.predicted_idle:.1%}"
-        return f" | first stage idle {predicted} predicted, {self.idle_share:.1%} measured"
+        predicted = "" if self.predicted_idle is None else f"{self.predicted_idle:.1%} predicted, "
+        return f" | first stage idle {predicted}{self.idle_share:.1%} measured"
 
     @property
     def _bytes(self) -> str:

@@ -39,6 +39,7 @@ from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.wrapped.text import freeze_towers
+from hf_longctx.hf.planning.report import leave_out_bar
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import (
@@ -144,6 +145,7 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
             if is_scored(type(self)):
                 self._start_two_passes()
         self._report()
+        leave_out_bar(self, self.longctx_config)
         self._log_to_output_dir()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -198,7 +200,8 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
                 return batches, num_items
             self._plans_of_step = batches
             self._key_dropout([batch["step"].plan for batch in batches if "step" in batch])
-            return batches, self._label_sums(batches, self._stop)[0]
+            total_weight, self.longctx_run.report.num_labels = self._label_sums(batches, self._stop)
+            return batches, total_weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs one plan of an optimizer step; returns its part of the step's mean loss, the same on every rank.

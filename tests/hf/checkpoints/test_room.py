@@ -16,6 +16,7 @@ from helpers.trainers.trainer_runs import make_trainer, start, training_argument
 from hf_longctx.hf.checkpoints import room
 from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER
 from hf_longctx.hf.ranks.folder_lock import LOCK_NAME
+from hf_longctx.journal import JOURNAL
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -122,7 +123,7 @@ def fail(kind: str, folder: str, victim: int, name: str) -> tuple[str, list[str]
     except Exception as error:
         close(trainer)
         # rank 0 may still hold the lock
-        names = {path.name for path in Path(folder).iterdir()} - {"runs", LOCK_NAME}
+        names = {path.name for path in Path(folder).iterdir()} - {"runs", LOCK_NAME, JOURNAL}
         return f"{type(error).__name__}: {error}", sorted(names)
     return "", []
 

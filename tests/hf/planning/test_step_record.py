@@ -49,10 +49,9 @@ def test_padding_counts_every_dummy_of_a_chunk_smaller_than_its_group() -> None:
     assert record.padding_share == pytest.approx(3 / 4)
 
 
-def test_line_before_calibration_shows_a_dash_for_the_prediction() -> None:
+def test_line_before_calibration_shows_no_prediction() -> None:
     assert step_record(step_s=9.0).line(7) == (
-        "step    7 | loss  2.5000 | predicted     - s, measured   0.5 s |      34 tokens/s | padding 5.6% | "
-        "2 micro-batches <2> <1x2>"
+        "step    7 | loss  2.5000 | measured   0.5 s |      34 tokens/s | padding 5.6% | 2 micro-batches <2> <1x2>"
     )
 
 
@@ -63,6 +62,9 @@ def test_line_after_calibration_shows_the_prediction() -> None:
 def test_line_shows_how_far_a_measured_plan_is_from_the_bound() -> None:
     bounded = {"step_s": 0.45, "lower_bound_s": 0.36}
     assert step_record(**bounded, cost_source="measured").line(1).endswith("<2> <1x2> | within 25.0% of optimal")
+    # one rank has no choice
+    alone = replace(plan_of([[(1, (0,))]], [9], 1), estimate=Estimate(**bounded, cost_source="measured"))
+    assert StepRecord(alone, 0, 0.0, INTERVALS).line(1).endswith("<1>")
     # guessed costs say nothing, and no bound is no gap
     for estimate in (bounded, {"step_s": 0.45, "cost_source": "measured"}):
         assert step_record(**estimate).line(1).endswith("<2> <1x2>")
@@ -184,7 +186,7 @@ def test_a_step_of_stages_is_measured_on_every_stage() -> None:
 
 
 def test_line_of_a_pipeline_shows_the_idle_share_of_the_first_stage() -> None:
-    assert staged_record(0).line(1).endswith("<1> | first stage idle - predicted, 60.0% measured")
+    assert staged_record(0).line(1).endswith("<1> | first stage idle 60.0% measured")
     assert staged_record(0, predicted_idle=0.55).line(1).endswith("| first stage idle 55.0% predicted, 60.0% measured")
     assert "idle" not in staged_record(1).line(1) and "idle" not in step_record().line(1)
 

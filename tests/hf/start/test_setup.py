@@ -133,7 +133,7 @@ def test_a_calibrated_run_predicts_its_first_step(tmp_path: Path, capsys) -> Non
     make_trainer(ModelCase(), random_rows([20] * 32), str(tmp_path), config, {"max_steps": 3}).train()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(lines) == 3
-    assert all("predicted     -" not in line for line in lines)
+    assert all("| predicted " in line for line in lines)
 
 
 def planner_of(settings: dict[str, Any]) -> Any:

@@ -1,0 +1,89 @@
+"""`hf-longctx demo`: the first job of the README, from an installed package and in any folder."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+
+from hf_longctx.cli.launching import launch_command, recipes_folder
+
+_RANKS = 2
+_NEXT = """try next:
+  hf-longctx doctor                                                  what this machine has, and what is missing
+  hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100          how long can I go, and how fast
+  hf-longctx train recipes/configs/text.yaml --dataset my.jsonl ...  your own texts (docs/guides/data.md)"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command to the parser of all commands."""
+    parser = commands.add_parser(
+        "demo",
+        help="train a small model on two CPU processes, in about two minutes, and see what a run leaves",
+        description="Trains a small Llama on the sources of Python's standard library, on two CPU processes. Downloads nothing.",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", default=Path("outputs/demo"), help="folder to write into (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", default=20, help="optimizer steps (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, then say where things are; the exit status is the training's."""
+    started_s = time.monotonic()
+    folder = options.output
+    if folder.exists() and not folder.is_dir():
+        print(f"hf-longctx demo: --output {folder} is a file; give a folder", file=sys.stderr)
+        return 1
+    if options.steps < 1:
+        print(f"hf-longctx demo: --steps is {options.steps}; at least 1 is needed", file=sys.stderr)
+        return 1
+    settings = ["--output_dir", str(folder), "--max_steps", str(options.steps)]
+    config = recipes_folder() / "configs" / "demo.yaml"
+    status = _wait(launch_command(_RANKS, [str(config), *settings]))
+    if status:
+        print(f"hf-longctx demo: the training ended with status {status}; its own messages are above", file=sys.stderr)
+        return status
+    minutes, seconds = divmod(round(time.monotonic() - started_s), 60)
+    print(f"\ndone in {minutes} min {seconds} s" if minutes else f"\ndone in {seconds} s")
+    for name, what in _written(folder):
+        print(f"  {name:12s} {what}")
+    print(_NEXT)
+    return 0
+
+
+def _wait(command: list[str]) -> int:
+    """Runs the launcher; a signal ends it, too, after its ranks have saved. Returns its status."""
+    process = subprocess.Popen(command)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # the terminal has sent it to all processes
+        return process.wait() or 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _written(folder: Path) -> list[tuple[str, str]]:
+    """Names and paths of what the training has left, or how to get it."""
+    found = [("checkpoint", f"{folder}  (AutoModelForCausalLM.from_pretrained loads it)")]
+    found += [("timeline", str(path)) for name in ("timeline.svg", "timeline.png") if (path := folder / name).exists()]
+    if find_spec("plotly") is None or find_spec("jinja2") is None:
+        return [*found, ("page", f"pip install 'hf_longctx[report]' && hf-longctx report {folder}")]
+    from hf_longctx.page.page import write_page
+
+    try:
+        return [*found, ("page", str(write_page(folder)[0]))]
+    except (OSError, ValueError) as error:
+        return [*found, ("page", f"none: {error}")]

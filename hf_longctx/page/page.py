@@ -1,0 +1,184 @@
+"""Writes the page of a run: one HTML file with plotly and all data inside, so that it opens anywhere and can be sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hf_longctx.journal import JOURNAL, Journal, Line, read_journal
+from hf_longctx.page.figures import Chart
+from hf_longctx.page.history import Step, steps_of, thinned
+from hf_longctx.page.other_charts import needle_charts, position_chart, timeline_chart
+from hf_longctx.page.peaks import peak_of
+from hf_longctx.page.step_charts import (
+    Rates,
+    bytes_chart,
+    layout_chart,
+    length_chart,
+    loss_chart,
+    operations_chart,
+    seconds_chart,
+    share_chart,
+    speed_chart,
+    where_chart,
+)
+from hf_longctx.plan.cost.operations import OPERATIONS_FORMULA
+
+PAGE = "report.html"
+_EVALUATIONS = "long_evaluation.json"
+_INSTALL = "pip install 'hf_longctx[report]'"
+
+
+def write_page(folder: Path, output: Path | None = None, peak_flops: float | None = None) -> tuple[Path, dict[str, Any]]:
+    """Writes the page of the run in `folder`; returns its path, and the run's main numbers.
+
+    peak_flops: FLOP/s of one device, for MFU; None: by the device's name. Raises ValueError if packages are missing, or the
+    folder holds no run; OSError if the page cannot be written.
+    """
+    check_packages()
+    if not (folder / JOURNAL).is_file():
+        raise ValueError(f"{folder} has no {JOURNAL}, which every training writes; give the output_dir of a training")
+    journal = read_journal(folder)
+    steps = steps_of(journal)
+    if not steps:
+        raise ValueError(f"{folder / JOURNAL} has no finished step yet; wait for the first one")
+    path = output or folder / PAGE
+    start = journal.of("start")[-1]
+    rates = _rates(start, peak_flops)
+    numbers = main_numbers(journal, steps, rates)
+    evaluations = _evaluations(folder)
+    charts = charts_of(journal, steps, evaluations, rates)
+    path.write_text(_rendered(folder, journal, charts, numbers), encoding="utf-8")
+    return path, numbers
+
+
+def check_packages() -> None:
+    """Raises ValueError with the line that installs them if packages are missing that the page needs."""
+    if missing := [name for name in ("plotly", "jinja2") if find_spec(name) is None]:
+        raise ValueError(f"the page needs {' and '.join(missing)}, which is not installed; {_INSTALL}")
+
+
+def charts_of(journal: Journal, steps: Sequence[Step], evaluations: list[dict[str, Any]], rates: Rates) -> list[Chart]:
+    """All charts that the run has data for, in the page's order."""
+    start, shown = journal.of("start")[-1], thinned(steps)
+    ends = journal.of("end")
+    found = [
+        loss_chart(shown, journal),
+        speed_chart(shown),
+        seconds_chart(shown),
+        bytes_chart(shown, start["machine"]),
+        operations_chart(shown, rates),
+        share_chart(shown),
+        layout_chart(shown),
+        length_chart(journal),
+        *needle_charts(evaluations),
+        position_chart(evaluations),
+        where_chart(shown),
+        timeline_chart(ends[-1] if ends else None),
+    ]
+    return [chart for chart in found if chart is not None]
+
+
+def main_numbers(journal: Journal, steps: Sequence[Step], rates: Rates) -> dict[str, Any]:
+    """The run in a few numbers, as the page and `--json` show them."""
+    seconds = sum(step.wall_s or step.measured_s for step in steps)
+    tokens = sum(step.tokens for step in steps)
+    errors = [abs(step.error) for step in steps if step.error is not None]
+    labels = [step.labels for step in steps]
+    evaluations = [line["logs"]["eval_loss"] for line in journal.of("log") if "eval_loss" in line["logs"]]
+    per_rank = sum(step.operations for step in steps) / seconds / rates.num_ranks
+    return {
+        "steps": int(steps[-1].step),
+        "loss": steps[-1].loss,
+        "eval_loss": evaluations[-1] if evaluations else None,
+        "tokens": int(tokens),
+        "label_tokens": sum(int(label) for label in labels if label) if None not in labels else None,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "model_flops_per_s_per_rank": per_rank,
+        "mfu": per_rank / rates.peak if rates.peak else None,
+        "median_prediction_error": median(errors) if errors else None,
+        "plan_wait_s": sum(step.plan_wait_s for step in steps),
+        "padding_share": 1 - tokens / (sum(step.tokens / (1 - step.padding_share) for step in steps) or 1),
+    }
+
+
+def _rates(start: Line, peak_flops: float | None) -> Rates:
+    machine = start["machine"]
+    if peak_flops is not None:
+        return Rates(machine["ranks"], peak_flops, "as given by --peak-tflops")
+    return Rates(machine["ranks"], peak_of(machine["device"]), f"dense bf16, {machine['device']}")
+
+
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Evaluations that `LongContextEvaluation` has written; empty if there are none."""
+    path = folder / _EVALUATIONS
+    if not path.is_file():
+        return []
+    try:
+        runs: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); move it away to make the page without evaluations") from error
+    return runs
+
+
+def _rendered(folder: Path, journal: Journal, charts: list[Chart], numbers: dict[str, Any]) -> str:
+    from jinja2 import Environment
+    from plotly.offline import get_plotlyjs
+
+    start = journal.of("start")[-1]
+    figures = json.dumps({chart.name: chart.figure() for chart in charts}, allow_nan=False).replace("</", "<\\/")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
+    )
+    return template.render(
+        title=f"Run {folder.name or folder.resolve().name}",
+        begun=datetime.fromtimestamp(start["time"]).strftime("%Y-%m-%d %H:%M"),
+        start=start,
+        tiles=_tiles(numbers),
+        charts=charts,
+        figures=figures,
+        plotly=get_plotlyjs(),
+        formula=OPERATIONS_FORMULA,
+        tables={
+            "Settings that were changed": {name: start["settings"][name] for name in start["changed"]},
+            "Other settings": {name: value for name, value in start["settings"].items() if name not in start["changed"]},
+            "Training arguments": start["arguments"],
+        },
+        num_resumed=sum(bool(line["step"]) for line in journal.of("start")),
+        has_ended=journal.lines[-1]["step"] <= max((line["step"] for line in journal.of("end")), default=-1),
+        num_unreadable=journal.num_unreadable,
+    )
+
+
+def _tiles(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+    """The main numbers in words, without those that are unknown."""
+    tiles = [
+        ("steps", f"{numbers['steps']:,}"),
+        ("last loss", f"{numbers['loss']:.4g}" if numbers["loss"] is not None else ""),
+        ("held-out loss", f"{numbers['eval_loss']:.4g}" if numbers["eval_loss"] is not None else ""),
+        ("tokens/s", f"{numbers['tokens_per_s']:,.0f}"),
+        ("MFU", f"{numbers['mfu']:.1%}" if numbers["mfu"] is not None else ""),
+        ("tokens", f"{numbers['tokens']:,}"),
+        ("label tokens", f"{numbers['label_tokens']:,}" if numbers["label_tokens"] is not None else ""),
+        ("time in steps", _duration(numbers["seconds"])),
+        (
+            "prediction error",
+            f"{numbers['median_prediction_error']:.1%}" if numbers["median_prediction_error"] is not None else "",
+        ),
+        ("padding", f"{numbers['padding_share']:.1%}"),
+    ]
+    return [(name, text) for name, text in tiles if text]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
