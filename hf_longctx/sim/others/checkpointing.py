@@ -61,7 +61,7 @@ class CheckpointedCosts(CostModel):
 
     @classmethod
     def of(cls, costs: CostModel, checkpointing: Checkpointing) -> CheckpointedCosts:
-        """The same costs with these replays."""
+        """Costs of the same model and cluster with these replays."""
         values = {field.name: getattr(costs, field.name) for field in fields(CostModel)}
         return cls(**values, checkpointing=checkpointing)
 
@@ -122,5 +122,5 @@ def group_bytes(byte_model: ByteModel, group: SequenceGroup, checkpointing: Chec
 
 def document_load(num_layers: int, shape: GroupShape) -> Load:
     """Load of a rank's share of a document in a group of this shape; its tokens are the caller's."""
-    shared = {"is_shared": shape.degree > 1, "num_blocks": shape.num_blocks, "block_ranks": shape.ulysses}
-    return replace(Load.document(1, num_layers), **shared)
+    document = Load.document(1, num_layers)
+    return replace(document, is_shared=shape.degree > 1, num_blocks=shape.num_blocks, block_ranks=shape.ulysses)

@@ -32,7 +32,7 @@ _MAX_ROWS = 16
 _FEW = 1e-3
 # relative difference in seconds below which two plans count as equal
 _EQUAL = 5e-3
-# what the names of checkpointings mean
+# meaning of the names of checkpointings
 _CHECKPOINTING_NOTE = (
     "selective checkpointing keeps layer inputs and attention's outputs, full checkpointing layer inputs alone; the loss runs in "
     f"tiles of {TILE_TOKENS:,} tokens, as in Liger's kernels"

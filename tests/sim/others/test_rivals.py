@@ -72,7 +72,7 @@ def test_no_rival_beats_the_bound_of_our_plan(steps: list[list[int]]) -> None:
 @given(st.lists(st.integers(1, 160), min_size=1, max_size=12))
 @settings(max_examples=40, deadline=None)
 def test_where_everything_fits_checkpointing_only_costs_time(lengths: list[int]) -> None:
-    """The same layout, under the same limit of tokens, takes ever more seconds the more of it is run again."""
+    """One layout, under one limit of tokens, takes ever more seconds the more of it is run again."""
     config = PlannerConfig(42, (1, 2, 4))
     problems = [GroupingProblem.build(lengths, CheckpointedCosts.of(scenario().costs, each), config) for each in CHECKPOINTINGS]
     for baseline in all_baselines(problems[0], max(lengths)):
@@ -122,7 +122,7 @@ def test_packs_that_need_more_bytes_than_a_document_get_fewer_tokens() -> None:
     for setting in rivals.settings[1:]:
         rivals.settings = (setting,)
         (roomy,) = rivals.baselines()
-        # as if packs needed a third more than was counted for a document
+        # pretend that packs need a third more than was counted for a document
         rivals.settings = (replace(setting, left_bytes=int(0.75 * setting.left_bytes)),)
         (tight,) = rivals.baselines()
         for one, other in zip(roomy, tight, strict=True):
