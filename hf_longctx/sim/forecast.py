@@ -12,18 +12,15 @@ from dataclasses import dataclass, replace
 from hf_longctx.plan.core.planner_config import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.groups.greedy import plan_static
-from hf_longctx.plan.groups.placement import place_layout
-from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.memory.capacity import may_rerun
-from hf_longctx.plan.planner import build_plan, plan_step
+from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.weight_seconds import weight_seconds
 from hf_longctx.sim.capacity import Remedy, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import Budget, LongestRow, longest_rows, with_frozen_weights
 from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
 from hf_longctx.sim.others.ablation import AblationRow, Machine, ablation
-from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_layout
+from hf_longctx.sim.others.rivals import Choice, Rivals
 from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
 
@@ -31,28 +28,10 @@ _METHODS: tuple[GroupMethod, ...] = ("ulysses", "ring", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Another way to run the same sequences: its mean seconds per step, or (step_s 0) the reason why it cannot run.
-
-    degree: the degree of all groups, if the choice fixes it, else 0.
-    """
-
-    name: str
-    step_s: float = 0.0
-    layout: str = ""
-    detail: str = ""
-    degree: int = 0
-
-    @property
-    def is_possible(self) -> bool:
-        return self.step_s > 0
-
-
-@dataclass(frozen=True, slots=True)
 class StepForecast:
     """One step: its plan, predicted run and memory, and the seconds of every baseline with the same lengths and cost model.
 
-    Baselines keep all activations, in the same memory.
+    Baselines run in the same memory, each at its best checkpointing.
     """
 
     plan: StepPlan
@@ -211,74 +190,21 @@ def make_forecast(
         return Forecast(scenario, None, seed, (), (), longer, longest, at_limit)
     _check_longest(scenario, workload, longer)
     batches = workload.draw_steps(num_steps, global_batch, seed)
-    steps = tuple(_forecast_step(number, lengths, scenario, workload.limit) for number, lengths in enumerate(batches))
-    alternatives = (*_static_degrees(batches[0], scenario), *_other_methods(steps[0].plan, scenario))
+    rivals = Rivals(scenario, batches, workload.limit)
+    others = rivals.baselines()
+    steps = tuple(_forecast_step(number, lengths, scenario, others[number]) for number, lengths in enumerate(batches))
+    static = (rivals.static_degree(degree) for degree in scenario.placement.degrees)
+    alternatives = (*static, *_other_methods(steps[0].plan, scenario))
     rows = ablation(batches[0], _machine(scenario)) if with_ablation else ()
     return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, at_limit, workload.limit, rows)
 
 
-def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, limit: int) -> StepForecast:
+def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, others: tuple[Choice, ...]) -> StepForecast:
     plan = plan_step(number, lengths, scenario.costs, scenario.planner_config)
     execution = execute_plan(plan, scenario.costs)
     use = memory_use(plan, execution, scenario.costs, scenario.memory, scenario.budget)
     plan = replace(plan, estimate=replace(plan.estimate, peak_bytes=use.peak_bytes))
-    return StepForecast(plan, execution, use, _baselines(lengths, scenario, limit))
-
-
-def _kept_config(scenario: Scenario) -> PlannerConfig:
-    """Settings of the baselines, which keep all activations; only valid if at least one token fits."""
-    return replace(scenario.planner_config, tokens_per_rank=scenario.kept_tokens, activations=None)
-
-
-def _unfit(longest: int, degree: int, scenario: Scenario) -> str:
-    """Reason why a sequence does not fit a group with all activations kept; empty if it fits."""
-    if longest <= (room := degree * scenario.kept_tokens):
-        return ""
-    how = "" if scenario.memory.keeps_everything else " with everything kept"
-    return f"does not fit: the longest sequence has {longest:,} tokens, but {degree} rank(s) hold {room:,}{how}"
-
-
-def _baselines(lengths: Sequence[int], scenario: Scenario, limit: int) -> tuple[Choice, ...]:
-    """Baselines, which keep all activations; the same prediction as for the plan gives their seconds."""
-    if reason := _unfit(max(lengths), scenario.placement.degrees[-1], scenario):
-        return tuple(Choice(name, detail=reason) for name in BASELINES)
-    problem = GroupingProblem.build(lengths, scenario.costs, _kept_config(scenario))
-    choices = []
-    for baseline in all_baselines(problem, limit):
-        if baseline.can_run:
-            layout = [list(groups) for groups in baseline.layout]
-            choices.append(_judged(baseline.name, lengths, layout, problem, scenario.costs))
-        else:
-            choices.append(Choice(baseline.name, detail=baseline.detail))
-    return tuple(choices)
-
-
-def _static_degrees(lengths: Sequence[int], scenario: Scenario) -> tuple[Choice, ...]:
-    """The step with one degree for all groups, for every degree; the better of `plan_static` and best-fit packing."""
-    reasons = {degree: _unfit(max(lengths), degree, scenario) for degree in scenario.placement.degrees}
-    choices = [Choice(f"all groups of {degree}", detail=reason, degree=degree) for degree, reason in reasons.items() if reason]
-    if len(choices) == len(reasons):
-        return tuple(choices)
-    config = _kept_config(scenario)
-    problem = GroupingProblem.build(lengths, scenario.costs, config)
-    ordered, order = problem.longest_first()
-    for degree in (degree for degree, reason in reasons.items() if not reason):
-        name = f"all groups of {degree}"
-        packed = [
-            [(d, tuple(order[i] for i in members)) for d, members in groups]
-            for groups in static_layout(ordered, degree, fill=1.0)
-        ]
-        layouts = (plan_static(problem, config.micro_batch_trials, degree), packed)
-        judged = [_judged(name, lengths, layout, problem, scenario.costs) for layout in layouts]
-        choices.append(replace(min(judged, key=lambda choice: choice.step_s), degree=degree))
-    return tuple(choices)
-
-
-def _judged(name: str, lengths: Sequence[int], layout: Layout, problem: GroupingProblem, costs: CostModel) -> Choice:
-    """Seconds of a layout, predicted by the same function as the plan's."""
-    placed = place_layout(layout, problem.num_ranks, costs.cluster.ranks_per_node, node_aligned=True)
-    plan = build_plan(0, lengths, placed, problem.shapes, costs)
-    return Choice(name, execute_plan(plan, costs).step_s, plan.folded_layout)
+    return StepForecast(plan, execution, use, others)
 
 
 def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
@@ -378,5 +304,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _mean_choice(same: Sequence[Choice]) -> Choice:
     if all(choice.is_possible for choice in same):
-        return replace(same[0], step_s=_mean([choice.step_s for choice in same]))
+        means = _mean([choice.step_s for choice in same]), _mean([choice.most_s for choice in same])
+        return replace(same[0], step_s=means[0], most_s=means[1], used_bytes=max(choice.used_bytes for choice in same))
     return next(replace(choice, step_s=0.0) for choice in same if not choice.is_possible)

@@ -415,7 +415,9 @@ def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_
     data = json.loads((folder / "plan.json").read_text())
     assert data["kept_tokens_per_rank"] < 40000 < data["tokens_per_rank"] and data["memory_use"]["num_chosen"] == 1
     assert data["memory_use"]["reason"] and f"  {data['memory_use']['reason']}\n" in text
-    assert all(choice["step_s"] is None and "40,000 tokens" in choice["detail"] for choice in data["baselines"])
+    # the others hold these lengths with checkpointing, and take longer
+    assert all(choice["checkpointing"].endswith("checkpointing") for choice in data["baselines"])
+    assert all(choice["step_s"] > data["estimate"]["step_s"] for choice in data["baselines"])
     memory = data["memory"]
     assert memory["state_bytes"] + memory["activation_peak_bytes"] == data["estimate"]["peak_bytes"] <= memory["usable_bytes"]
     simulated = json.loads(printed(["simulate", str(folder / "plan.json"), "--json"], capsys))

@@ -1,4 +1,4 @@
-"""Forecasts of the memory of plans that hold more tokens than can be kept, and of baselines that keep everything."""
+"""Forecasts of the memory of plans that hold more tokens than can be kept, and of baselines beside them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ def engine(**changes: int) -> Scenario:
     return replace(own, memory=replace(own.memory, keeps_everything=False, **changes))
 
 
-def test_a_sequence_above_what_is_kept_is_planned_and_others_say_that_it_does_not_fit() -> None:
+def test_a_sequence_above_what_is_kept_is_planned_and_others_recompute_for_it() -> None:
     found = forecast((KEPT + 1, 30), of=engine())
     [step] = found.steps
     validate_plan(step.plan)
     assert step.memory_use.num_tiled + step.memory_use.num_chosen == 1
     assert step.plan.estimate.step_s == step.execution.step_s == execute_plan(step.plan, cost_model(4)).step_s
     assert step.plan.estimate.peak_bytes == max(step.execution.peak_bytes) <= MEMORY.usable_bytes
-    reason = f"does not fit: the longest sequence has {KEPT + 1} tokens, but 4 rank(s) hold {KEPT} with everything kept"
-    assert len(step.baselines) == 4 and all(choice.detail == reason and not choice.is_possible for choice in step.baselines)
+    # the others recompute, too
+    assert {choice.checkpointing for choice in step.baselines} == {"selective checkpointing"}
     degrees = [choice for choice in found.alternatives if choice.degree]
-    assert [choice.degree for choice in degrees] == [1, 2, 4] and not any(choice.is_possible for choice in degrees)
+    assert [(choice.degree, choice.is_possible) for choice in degrees] == [(1, False), (2, False), (4, True)]
+    assert degrees[1].detail.startswith(f"does not fit even with full checkpointing: the longest sequence has {KEPT + 1} tokens")
 
 
 def test_the_longest_sequence_of_the_engine_is_planned_and_one_token_more_is_refused() -> None:
@@ -162,4 +163,8 @@ def test_the_report_says_what_planned_steps_hold() -> None:
     assert f"{longest}everything kept up to 42" in text
     planned = forecast_text(forecast((KEPT + 1, 30), of=own))
     assert "  activations: 1 group(s) " in planned and "nothing is offloaded: " in planned
-    assert "does not fit: the longest sequence has 169 tokens, but 4 rank(s) hold 168 with everything kept" in planned
+    assert "static <4>, selective checkpointing" in planned and "all groups of 2 or fewer" in planned
+    assert "above the bound" in planned and "full checkpointing layer inputs alone" in planned
+    # who plans with everything kept compares layouts
+    kept = forecast_text(forecast((KEPT, 30)))
+    assert "checkpointing" not in kept and "static <4> " in kept

@@ -1,14 +1,17 @@
 """Predicts a step as each of four systems alone would run it, and as all together do, with one cost model and memory limit.
 
-    FlexSP (arXiv 2412.01523)      groups of different sizes, whole sequences, everything kept
+    FlexSP (arXiv 2412.01523)      groups of different sizes, whole sequences
     Seq1F1B (arXiv 2406.03488)     equal groups, equal chunks of a quarter of the longest sequence, as many chunks in flight as
-                                   1F1B allows, everything kept
+                                   1F1B allows
     InfiniPipe (arXiv 2509.21275)  equal groups, elastic chunks, as many in flight as 1F1B allows, layers recomputed if memory
                                    is short
     SPPO (arXiv 2503.10377)        equal groups, every sequence alone in slices of 2K to 16K tokens per rank, as much offloaded as
                                    the link to the host can hide
 
-Each system with stages runs at the best number of stages that fits.
+Each system with stages runs at the best number of stages that fits. FlexSP and Seq1F1B choose nothing layer by layer, so each
+runs with everything kept, with selective and with full checkpointing (`checkpointing.py`), and the fastest that fits is shown.
+InfiniPipe and SPPO choose what to recompute and to offload by the programs of our own planner. Where Seq1F1B checkpoints, norms
+and MLPs run in tiles too, as in our plans.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hf_longctx.plan.activations.fit import with_layers
 from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
 from hf_longctx.plan.chunks.slices import slice_counts
 from hf_longctx.plan.core.attention_pairs import SpanRates
@@ -23,15 +27,26 @@ from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.layouts import deal_sequences
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.staged_step import Parts
+from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.planning import Planning
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
+from hf_longctx.sim.others.checkpointing import (
+    CHECKPOINTINGS,
+    KEPT,
+    CheckpointedCosts,
+    Checkpointing,
+    document_load,
+    group_bytes,
+    most_tokens,
+)
 
 # maps sequences of a group {number: tokens}, how its ranks share them, and the cost model to several ways of chunking them
 _Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[Chunk, ...]]]
@@ -59,12 +74,13 @@ class AblationRow:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A plan that keeps everything, with its costs, the memory that it may use, and its predicted run."""
+    """A plan under one checkpointing, with its costs, the memory that it may use, and its predicted run."""
 
     plan: StepPlan
     costs: CostModel
     budget: ActivationBudget
     run: Evaluation
+    checkpointing: Checkpointing = KEPT
 
     def fitted(self, has_policies: bool) -> AblationRow:
         """The row of the plan, made to fit with policies if it may have any; zero seconds if it does not fit."""
@@ -78,9 +94,10 @@ class _Option:
         stages = plan.micro_batches[0].groups[0].stages
         limit = self.budget.device_bytes + max(ByteModel(self.costs.model).stage_states(stage, plan) for stage in stages)
         if (needed := max(run.peak_bytes)) > limit:
-            text = f"does not fit: {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} on {plan.num_stages} stages"
+            how = "" if has_policies else f" with {self.checkpointing.name}"
+            text = f"does not fit{how}: {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} on {plan.num_stages} stages"
             return AblationRow("", 0.0, text)
-        return AblationRow("", run.step_s, describe(plan))
+        return AblationRow("", run.step_s, describe(plan) if has_policies else f"{describe(plan)}, {self.checkpointing.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +135,7 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
     """Rows for one step of these sequences; the row of all systems together comes last."""
     return (
         _flexsp(lengths, machine),
-        _quickest("Seq1F1B alone", _options(lengths, machine, _quarters, 0), has_policies=False),
+        _quickest("Seq1F1B alone", _checkpointed(_options(lengths, machine, _quarters, 0), machine), has_policies=False),
         _quickest("InfiniPipe alone", _options(lengths, machine, _elastic, 0), has_policies=True),
         _quickest("SPPO alone", _options(lengths, machine, _sliced, machine.host_bytes), has_policies=True),
         *([row] if (row := lent_row(lengths, machine)) is not None else []),
@@ -180,12 +197,73 @@ def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: 
 
 
 def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
+    """FlexSP's groups at the fastest checkpointing that fits."""
     budget = machine.config.activations
-    kept = machine.config.tokens_per_rank if budget is None else budget.kept_tokens
+    ways = [KEPT] if budget is None else CHECKPOINTINGS
+    rows = [_flexsp_under(lengths, machine, checkpointing) for checkpointing in ways]
+    possible = [row for row in rows if row.is_possible]
+    # the last way needs the least memory, so its reason is the one to tell
+    return min(possible, key=lambda row: row.step_s) if possible else rows[-1]
+
+
+def _flexsp_under(lengths: Sequence[int], machine: Machine, checkpointing: Checkpointing) -> AblationRow:
+    name, budget = "FlexSP alone", machine.config.activations
+    costs = CheckpointedCosts.of(machine.costs, checkpointing)
+    byte_model = ByteModel(costs.model)
+    kept = machine.config.tokens_per_rank
+    if budget is not None:
+        like = document_load(
+            costs.model.num_layers, plainest_shape(machine.config.degrees[-1], costs.method, costs.model, costs.cluster)
+        )
+        kept = min(kept, most_tokens(byte_model, budget.device_bytes, checkpointing, like))
+    how = checkpointing.name
     if kept < 1:
-        return AblationRow("FlexSP alone", 0.0, "states leave no room for a token with everything kept")
+        return AblationRow(name, 0.0, f"states leave no room for a token with {how}")
     config = replace(machine.config, activations=None, tokens_per_rank=kept)
-    return _chosen("FlexSP alone", lengths, [1], lambda *_: StageSetup(machine.costs, config))
+    try:
+        plan = plan_step(0, lengths, costs, config)
+    except ValueError as error:
+        return AblationRow(name, 0.0, f"{error} ({how})")
+    if budget is not None:
+        groups = (group for micro_batch in plan.micro_batches for group in micro_batch.groups)
+        needed = max(group_bytes(byte_model, group, checkpointing) for group in groups)
+        if needed > budget.device_bytes:
+            gib = f"{needed / 2**30:.1f} GiB of {budget.device_bytes / 2**30:.1f}"
+            return AblationRow(name, 0.0, f"does not fit with {how}: {gib} beside the states")
+    return AblationRow(name, plan.estimate.step_s, f"{describe(plan)}, {how}")
+
+
+def _checkpointed(options: Iterator[_Option | str], machine: Machine) -> Iterator[_Option | str]:
+    """Each plan that keeps everything under every checkpointing, in which all layers of all chunks do the same."""
+    for option in options:
+        if isinstance(option, str):
+            yield option
+            continue
+        for checkpointing in CHECKPOINTINGS:
+            plan = replace(
+                option.plan,
+                micro_batches=tuple(
+                    replace(mb, groups=tuple(_under(group, checkpointing, machine.tile_tokens) for group in mb.groups))
+                    for mb in option.plan.micro_batches
+                ),
+            )
+            run = evaluate_plan(plan, option.costs, with_events=False)
+            yield replace(option, plan=plan, run=run, checkpointing=checkpointing)
+
+
+def _under(group: SequenceGroup, checkpointing: Checkpointing, tile_tokens: int) -> SequenceGroup:
+    """The group with every chunk on every stage under a checkpointing, and with its loss in tiles."""
+    # stages and chunks with equally many layers share one tuple, whose bytes are then counted once
+    layers = {
+        count: checkpointing.policy(count).layers for stage in group.stages for count in {p.num_layers for p in stage.parts}
+    }
+    policies = {
+        (stage.stage, chunk.index, part): layers[owned.num_layers]
+        for stage in group.stages
+        for chunk in group.chunks
+        for part, owned in enumerate(stage.parts)
+    }
+    return with_layers(group, policies, tile_tokens)
 
 
 def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:

@@ -7,7 +7,10 @@ Forecasts and benchmarks compare them with our plans:
     BatchAda            static with the best degree for each batch (named in FlexSP, arXiv 2412.01523, section 6.1)
     Megatron hybrid-CP  the greedy method of Megatron-Core's `BalancedCPScheduler`
     FCP                 the two-stage planner of arXiv 2602.21788
+    FlexSP              groups of different degrees (arXiv 2412.01523): powers of two, micro-batches of equal tokens, by our
+                        greedy search in place of its integer program
 
+Each keeps everything or recomputes layers, as the costs and the capacity of the problem say (`checkpointing.py`).
 If an original would exceed memory or leaves a choice open, the version here makes the choice that favours it, and its docstring
 says so.
 """
@@ -15,6 +18,7 @@ says so.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,17 +26,21 @@ from itertools import pairwise
 import numpy as np
 
 from hf_longctx.plan.groups.cuts import micro_batch_ends
+from hf_longctx.plan.groups.greedy import plan_greedy
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
-# share of a group's tokens that best-fit packing fills
+# shares of a group's tokens that best-fit packing fills: that of one static layout, and those that are tried for the best one
 _FILL = 0.9
+_FILLS = (1.0, 0.9, 0.5, 0.25)
 # Megatron's limits: imbalance of a micro-batch as a share, and work of a queue in multiples of an even share
 _BALANCE_SLACK = 0.05
 _QUEUE_SLACK = 1.1
 # how many numbers of micro-batches FCP tries, starting at the fewest that fit
 _FCP_TRIALS = 5
+# how many numbers of micro-batches FlexSP tries
+_FLEXSP_TRIALS = 5
 
-BASELINES = ("static", "BatchAda", "Megatron hybrid-CP", "FCP")
+BASELINES = ("static", "BatchAda", "Megatron hybrid-CP", "FCP", "FlexSP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +64,31 @@ def all_baselines(problem: GroupingProblem, limit: int, names: Sequence[str] = B
     """
     if problem.lengths and max(problem.lengths) > limit:
         raise ValueError(f"a sequence has {max(problem.lengths)} tokens, but the limit is {limit}; raise it or drop the sequence")
+    found = []
+    for name in names:
+        try:
+            layout = baseline_layout(name, problem, limit)
+        except CannotRunError as error:
+            found.append(Baseline(name, (), math.inf, f"{name} cannot run: {error}"))
+            continue
+        frozen = tuple(tuple(groups) for groups in layout)
+        found.append(Baseline(name, frozen, problem.step_seconds(layout), _detail(layout)))
+    return tuple(found)
+
+
+def baseline_layout(name: str, problem: GroupingProblem, limit: int) -> Layout:
+    """The layout of one baseline, whatever the order of the sequences; raises CannotRunError where it has none."""
+    if not problem.lengths:
+        return []
     ordered, order = problem.longest_first()
     makers: dict[str, Callable[[], Layout]] = {
         "static": lambda: best_static_layout(ordered, limit),
         "BatchAda": lambda: best_static_layout(ordered, max(ordered.lengths)),
         "Megatron hybrid-CP": lambda: hybrid_cp_layout(ordered),
         "FCP": lambda: fcp_layout(ordered),
+        "FlexSP": lambda: flexsp_layout(ordered),
     }
-    found = []
-    for name in names:
-        try:
-            layout = makers[name]() if ordered.lengths else []
-        except CannotRunError as error:
-            found.append(Baseline(name, (), math.inf, f"{name} cannot run: {error}"))
-            continue
-        renumbered = tuple(tuple((degree, tuple(order[i] for i in some)) for degree, some in groups) for groups in layout)
-        found.append(Baseline(name, renumbered, problem.step_seconds([list(groups) for groups in renumbered]), _detail(layout)))
-    return tuple(found)
+    return [[(degree, tuple(order[i] for i in some)) for degree, some in groups] for groups in makers[name]()]
 
 
 class CannotRunError(ValueError):
@@ -89,17 +105,30 @@ def _detail(layout: Layout) -> str:
 
 
 def best_static_layout(problem: GroupingProblem, limit: int) -> Layout:
-    """The fastest layout of `static_layout` over all degrees that divide the ranks and hold `limit` tokens.
+    """The fastest layout of `static_of_degree` over all degrees that divide the ranks and hold `limit` tokens.
 
     Raises CannotRunError if there is no such degree.
     """
-    degrees = [d for d in problem.degrees if problem.num_ranks % d == 0 and limit <= d * problem.capacity]
+    degrees = static_degrees(problem, limit)
     if not degrees:
         raise CannotRunError(
             f"no degree of {problem.degrees} that divides {problem.num_ranks} ranks holds {limit} tokens at {problem.capacity} "
             f"tokens per rank; raise the largest degree or tokens_per_rank"
         )
-    return min((static_layout(problem, degree) for degree in degrees), key=problem.step_seconds)
+    return min((static_of_degree(problem, degree) for degree in degrees), key=problem.step_seconds)
+
+
+def static_degrees(problem: GroupingProblem, limit: int) -> list[int]:
+    """Degrees that divide the ranks and hold `limit` tokens."""
+    return [d for d in problem.degrees if problem.num_ranks % d == 0 and limit <= d * problem.capacity]
+
+
+def static_of_degree(problem: GroupingProblem, degree: int) -> Layout:
+    """The fastest `static_layout` of one degree over several sizes of micro-batches."""
+    longest, room = max(problem.lengths), degree * problem.capacity
+    # the longest sequence is the least that a pack may hold, so smaller fills make equal layouts
+    fills = {max(longest, int(fill * room)): fill for fill in reversed(_FILLS)}
+    return min((static_layout(problem, degree, fill) for fill in fills.values()), key=problem.step_seconds)
 
 
 def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) -> Layout:
@@ -124,16 +153,17 @@ def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) ->
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Packs of sequence numbers, in order of opening: each sequence, longest first, goes into the fullest pack with room."""
     packs: list[list[int]] = []
-    left: list[int] = []
+    # (tokens left, pack), ascending
+    left: list[tuple[int, int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [(left[p], p) for p in range(len(packs)) if left[p] >= lengths[i]]
-        if fitting:
-            p = min(fitting)[1]
+        place = bisect_left(left, (lengths[i], 0))
+        if place < len(left):
+            room_left, p = left.pop(place)
             packs[p].append(i)
-            left[p] -= lengths[i]
+            insort(left, (room_left - lengths[i], p))
         else:
             packs.append([i])
-            left.append(room - lengths[i])
+            insort(left, (room - lengths[i], len(packs) - 1))
     return packs
 
 
@@ -395,3 +425,19 @@ def _hand_out(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]
                 widened[p] = wider
                 has_changed = True
     return widened
+
+
+def flexsp_layout(problem: GroupingProblem, trials: int = _FLEXSP_TRIALS) -> Layout:
+    """FlexSP's groups: powers of two of ranks, micro-batches cut by tokens alone, one after the other.
+
+    Our greedy search takes the place of its integer program: its micro-batches are about as fast. Raises CannotRunError for a
+    sequence that fits no power of two.
+    """
+    powers = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
+    longest = max(problem.lengths)
+    if not powers or longest > powers[-1] * problem.capacity:
+        raise CannotRunError(
+            f"a sequence of {longest} tokens fits none of the powers of two among degrees {problem.degrees} at "
+            f"{problem.capacity} tokens per rank"
+        )
+    return plan_greedy(problem.restricted(powers), trials, time_aware=False)

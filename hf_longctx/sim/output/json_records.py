@@ -21,8 +21,9 @@ from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.sim.capacity import DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
-from hf_longctx.sim.forecast import Choice, Forecast, StepForecast
+from hf_longctx.sim.forecast import Forecast, StepForecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
+from hf_longctx.sim.others.rivals import Choice
 from hf_longctx.sim.output.histogram import length_bins
 from hf_longctx.sim.prices import Price
 

@@ -78,13 +78,14 @@ def _steps(forecast: Forecast) -> Iterator[tuple[str, str]]:
     yield "step", f"{duration(whole_s)} for {batch:,} sequences ({tokens / whole_s:,.0f} tokens/s){epoch}"
     best = next((choice for choice in forecast.baselines if choice.is_possible), None)
     if best is None:
-        yield "others", "none of the systems compared can run these lengths: they keep all activations"
+        none = "they keep all activations" if forecast.scenario.memory.keeps_everything else "not even with full checkpointing"
+        yield "others", f"none of the systems compared can run these lengths: {none}"
     else:
         factor = best.step_s / forecast.step_s
         verdict = "equal to" if abs(factor - 1) < _EQUAL else f"{factor:.2f}x as fast as"
         static = next((choice for choice in forecast.baselines if choice.name == "static" and choice.is_possible), None)
         beside = f", {static.step_s / forecast.step_s:.2f}x as fast as one degree for all" if static and static != best else ""
-        yield "others", f"{verdict} the best of the others ({best.name}){beside}"
+        yield "others", f"{verdict} the best of the others ({best.label}){beside}"
     yield "layout", f"of the first step, <ranks x groups>: {_shortened(forecast.steps[0].plan.folded_layout)}"
 
 

@@ -2,6 +2,7 @@
 
     python recipes/bench/papers/flexsp.py --model gpt-7b --limit 192000 --lengths commoncrawl|github|FILE
         [--gpus 64] [--global-batch 512] [--batches 16] [--seed 0] [--methods FlexSP ...] [--hardware a100-40g] [--json [FILE]]
+    python recipes/bench/papers/flexsp.py --cells [--wikipedia FILE] [--batches 16] [--seed 0] [--json [FILE]]
 
 Seconds come from a cost model, not from a GPU: forward and backward of all micro-batches, without the costs that a step has once
 (embeddings, head, optimizer). These costs are about 1.2 s of the published times at 192K and 1.6 s at 384K; on real lengths
@@ -25,7 +26,13 @@ Rows:
                            their partners only; it still has the memory of sharded weights, so it is a bound and not a plan for
                            a full fine-tune of this size
 
-Lengths. The length files are not public, so commoncrawl and github are log-normal fits to the published times of GPT-7B: sigma
+Cells. `--cells` prints the error of every published step time: three models, two limits, three data sets. The published runs ran
+parts of the layers again in their backward, to save memory (`REPLAYS`, as in the artefact's `train_dist.py`). The artefact's
+coefficients cannot contain that: 13B and 30B would then compute at the peak rate of an A100. So each cell is predicted without
+replays and with them. Wikipedia's lengths are public (`galvatron/datasets/wikipedia.txt` on the branch `flexsp` of
+PKU-DAIR/Hetu-Galvatron); `--wikipedia` takes that file.
+
+Lengths. The other length files are not public, so commoncrawl and github are log-normal fits to published times of GPT-7B: sigma
 1.6 and mean 3800, sigma 2.3 and mean 4200 tokens. The lengths of K batches are quantiles of the fit, one from each of equally
 likely intervals, shuffled, so that means hardly depend on the seed. FILE has one length per line and may end in .gz. Lengths
 are padded to multiples of 128. Lengths above the limit are left out; in the fits, those below 32 are too. In the artefact 192K
@@ -71,8 +78,28 @@ PUBLISHED = {
     ("gpt-7b", 384, "commoncrawl"): (26.7, 25.7, 18.7),
     ("gpt-7b", 192, "github"): (28.3, 26.4, 19.7),
     ("gpt-7b", 384, "github"): (32.1, 31.1, 25.5),
+    ("gpt-7b", 192, "wikipedia"): (8.1, 6.0, 4.7),
+    ("gpt-7b", 384, "wikipedia"): (8.2, 6.2, 5.6),
+    # the axes of 13B are coarser (within 0.25 s), and those of 30B (within 0.6 s)
+    ("gpt-13b", 192, "github"): (47.8, 44.2, 34.2),
+    ("gpt-13b", 192, "commoncrawl"): (39.9, 37.4, 29.5),
+    ("gpt-13b", 192, "wikipedia"): (14.0, 10.7, 8.9),
+    ("gpt-13b", 384, "github"): (54.1, 50.8, 41.9),
+    ("gpt-13b", 384, "commoncrawl"): (52.7, 50.0, 38.6),
+    ("gpt-13b", 384, "wikipedia"): (14.7, 12.1, 10.3),
+    ("gpt-30b", 192, "github"): (120.0, 114.2, 83.8),
+    ("gpt-30b", 192, "commoncrawl"): (109.5, 100.9, 71.4),
+    ("gpt-30b", 192, "wikipedia"): (29.3, 23.7, 18.1),
+    ("gpt-30b", 384, "github"): (133.4, 129.8, 109.0),
+    ("gpt-30b", 384, "commoncrawl"): (116.3, 111.6, 87.7),
+    ("gpt-30b", 384, "wikipedia"): (32.5, 27.6, 21.4),
 }
 PUBLISHED_METHODS = ("DeepSpeed", "BatchAda", "FlexSP")
+# shares of the layers whose MLPs, and whose attention blocks, the published runs ran again in their backward
+REPLAYS = {"gpt-7b": (12 / 32, 0.0), "gpt-13b": (1.0, 0.0), "gpt-30b": (1.0, 4 / 5)}
+# share of a layer's matrix products in the MLP of a GPT, which is four times as wide as the hidden size
+_MLP_SHARE = 2 / 3
+METHODS = ("DeepSpeed", "BatchAda", "FlexSP")
 METHODS = ("DeepSpeed", "BatchAda", "Megatron hybrid-CP", "FCP", "FlexSP", "ours", "ours, integer degrees", "ours, replicated")
 PUBLISHED_LIMITS = {192_000: 192, 196_608: 192, 384_000: 384, 393_216: 384}
 
@@ -177,7 +204,8 @@ def step_seconds(lengths: Sequence[int], setup: Setup, methods: Sequence[str]) -
         for degree in setup.degrees
         if setup.num_gpus % degree == 0 and setup.limit <= degree * setup.tokens_per_rank
     }
-    others = [name for name in BASELINES if name in methods]
+    # FlexSP is planned below, with the degrees of its paper
+    others = [name for name in BASELINES if name in methods and name != "FlexSP"]
     seconds |= {found.name: found.step_s for found in all_baselines(problem, setup.limit, others)}
     everything = replace(setup.costs, method="auto")
     ours = replace(config, degrees=default_degrees(setup.num_gpus, setup.costs.model.num_heads))
@@ -191,6 +219,56 @@ def step_seconds(lengths: Sequence[int], setup: Setup, methods: Sequence[str]) -
         if name in methods:
             seconds[name] = plan_step(0, lengths, costs, chosen).estimate.step_s
     return seconds
+
+
+def with_replays(costs: CostModel, mlps: float, attentions: float) -> CostModel:
+    """Costs whose backward runs these shares of all MLPs and of all attention blocks again, the latter with their exchanges."""
+    forward, backward = costs.coefficients.forward, costs.coefficients.backward
+    layers_s = forward.token_s * (1 - costs.head_share(is_backward=False))
+    longer = replace(
+        backward,
+        token_s=backward.token_s + layers_s * (_MLP_SHARE * mlps + (1 - _MLP_SHARE) * attentions),
+        pair_s=backward.pair_s + attentions * forward.pair_s,
+        link_byte_s=backward.link_byte_s + attentions * forward.link_byte_s,
+        network_byte_s=backward.network_byte_s + attentions * forward.network_byte_s,
+    )
+    return replace(costs, coefficients=replace(costs.coefficients, backward=longer))
+
+
+def published_cells(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every published cell with lengths: seconds and relative errors of each method, without and with replays."""
+    rows, count = [], options.batches * options.global_batch
+    for (model, thousands, data), published in PUBLISHED.items():
+        if data == "wikipedia" and options.wikipedia is None:
+            continue
+        limit = 1000 * thousands
+        setup = build_setup(model, limit, options.gpus, read_profile(options.hardware))
+        lengths = (
+            fitted_lengths(data, limit, count, options.seed)
+            if data in FITS
+            else read_lengths(options.wikipedia, limit, count, options.seed)
+        )
+        row: dict[str, Any] = {"model": model, "limit": limit, "lengths": data, "published_s": list(published)}
+        for name, costs in (("without", setup.costs), ("with", with_replays(setup.costs, *REPLAYS[model]))):
+            own = replace(setup, costs=costs)
+            starts = range(0, count, options.global_batch)
+            found = [step_seconds(lengths[at : at + options.global_batch], own, PUBLISHED_METHODS) for at in starts]
+            seconds = {each["method"]: each["step_s"] for each in table(found, {})}
+            row[f"{name}_s"] = [seconds[method] for method in PUBLISHED_METHODS]
+            row[f"{name}_error"] = [s / p - 1 for s, p in zip(row[f"{name}_s"], published, strict=True)]
+        rows.append(row)
+    return rows
+
+
+def cells_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Errors of all cells as a table."""
+    lines = [f"{'model, limit, lengths':30s} {'published s':>24s} {'without replays':>24s} {'with replays':>24s}"]
+    for row in rows:
+        published = " / ".join(f"{seconds:.1f}" for seconds in row["published_s"])
+        errors = [" / ".join(f"{error:+.0%}" for error in row[f"{name}_error"]) for name in ("without", "with")]
+        name = f"{row['model']} {row['limit'] // 1000}K {row['lengths']}"
+        lines.append(f"{name:30s} {published:>24s} {errors[0]:>24s} {errors[1]:>24s}")
+    return "\n".join(lines)
 
 
 def table(batches: Sequence[dict[str, float]], published: dict[str, float]) -> list[dict[str, Any]]:
@@ -232,6 +310,8 @@ def reproduce(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("global_batch", "batches"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give at least 1")
+    if options.cells:
+        return {"num_batches": options.batches, "seed": options.seed, "cells": published_cells(options)}
     setup = build_setup(options.model, options.limit, options.gpus, read_profile(options.hardware))
     count = options.batches * options.global_batch
     is_fit = options.lengths in FITS
@@ -262,6 +342,8 @@ def reproduce(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
+    if options.cells:
+        return cells_text(result["cells"])
     return (
         f"{options.model} up to {options.limit} tokens, {options.lengths}, {options.gpus} GPUs, {options.batches} batches of "
         f"{options.global_batch}: {result['mean_batch_tokens'] / 1e6:.2f} M tokens each, {result['tokens_per_rank']} per GPU\n"
@@ -281,6 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and their order (default: 0)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="methods besides DeepSpeed (default: all)")
     parser.add_argument("--hardware", default="a100-40g", help="a shipped profile or a path (default: a100-40g)")
+    parser.add_argument("--cells", action="store_true", help="print the errors of all published cells instead")
+    parser.add_argument("--wikipedia", type=Path, help="the artefact's file of Wikipedia's lengths, for its cells")
     return run_reproduction(parser, reproduce, report, arguments)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from hf_longctx.cli.main import main
 from hf_longctx.plan.core.model_spec import AdapterSpec
+from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.sim.others.ablation import Machine, ablation, lent_row
 from hf_longctx.sim.scenario import Request, build_scenario
 
@@ -37,11 +38,24 @@ def test_all_together_is_no_slower_than_any_alone(num_ranks: int, device_gib: fl
     assert all(together.step_s <= 1.01 * row.step_s for row in slower), rows
 
 
-def test_what_keeps_everything_does_not_fit_a_small_device_and_what_recomputes_does() -> None:
-    rows = {row.name: row for row in ablation(SKEWED, machine(4, 24.0))}
-    assert not rows["Seq1F1B alone"].is_possible and "does not fit" in rows["Seq1F1B alone"].detail
-    assert "recomputed" in rows["InfiniPipe alone"].detail
-    assert rows["all together"].is_possible
+def test_a_system_without_policies_of_its_own_checkpoints_where_everything_does_not_fit() -> None:
+    roomy, small = ({row.name: row for row in ablation(SKEWED, machine(4, gib))} for gib in (70.0, 24.0))
+    for name in ("FlexSP alone", "Seq1F1B alone"):
+        assert roomy[name].is_possible and roomy[name].detail.endswith("everything kept")
+    assert small["Seq1F1B alone"].detail.endswith("selective checkpointing")
+    assert small["Seq1F1B alone"].step_s > 1.05 * roomy["Seq1F1B alone"].step_s
+    assert "recomputed" in small["InfiniPipe alone"].detail
+    assert small["all together"].is_possible
+
+
+def test_what_full_checkpointing_cannot_hold_says_so() -> None:
+    # states of a stage take 10.6 GiB, and on one stage 200 MiB are left for tokens
+    own = machine(4, 10.7)
+    budget = ActivationBudget(0, 200 * 2**20, 0, 2048)
+    tight = replace(own, config=replace(own.config, activations=budget))
+    rows = {row.name: row for row in ablation(SKEWED, tight)}
+    assert not rows["FlexSP alone"].is_possible and "full checkpointing" in rows["FlexSP alone"].detail
+    assert not rows["Seq1F1B alone"].is_possible and "does not fit with " in rows["Seq1F1B alone"].detail
 
 
 def test_one_rank_has_no_pipelines() -> None:

@@ -174,3 +174,28 @@ def test_bad_input_ends_with_a_message_and_a_status(
     assert error.startswith("error: ")
     for word in words:
         assert word in error
+
+
+def test_replays_are_those_parts_of_a_forward_by_hand() -> None:
+    setup = bench.build_setup("gpt-30b", 192_000, 64, read_profile("a100-40g"))
+    costs = bench.with_replays(setup.costs, *bench.REPLAYS["gpt-30b"])
+    forward, before = setup.costs.coefficients.forward, setup.costs.coefficients.backward
+    after = costs.coefficients.backward
+    # all MLPs are 2/3 of the layers' products, four fifths of the attention blocks 4/15; both without the head of 50,257 x 6656
+    head = 50257 * 6656 / (50257 * 6656 + 60 * 12 * 6656**2)
+    assert after.token_s - before.token_s == pytest.approx(forward.token_s * (1 - head) * (2 / 3 + 4 / 15), rel=1e-6)
+    assert after.pair_s - before.pair_s == pytest.approx(0.8 * forward.pair_s)
+    assert after.network_byte_s == pytest.approx(1.8 * before.network_byte_s)
+    assert costs.coefficients.forward == forward and bench.with_replays(setup.costs, 0.0, 0.0) == setup.costs
+
+
+def test_with_replays_the_cells_of_30b_are_as_published(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "PUBLISHED", {key: bench.PUBLISHED[key] for key in [("gpt-30b", 192, "github")]})
+    assert main(["--cells", "--batches", "2", "--json"]) == 0
+    [cell] = json.loads(capsys.readouterr().out)["cells"]
+    assert all(error < -0.12 for error in cell["without_error"])
+    assert all(abs(error) < 0.08 for error in cell["with_error"])
+    assert main(["--cells", "--batches", "1"]) == 0
+    assert "gpt-30b 192K github" in capsys.readouterr().out
