@@ -24,7 +24,9 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not ins
 def test_a_run_whose_worker_is_killed_goes_on_and_ends_as_an_undisturbed_one(undisturbed_loss: float, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log.txt"
     options = ["--workers", "2", "--restarts", "1", "--storage", str(tmp_path / "ray")]
-    variables = {**environment(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    # a busy machine needs more than a minute to start workers
+    ours = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}
+    variables = {**environment(tmp_path), **ours}
     with log.open("wb") as file:
         driver = subprocess.Popen(
             [sys.executable, "recipes/launch/ray_train.py", *options, *SMALL_DEMO, "--output_dir", str(out)],
