@@ -1,4 +1,4 @@
-"""Stages of groups on two nodes, which are two accelerate launchers of this machine with the file for several nodes."""
+"""Pipeline stages on two nodes, which are two accelerate launchers of this machine with the file for several nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from helpers.ranks.forked import free_port
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_stages_of_two_ranks_end_as_two_ranks_without_stages(undisturbed_loss: float, tmp_path: Path) -> None:
+def test_a_stage_on_each_node_ends_as_two_ranks_without_stages(undisturbed_loss: float, tmp_path: Path) -> None:
     port = str(free_port())
     nodes = []
     for node in (0, 1):
         words = [
-            *("--config_file", "recipes/accelerate/nodes.yaml", "--num_processes", "4", "--machine_rank", str(node)),
+            *("--config_file", "recipes/accelerate/nodes.yaml", "--num_processes", "2", "--machine_rank", str(node)),
             *("--main_process_ip", "127.0.0.1", "--main_process_port", port, SCRIPT, *SMALL_DEMO),
-            *("--stages", "2", "--expected_world_size", "4", "--output_dir", str(tmp_path / "out")),
+            *("--stages", "2", "--expected_world_size", "2", "--output_dir", str(tmp_path / "out")),
         ]
         with (tmp_path / f"node{node}.txt").open("wb") as file:
             command = [sys.executable, "-m", "accelerate.commands.launch", *words]
@@ -32,5 +32,5 @@ def test_two_stages_of_two_ranks_end_as_two_ranks_without_stages(undisturbed_los
             each.kill()
     logs = [(tmp_path / f"node{node}.txt").read_text() for node in (0, 1)]
     assert codes == [0, 0], logs[0][-3000:] + logs[1][-3000:]
-    assert "4 rank(s) on cpu, gloo" in "".join(logs) and "2 stages" in "".join(logs)
+    assert "2 rank(s) on cpu, gloo" in "".join(logs)
     assert held_out_loss(tmp_path / "out") == pytest.approx(undisturbed_loss, rel=1e-5)
