@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -256,9 +258,12 @@ class RecipeArguments:
         return {key: getattr(self, name) for name, key in _SHORT_FORMS.items() if getattr(self, name) is not None}
 
 
-def main() -> None:
-    """Reads settings, trains, evaluates before and after, and saves a checkpoint that plain transformers can load."""
-    recipe, config, args = read_settings((RecipeArguments, LongContextConfig, TrainingArguments))
+def main(settings: list[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> None:
+    """Reads settings, trains, evaluates before and after, and saves a checkpoint that plain transformers can load.
+
+    settings: the words of the command line, unless this process has its own. callbacks: more callbacks of the trainer.
+    """
+    recipe, config, args = read_settings((RecipeArguments, LongContextConfig, TrainingArguments), settings)
     check_world(args, recipe.expected_world_size)
     set_seed(args.seed)
     if args.process_index:
@@ -276,6 +281,7 @@ def main() -> None:
         train_dataset=documents.train,
         eval_dataset=documents.held_out,
         processing_class=tokenizer,
+        callbacks=list(callbacks),
         longctx_config=config,
     )
     say(args, describe(trainer, model))

@@ -6,6 +6,7 @@ Every start-up check of `hf` uses it before work starts, and the trainer to expl
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,8 +36,10 @@ def control_group(timeout_s: float) -> dist.ProcessGroup | None:
     global _roll_call
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    _roll_call = _roll_call or RollCall.of_launch()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    # a launcher that restarts its ranks may keep the store, and torchrun counts restarts on every node for itself
+    attempt = gather_objects(uuid.uuid4().hex, group)[0]
+    _roll_call = _roll_call or RollCall.of_launch(attempt)
     # every rank has written its process number, unless nobody reads it
     has_store = count_over_ranks(_roll_call is not None, group) == dist.get_world_size()
     if _roll_call is not None and has_store:
@@ -123,6 +126,7 @@ def beating(step: Callable[[], int], timeout_s: float) -> Iterator[None]:
     if _roll_call is None or not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         yield
         return
+    store = dist.PrefixStore(_roll_call.attempt, store)  # type: ignore[attr-defined]
     with Heartbeats(store, _roll_call.rank, _roll_call.num_ranks, timeout_s, step, rank_0_holds_store()) as hearts:
         _roll_call.still = hearts.still
         try:

@@ -206,5 +206,4 @@ def _end(text: str) -> None:
 
 
 def _beat_key(rank: int) -> str:
-    # a launcher that restarts its ranks keeps the store
-    return f"longctx/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+    return f"longctx/beat/{rank}"

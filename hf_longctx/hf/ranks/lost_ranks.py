@@ -30,19 +30,23 @@ STORE_STAYS = 0.4
 
 
 class RollCall:
-    """One rank's access to the reports of all ranks. `still`: returns the ranks whose hearts stand still."""
+    """One rank's access to the reports of all ranks. `still`: returns the ranks whose hearts stand still.
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
-        self.store, self.rank, self.num_ranks = store, rank, num_ranks
+    attempt: a name that the ranks of this start share, and ranks that used the store before a restart do not.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, attempt: str) -> None:
+        self.store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+        self.rank, self.num_ranks, self.attempt = rank, num_ranks, attempt
         self.still: Callable[[], list[int]] = list
         store.set(_process_key(rank), f"{host_identity()} {os.getpid()}")
         self._processes: dict[int, str] = {}
 
     @classmethod
-    def of_launch(cls) -> RollCall | None:
+    def of_launch(cls, attempt: str) -> RollCall | None:
         """Roll call on the store over which the ranks met; None if nobody answers there."""
         try:
-            return cls(connect(), dist.get_rank(), dist.get_world_size())
+            return cls(connect(), dist.get_rank(), dist.get_world_size(), attempt)
         except RuntimeError:
             return None
 
@@ -171,5 +175,4 @@ def host_identity() -> str:
 
 
 def _known_key(rank: int) -> str:
-    # a launcher that restarts its ranks keeps the store
-    return f"longctx/known/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+    return f"longctx/known/{rank}"

@@ -10,6 +10,7 @@ from helpers.ranks.rank_steps import group_pool
 from helpers.trainers.trainer_runs import training_arguments
 
 from hf_longctx import LongContextConfig
+from hf_longctx.hf.ranks import agreement
 from hf_longctx.hf.ranks.agreement import control_group, differing_settings, explain_lost_ranks, gather_objects, raise_together
 from hf_longctx.hf.trainer.run import meet
 
@@ -106,6 +107,21 @@ def control_on_rank() -> tuple[str, int, bool]:
 
 def test_control_group_is_a_cpu_group_of_all_ranks_and_no_other(ranks) -> None:
     assert ranks(2).run(control_on_rank) == [("gloo", 2, True)] * 2
+
+
+def attempt_on_rank() -> str | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_roll_call", None)
+        # as on the ranks of a node that was restarted more often than the other
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(dist.get_rank()))
+        agreement.control_group(30.0)
+        assert agreement._roll_call is not None
+        return agreement._roll_call.attempt
+
+
+def test_ranks_of_one_start_agree_on_its_name_though_their_nodes_were_restarted_differently_often(ranks) -> None:
+    first, second = (ranks(2).run(attempt_on_rank) for _ in range(2))
+    assert first[0] == first[1] != second[0] == second[1]
 
 
 def test_one_process_needs_no_control_group() -> None:

@@ -20,7 +20,7 @@ def answer_on_rank(rank: int, port: int, file: str, pipe: Connection) -> None:
 
     os.environ.update(rank_environment(rank, 2, port))
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    roll_call = RollCall.of_launch()
+    roll_call = RollCall.of_launch("first")
     dist.barrier()
     if rank == 0:
         pipe.send(None if roll_call is None else roll_call.lost(step=3, timeout_s=30.0))
@@ -45,11 +45,11 @@ def test_ranks_that_met_over_a_file_find_the_lost_one_though_nobody_listens_on_t
 
 def test_rank_0_which_holds_the_store_stays_until_the_others_know_who_is_lost() -> None:
     store = dist.HashStore()
-    roll_calls = [RollCall(store, rank, 3) for rank in range(3)]
+    roll_calls = [RollCall(store, rank, 3, "first") for rank in range(3)]
     for each in roll_calls[:2]:
         each.still = lambda: [2]
     # rank 1 has reported, and asks next who is lost
-    store.set(report_key(1), "5")
+    roll_calls[1].store.set(report_key(1), "5")
     found: list[list[int]] = []
     thread = threading.Thread(target=lambda: found.append(roll_calls[0].lost(step=5, timeout_s=20.0)))
     thread.start()
@@ -58,3 +58,11 @@ def test_rank_0_which_holds_the_store_stays_until_the_others_know_who_is_lost() 
     assert roll_calls[1].lost(step=5, timeout_s=20.0) == [2]
     thread.join(5.0)
     assert found == [[2]]
+
+
+def test_a_report_from_before_a_restart_does_not_count() -> None:
+    """A launcher may keep the store, as torchrun does."""
+    store = dist.HashStore()
+    RollCall(store, 1, 2, "first").store.set(report_key(1), "5")
+    again, _ = (RollCall(store, rank, 2, "second") for rank in range(2))
+    assert again.lost(step=5, timeout_s=0.5) == [1]
