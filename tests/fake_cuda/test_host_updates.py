@@ -72,7 +72,7 @@ def test_no_value_is_wrong_however_late_copies_are() -> None:
 
 
 def num_wrong_early() -> int:
-    """As `num_wrong`, with copies that begin early."""
+    """Values that differ where copies begin early."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_steps, "UPDATE_PART_BYTES", 1024)
         expected, found = updated("cpu"), updated(CUDA, is_early=True)

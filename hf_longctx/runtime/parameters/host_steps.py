@@ -68,7 +68,7 @@ class HostSteps:
         # page-locked memory, which must outlive its views
         self._memory: list[HostMemory] = []
         self._copies = copies
-        # what left early in this step, and the factors by which gradients were scaled since
+        # copies that began early in this step, and the factors by which gradients were scaled since
         self._early: dict[nn.Parameter, _Early] = {}
         self._factors: list[Tensor] = []
         self._make_homes([parameter for parameter in parameters if parameter.requires_grad])
