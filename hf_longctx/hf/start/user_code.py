@@ -16,6 +16,39 @@ from hf_longctx.hf.models.layers import output_head
 from hf_longctx.hf.models.windows import decoder_layers
 from hf_longctx.runtime.execution.checks import hooked_weights
 
+# methods of a trainer that run between the last backward of a step and its update, or contain both
+_BEFORE_UPDATES = (
+    "_inner_training_loop", "_run_epoch", "training_step", "floating_point_ops", "_track_num_input_tokens", "_clip_grad_norm",
+    "_get_grad_norm",
+)  # fmt: skip
+# packages whose code changes no weight there, and gradients by clipping alone
+_KNOWN = ("hf_longctx", "transformers", "trl", "accelerate", "torch")
+
+
+def changes_before_updates(trainer: Any, optimizer: Any) -> bool:
+    """Whether code of the user may change gradients or weights between the last backward of a step and its update.
+
+    That is: methods of a trainer's subclass, callbacks with `on_pre_optimizer_step`, or replaced methods. optimizer: the plain
+    one.
+    """
+    called = [getattr(trainer, name, None) for name in _BEFORE_UPDATES]
+    handler = trainer.callback_handler
+    called += [each.on_pre_optimizer_step for each in (handler, *handler.callbacks)]
+    called += [trainer.accelerator.clip_grad_norm_, trainer.optimizer.step, optimizer.step]
+    return not all(method is None or _is_known(method) for method in called)
+
+
+def _is_known(method: Any) -> bool:
+    """Whether a method, and all that it wraps, was written in a known package."""
+    while method is not None:
+        function = getattr(method, "__func__", method)
+        # a wrapper may have taken the name of the module that it wraps
+        where = getattr(function, "__globals__", {}).get("__name__", "")
+        if where.partition(".")[0] not in _KNOWN:
+            return False
+        method = getattr(function, "__wrapped__", None)
+    return True
+
 
 def user_code_problems(model: Any, config: LongContextConfig) -> list[str]:
     """Reasons why hooks on `model`, its replaced forward or what its layers share would be trained wrong; empty if none would."""

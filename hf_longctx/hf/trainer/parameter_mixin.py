@@ -10,6 +10,7 @@ count of floating point operations, since every rank counts those of its own par
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,18 @@ from hf_longctx.hf.ranks.agreement import explain_lost_ranks
 from hf_longctx.hf.start.arguments import rounds_by_chance
 from hf_longctx.hf.start.setup import shared_parameters
 from hf_longctx.hf.start.trl import is_scored
+from hf_longctx.hf.start.user_code import changes_before_updates
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import OPTIMIZER_FILE, Placement
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.low_bit import has_low_bit_moments, seed_steps, settle_moments, widen_shards
 from hf_longctx.runtime.parameters.master_weights import (
     drop_master_weights,
     has_half_weights,
     has_host_states,
+    host_steps_of,
     keep_master_weights,
     why_no_master_weights,
 )
@@ -141,19 +145,37 @@ class ParameterMixin(CheckpointMixin):
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clips gradients by their norm over all ranks that share the model."""
         with self._explained():
-            norm = self._placement.clip(float(self.args.max_grad_norm))
-            return super()._clip_grad_norm(model) if norm is None else norm
+            return self._clipped(lambda: super(ParameterMixin, self)._clip_grad_norm(model), float(self.args.max_grad_norm))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm over all ranks that share the model, as one plain number that is equal on all of them."""
+        host = host_steps_of(self._plain_optimizer)
         if self._guard.was_skipped:
+            if host is not None:
+                host.forget_early()
             # its gradients were dropped, and a norm of 0 would be a lie
             return math.nan
         with self._explained():
-            if grad_norm is None:
-                grad_norm = self._placement.clip(math.inf)
-            norm = super()._get_grad_norm(model, grad_norm)
+            norm = grad_norm
+            if norm is None:
+                norm = self._clipped(lambda: super(ParameterMixin, self)._get_grad_norm(model), math.inf)
+            norm = super()._get_grad_norm(model, norm)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _clipped(self, trainers_own: Callable[[], Any], max_norm: float) -> Any:
+        """Clips gradients to `max_norm` as the placement does, or as `Trainer` does, and returns their norm before that."""
+
+        def clip() -> Any:
+            norm = self._placement.clip(max_norm)
+            return trainers_own() if norm is None else norm
+
+        host = host_steps_of(self._plain_optimizer)
+        return clip() if host is None else host.clipped(clip, max_norm)
+
+    def _early_updates(self) -> HostSteps | None:
+        """Taker of gradients that leave for the host during the backward; None if the user's code may still change them."""
+        host = host_steps_of(self._plain_optimizer)
+        return None if host is None or changes_before_updates(self, self._plain_optimizer) else host
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Counts every token once, although a pipeline passes it through several stages."""

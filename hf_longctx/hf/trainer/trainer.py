@@ -247,6 +247,7 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         run, plan = self.longctx_run, inputs["step"].plan
         rank_plan = plan.for_rank(run.pool.rank)
         executor = self._training_executor()
+        executor.early_updates = self._early_updates() if reduce else None
         run.make_room(plan)
         engine = run.activations.engine(executor.model, rank_plan)
         with self._explained():

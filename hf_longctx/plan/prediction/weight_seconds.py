@@ -22,8 +22,8 @@ class WeightSeconds:
     """Seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile.
 
     gathers_s: for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches. sum_s: the
-    sum of gradients over copies, once per step. update_s: the optimizer. hidden_s: most seconds of that sum that run beside the
-    last backward. Empty and 0 if the cost model was measured.
+    sum of gradients over copies, once per step. update_s: the optimizer. hidden_s: most seconds of that sum, or of an update on
+    the host, that run beside the last backward. Empty and 0 if the cost model was measured.
     """
 
     gathers_s: tuple[float, ...] = ()
@@ -40,7 +40,8 @@ class WeightSeconds:
         """Least and most seconds of a step that takes `step_s` without these.
 
         Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of
-        replicated weights run beside the last backward. Most: nothing runs beside them. The update counts in full in both.
+        replicated weights, or their copies to the host, run beside the last backward. Most: nothing runs beside them, as where
+        the step clips gradients or the user's code may change them. The update itself counts in full in both.
         """
         alone_s = self.sum_s + self.update_s
         if not self.gathers_s:
@@ -62,7 +63,9 @@ def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
     longest = max(found, key=lambda each: each.sum_s)
     # rest of the longest sum, but never less than of another stage's
     left_s = max(each.sum_s - each.hidden_s for each in found)
-    return WeightSeconds(gathers_s, longest.sum_s, _update_s(plan, costs), longest.sum_s - left_s)
+    update_s = _update_s(plan, costs)
+    hidden_s = longest.sum_s - left_s + update_s - _update_s(plan, costs, is_early=True)
+    return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s)
 
 
 def hidden_sums_s(layer_sums_s: float, backward_s: float, num_layers: int) -> float:
@@ -75,32 +78,55 @@ def hidden_sums_s(layer_sums_s: float, backward_s: float, num_layers: int) -> fl
     return (num_layers - 1) / num_layers * min(layer_sums_s, backward_s) if num_layers else 0.0
 
 
-def _update_s(plan: StepPlan, costs: CostModel) -> float:
-    """Seconds of the optimizer, which reads and writes all states once: 0 if the rate of the device's memory is unknown."""
+def _update_s(plan: StepPlan, costs: CostModel, is_early: bool = False) -> float:
+    """Seconds of the optimizer, which reads and writes all states once: 0 if the rate of the device's memory is unknown.
+
+    is_early: without the copies to the host that the last backward hides.
+    """
     hardware = costs.cluster.hardware
     last, share = plan.num_stages - 1, 1 if plan.parameters == "replicated" else plan.block_ranks
     counts = [stage.num_layers for stage in plan.micro_batches[0].groups[0].stages]
     stages = [(count, place == 0, place == last) for place, count in enumerate(counts)]
     whole = max(part_state_bytes(costs.model, *stage, "replicated", 1) for stage in stages)
     device_s = 2 * whole / share / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
-    return device_s + max(_host_update_s(costs, *stage, plan.parameters, share) for stage in stages)
+    on_host_s = []
+    for place, stage in enumerate(stages):
+        backward_s = _early_copies_s(plan, place, costs) if is_early else 0.0
+        on_host_s.append(_host_update_s(costs, stage, plan.parameters, share, backward_s))
+    return device_s + max(on_host_s)
 
 
-def _host_update_s(costs: CostModel, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, share: int) -> float:
+def _early_copies_s(plan: StepPlan, place: int, costs: CostModel) -> float:
+    """Seconds of the backward beside which a stage's gradients leave for the host; 0 where they do not before its end."""
+    is_tied = costs.model.tied_embeddings and plan.num_stages > 1 and place in (0, plan.num_stages - 1)
+    if plan.ranks_per_stage > 1 or costs.model.keeps_all_stages or is_tied:
+        return 0.0
+    return max(_last_backward_s(group, place, costs) for group in plan.micro_batches[-1].groups)
+
+
+def _host_update_s(
+    costs: CostModel, part: tuple[int, bool, bool], parameters: Parameters, share: int, backward_s: float = 0.0
+) -> float:
     """Seconds of the updates of a stage's weights on the host; 0 if its states are on the device.
+
+    part: number of layers, and whether the embedding and the head are there. backward_s: seconds of a backward during which
+    weights and gradients of its layers leave.
 
     The CPU reads and writes all of the host's bytes once, at the rate of copies, which the memory of a host gives each of its
     devices. Gradients and weights come from the device and weights go back at that rate, too, in parts that follow one another.
     """
     # stages that lend their ranks update the weights of all
-    stage = (costs.model.num_layers, True, True) if costs.model.keeps_all_stages else (num_layers, is_first, is_last)
+    stage = (costs.model.num_layers, True, True) if costs.model.keeps_all_stages else part
     states = host_state_bytes(costs.model, *stage, parameters, share)
     if not states:
         return 0.0
     _, trained_bytes = trained_sizes(costs.model, *stage)
     num_parts = max(1.0, trained_bytes / share / max(1, update_part_bytes(costs.model, *stage, share)))
     moved = 2 * trained_bytes / share, 2 * states, trained_bytes / share
-    return piped_s([num_bytes / costs.cluster.hardware.copy_bytes_per_s for num_bytes in moved], num_parts)
+    out_s, cpu_s, back_s = (num_bytes / costs.cluster.hardware.copy_bytes_per_s for num_bytes in moved)
+    of_layers = trained_sizes(costs.model, part[0], False, False)[1] / max(1, trained_bytes)
+    hidden_s = hidden_sums_s(of_layers * out_s, backward_s, part[0])
+    return piped_s([out_s - hidden_s, cpu_s, back_s], num_parts)
 
 
 def piped_s(seconds: Sequence[float], num_parts: float) -> float:

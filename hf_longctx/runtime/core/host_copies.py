@@ -32,10 +32,12 @@ Ticket = Any
 class CopyEngine(Protocol):
     """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`.
 
+    is_kept: the caller drops the source after `wait` only, or drops the copy with it, so the device need not wait to let it go.
+
     Copies to the host are made in the order of the calls, so a block that nobody fetched can be written again.
     """
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False) -> Ticket: ...
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
 
@@ -49,7 +51,7 @@ class CopyEngine(Protocol):
 class PlainCopies:
     """Copies at once; for tensors on the CPU."""
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False) -> Ticket:
         target.copy_(source)
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
@@ -94,9 +96,10 @@ class StreamCopies:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._leaving = Leaving(self.wait)
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False) -> Ticket:
         ticket = self._copy(self._out, source, target, after)
-        self._leaving.add(source, ticket)
+        if not is_kept:
+            self._leaving.add(source, ticket)
         return ticket
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:

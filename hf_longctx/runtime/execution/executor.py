@@ -29,8 +29,10 @@ from hf_longctx.runtime.execution.out_of_memory import active_bytes
 from hf_longctx.runtime.execution.results import StepMemory, StepResult
 from hf_longctx.runtime.execution.round import Round, Wanted
 from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.parameters.early_copies import Send
 from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient
 from hf_longctx.runtime.parameters.gradients import TiedWeight
+from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.sharded import parameters_of
 from hf_longctx.runtime.process_groups.pool import GroupPool, sum_over_ranks
 
@@ -72,6 +74,8 @@ class StepExecutor:
         # whether a plan of the present optimizer step has run already
         self._is_in_step = False
         self._no_mask = no_mask(device)
+        # where gradients may go in the last backward of a step, if only clipping changes them before the update
+        self.early_updates: HostSteps | None = None
 
     def run(
         self,
@@ -121,7 +125,7 @@ class StepExecutor:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         # lent ranks sum over all stages, in another group
-        with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None):
+        with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
                 if is_lent(group):
@@ -303,6 +307,15 @@ class StepExecutor:
                 "output_router_logits=False in the model's config, or lend_stages=False"
             )
         refuse_unsupported(plan, engine, has_all_stages=bool(self.all_stages))
+
+    def _send(self, is_last: bool) -> Send | None:
+        """Taker of gradients that are final in the last backward of the plan that ends a step; None: no gradient is."""
+        if self.early_updates is None or not is_last:
+            return None
+        self.early_updates.forget_early()
+        # sums over ranks come after the backward, and so does that of a tied weight
+        is_alone = self.pool.stage_group is None and not self.all_stages and not self.stage.tied
+        return self.early_updates.send_early if is_alone else None
 
     def _reduce(self) -> None:
         if self.all_stages:

@@ -5,8 +5,7 @@
 Buckets follow the layers from the last one to the first. All ranks start all of them, in the same order, on a process group that
 nothing else uses. So no rank waits for another inside its backward, whatever their groups, orders and micro-batches are: a rank
 whose last backward comes later, or that has none, starts its buckets later, at the latest at the end of the step. Ranks of one
-sequence group start a bucket at the same place of their programs (where the gradient of a layer's input is known, and not where
-some weight has its gradient, which an expert without tokens never gets).
+sequence group start a bucket at the same place of their programs (`layer_order.py`).
 
 A bucket that was started too early costs time and nothing else. A gradient that comes after its weight's sum has started, as
 from a module that several layers share, adds up beside it. The ranks tell each other at the end, sum the rest, and sum such
@@ -19,19 +18,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_longctx.runtime.parameters.layer_order import AT_END, LayerOrder
+
 # bytes from which a gradient is summed where it lies; smaller ones are copied into buckets of at most so many bytes
 _BUCKET_BYTES = 16 * 2**20
 # most bytes of such copies, those of one bucket at the end of a step; what is beyond them is summed at the end
 _MOST_COPIED_BYTES = 64 * 2**20
-# level of weights to which the last layers of a backward may add: those before the first layer
-_AT_END = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +55,18 @@ class EarlySums:
     """Starts sums in the last backward of a step, and collects them at its end.
 
     take: gives up this rank's gradient of a weight, and tells whether there was one; zeros otherwise. dtype_of: dtype in which a
-    weight's gradients add up. Layers are modules of classes with `gradient_checkpointing`, in the order of the model; a model
-    without any sums at the end. So does the first step, whose last backward tells how long those of this run take; its
-    buckets are those of later steps.
+    weight's gradients add up. A model without layers sums at the end. So does the first step, whose last backward tells how long
+    those of this run take; its buckets are those of later steps.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        order: LayerOrder,
         take: Callable[[nn.Parameter], tuple[Tensor, bool]],
         dtype_of: Callable[[nn.Parameter], torch.dtype],
     ) -> None:
         self._take, self._dtype_of = take, dtype_of
-        self._layers = [module for module in model.modules() if hasattr(type(module), "gradient_checkpointing")]
-        self._levels = _levels(list(model.parameters()), self._layers)
+        self._order, self._levels = order, order.levels
         self._group: EarlyGroup | None = None
         # weights with a gradient that came too late, in any step and on any rank
         self._late: set[nn.Parameter] = set()
@@ -93,8 +88,8 @@ class EarlySums:
             self._buckets = _buckets(trained, self._levels, self._dtype_of)
         with ExitStack() as hooks:
             is_early = group is not None and self._longest_s is not None and self._longest_s <= group.longest_s
-            for level, layer in enumerate(self._layers if is_early and self._buckets else ()):
-                hooks.callback(layer.register_forward_pre_hook(partial(self._watch, level), with_kwargs=True).remove)
+            if is_early and self._buckets:
+                hooks.enter_context(self._order.watching(self._passed))
             yield
 
     def begin_last(self) -> None:
@@ -108,7 +103,7 @@ class EarlySums:
 
     def start_all(self) -> dict[nn.Parameter, bool]:
         """Starts what has not started; for every weight that is summed early, whether this rank had a gradient by then."""
-        self._start(_AT_END)
+        self._start(AT_END)
         return {weight: had for started in self._started for weight, had in started.had_gradient.items()}
 
     def finish(self, longest_s: float, late: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -124,13 +119,7 @@ class EarlySums:
         self._group, self._buckets, self._started = None, [], []
         return found
 
-    def _watch(self, level: int, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Lets the gradient of a layer's input tell that the layer's backward is over."""
-        hidden_1TC = next((each for each in (*args, *keywords.values()) if _carries_gradient(each)), None)
-        if hidden_1TC is not None:
-            hidden_1TC.register_hook(partial(self._passed, level))
-
-    def _passed(self, level: int, gradient: Tensor) -> None:
+    def _passed(self, level: int) -> None:
         if self._is_last:
             self._start(level)
 
@@ -165,24 +154,6 @@ class _Started:
         return dict(zip(self.had_gradient, self._gradients, strict=True))
 
 
-def _carries_gradient(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value.dim() == 3
-
-
-def _levels(weights: Sequence[nn.Parameter], layers: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
-    """For each weight, the first layer that holds it; weights after all layers count as the last layer's, others as `_AT_END`."""
-    found: dict[nn.Parameter, int] = {}
-    for level, layer in enumerate(layers):
-        for weight in layer.parameters():
-            found.setdefault(weight, level)
-    is_after = bool(layers)
-    for weight in reversed(weights):
-        is_after = is_after and weight not in found
-        if is_after:
-            found[weight] = len(layers) - 1
-    return {weight: found.get(weight, _AT_END) for weight in weights}
-
-
 def _buckets(
     weights: Sequence[nn.Parameter], levels: Mapping[nn.Parameter, int], dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> list[_Bucket]:
@@ -190,7 +161,7 @@ def _buckets(
     buckets: list[_Bucket] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     copied_bytes = 0
-    for weight in sorted((weight for weight in weights if levels[weight] > _AT_END), key=lambda weight: -levels[weight]):
+    for weight in sorted((weight for weight in weights if levels[weight] > AT_END), key=lambda weight: -levels[weight]):
         dtype = dtype_of(weight)
         num_bytes = weight.numel() * dtype.itemsize
         if num_bytes >= _BUCKET_BYTES:

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.runtime.parameters.early_copies import EarlyCopies, Send
 from hf_longctx.runtime.parameters.early_sums import EarlyGroup, EarlySums
+from hf_longctx.runtime.parameters.layer_order import LayerOrder
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 * 2**20
@@ -46,6 +48,10 @@ class GradientSum:
         self._in_fp32 = in_fp32
         # fp32 sums of the gradients of this step
         self._wide: dict[nn.Parameter, Tensor] = {}
+        # gradients that were settled in this step's last backward, all for which that was asked, and those that were not final
+        self._settled: dict[nn.Parameter, Tensor] = {}
+        self._asked: set[nn.Parameter] = set()
+        self._late: set[nn.Parameter] = set()
 
     @contextmanager
     def absorbing(self) -> Iterator[None]:
@@ -68,6 +74,8 @@ class GradientSum:
         gradient = parameter.grad
         if gradient is None or not parameter.requires_grad or gradient.dtype not in HALF_DTYPES:
             return
+        if parameter in self._asked:
+            self._late.add(parameter)
         if parameter in self._wide:
             self._wide[parameter].add_(gradient)
         else:
@@ -84,6 +92,7 @@ class GradientSum:
         """
         for parameter in [parameter for parameter in self._wide if not parameter.requires_grad]:
             del self._wide[parameter]
+        self.unsettle()
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if group is not None:
             self._reduce_over(group, trained, early)
@@ -128,6 +137,36 @@ class GradientSum:
         parameter.grad = None
         return total, has_gradient
 
+    def settle(self, parameter: nn.Parameter, is_trial: bool) -> Tensor | None:
+        """A gradient as `reduce` will leave it on a rank alone, if nothing is added to it any more; None if there is none.
+
+        is_trial: only find out whether something will be. Of a parameter for which that happened, in any step, no gradient is
+        settled. A later gradient of a half-precision weight would be added to one that is rounded already.
+        """
+        self._asked.add(parameter)
+        is_settled = parameter in self._settled or parameter in self._late
+        if is_trial or is_settled or not parameter.requires_grad or not self._has_gradient(parameter):
+            return None
+        total = self._wide.pop(parameter).to(parameter.dtype) if parameter in self._wide else parameter.grad
+        assert total is not None
+        # so that a later gradient is seen
+        parameter.grad = None
+        self._settled[parameter] = total
+        return total
+
+    @torch.no_grad()
+    def unsettle(self) -> None:
+        """Puts settled gradients where others are, and adds what came later."""
+        for parameter, total in self._settled.items():
+            if parameter in self._wide:
+                self._wide[parameter].add_(total)
+                continue
+            if parameter.grad is not None:
+                total.add_(parameter.grad)
+            parameter.grad = total
+        self._settled.clear()
+        self._asked.clear()
+
     def _keep(self, parameter: nn.Parameter, total: Tensor) -> None:
         if total.dtype == parameter.dtype:
             parameter.grad = total
@@ -163,7 +202,9 @@ class ReplicatedParameters:
     def __init__(self, model: nn.Module, fp32_gradients: bool) -> None:
         self.model = model
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
-        self.early = EarlySums(model, self.gradients.take, self.gradients.dtype_of)
+        order = LayerOrder(model)
+        self.early = EarlySums(order, self.gradients.take, self.gradients.dtype_of)
+        self.copies = EarlyCopies(order, self.gradients.settle)
 
     def check(self, parameters: Parameters) -> None:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
@@ -171,15 +212,21 @@ class ReplicatedParameters:
             raise ValueError(f"the plan expects {parameters} parameters, but this model is not sharded; apply shard_model to it")
 
     @contextmanager
-    def in_step(self, early_group: EarlyGroup | None = None) -> Iterator[None]:
+    def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> Iterator[None]:
         """Context around all forwards and backwards of a plan.
 
         It switches off DDP's own reducer, which expects one forward per backward; plans do not promise that. early_group: for
-        gradients that are summed in the last backward of the plan, which must be the last one of the step.
+        gradients that are summed in the last backward of the plan, which must be the last one of the step. send: gets the
+        gradients that are final in that backward, on a rank that sums with no other.
         """
         no_sync = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
-        with no_sync, self.gradients.absorbing(), self.early.in_step(early_group):
-            yield
+        with no_sync, self.gradients.absorbing(), self.early.in_step(early_group), self.copies.in_step(send):
+            try:
+                yield
+            except BaseException:
+                # where `zero_grad` finds them
+                self.gradients.unsettle()
+                raise
 
     def enter_round(self, parameters: Parameters) -> None:
         """Nothing to gather."""
@@ -188,11 +235,13 @@ class ReplicatedParameters:
         """Announces a backward: the last one of a micro-batch (`is_last`), or of this rank's plan."""
         if is_last_of_plan:
             self.early.begin_last()
+            self.copies.begin_last()
 
     def after_backward(self) -> None:
         """Collects the gradients of a backward; call it after each one."""
         self.gradients.absorb()
         self.early.end_backward()
+        self.copies.end_backward()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the sum over `group` in every `.grad`, for `tied` also over its two stages. Collective over these ranks."""

@@ -10,14 +10,16 @@ So nothing is pinned inside a step, and no home is used twice in one. The weight
 arrived before it writes what leaves.
 
 No update runs beside the backward, although gradients of the last layers are known early. Clipping needs the norm of all, and a
-step with one gradient that is not finite must change no weight. Copies alone could start there, but a step hardly waits for
-them: the CPU reads and writes about ten times the bytes of a weight's copies, at about the same rate. Callbacks may also change
-gradients after the backward, and copies that were made before would not have that.
+step with one gradient that is not finite must change no weight. Copies alone do start there (`early_copies.py`), for a caller who
+knows that nothing but clipping changes gradients and weights between the backward and the step. Weights that arrived early are
+updated first. Gradients that were clipped leave once more, while earlier parts are updated: for the CPU, scaling them would take
+longer. A step gains the first part's copies and the link's time, which matters where the CPU reads its memory much faster than
+the link: otherwise it reads and writes about ten times the bytes of a weight's copies, at about the same rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +68,9 @@ class HostSteps:
         # page-locked memory, which must outlive its views
         self._memory: list[HostMemory] = []
         self._copies = copies
+        # copies that began early in this step, and the factors by which gradients were scaled since
+        self._early: dict[nn.Parameter, _Early] = {}
+        self._factors: list[Tensor] = []
         self._make_homes([parameter for parameter in parameters if parameter.requires_grad])
 
     def fits(self, optimizer: Optimizer) -> bool:
@@ -75,6 +80,35 @@ class HostSteps:
         is_scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         return not (is_seen or is_scaled) and all(_is_plain(parameter) for parameter in _trained(optimizer))
 
+    def forget_early(self) -> None:
+        """Forgets what left early: before the last backward of a step, and when a step is left out."""
+        self._early, self._factors = {}, []
+
+    def send_early(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Starts the copies of a weight and its gradient. Both are used if they are the same, unwritten, when the step comes.
+
+        Writes through `.data` remain unseen. Nobody may free them before the step; a step that is left out may.
+        """
+        if not self._has_homes(parameter) or not _is_like(parameter, gradient):
+            return
+        homes, copies = self._homes[parameter], self._engine(parameter)
+        own = local_shard(parameter.detach())
+        weight = copies.to_host(own, homes.weight, (), is_kept=True)
+        found = _Early(gradient, gradient._version, own.data_ptr(), own._version, weight)
+        found.gradient_ticket = copies.to_host(local_shard(gradient), homes.gradient, (), is_kept=True)
+        self._early[parameter] = found
+
+    def clipped(self, clip: Callable[[], Tensor], max_norm: float) -> Tensor:
+        """Runs `clip`, which scales all gradients down to `max_norm` by torch's formula, and returns the norm before that."""
+        self._early = {parameter: found for parameter, found in self._early.items() if found.has_gradient_of(parameter)}
+        norm = clip()
+        # nothing leaves early where the norm is one of shards
+        if self._early:
+            self._factors.append((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        for found in self._early.values():
+            found.gradient_version = found.gradient._version
+        return norm
+
     def send(self, optimizer: Optimizer) -> Iterator[Part]:
         """Starts all copies to the host; then yields part after part as they arrive, to be updated and sent back.
 
@@ -82,7 +116,13 @@ class HostSteps:
         """
         trained = list(_trained(optimizer))
         self._make_homes([parameter for parameter in trained if not self._has_homes(parameter)])
-        parts = [self._sent(part) for part in _parts(trained)]
+        early = {parameter: found for parameter, found in self._early.items() if found.has_weight_of(parameter)}
+        # those that have arrived first, in the order in which they left
+        places = {parameter: place for place, parameter in enumerate(early)}
+        trained.sort(key=lambda parameter: places.get(parameter, len(places)))
+        is_scaled = bool(early) and any(float(factor) != 1.0 for factor in self._factors)
+        parts = [self._sent(part, early, is_scaled) for part in _parts(trained)]
+        self.forget_early()
         try:
             for part in parts:
                 part.wait()
@@ -91,14 +131,23 @@ class HostSteps:
             for part in parts:
                 part.end()
 
-    def _sent(self, parameters: Sequence[nn.Parameter]) -> Part:
-        """Starts the copies of some weights and their gradients to the host."""
+    def _sent(self, parameters: Sequence[nn.Parameter], early: Mapping[nn.Parameter, _Early], is_scaled: bool) -> Part:
+        """Starts the copies of some weights and their gradients to the host, but for those that have left.
+
+        is_scaled: clipping changed all gradients since.
+        """
         part = Part({parameter: self._homes[parameter] for parameter in parameters}, self._engine(parameters[0]))
         for parameter in parameters:
             assert parameter.grad is not None
-            homes = self._homes[parameter]
-            for source, home in ((parameter, homes.weight), (parameter.grad, homes.gradient)):
-                part.tickets.append(part.copies.to_host(local_shard(source.detach()), home, ()))
+            homes, found = self._homes[parameter], early.get(parameter)
+            if found is None:
+                part.tickets.append(part.copies.to_host(local_shard(parameter.detach()), homes.weight, ()))
+            else:
+                part.tickets.append(found.weight_ticket)
+            if found is None or is_scaled or not found.has_gradient_of(parameter):
+                part.tickets.append(part.copies.to_host(local_shard(parameter.grad), homes.gradient, ()))
+            else:
+                part.tickets.append(found.gradient_ticket)
         return part
 
     def _engine(self, parameter: nn.Parameter) -> CopyEngine:
@@ -124,6 +173,27 @@ class HostSteps:
         pieces = iter(memory.memory.split([size for size in sizes for _ in range(2)]))
         for parameter, own in zip(parameters, owns, strict=True):
             self._homes[parameter] = _Homes(_home(next(pieces), own), _home(next(pieces), own))
+
+
+@dataclass(slots=True)
+class _Early:
+    """A gradient that left early, beside its weight, as both were then."""
+
+    gradient: Tensor
+    gradient_version: int
+    weight_address: int
+    weight_version: int
+    weight_ticket: Ticket
+    gradient_ticket: Ticket = None
+
+    def has_gradient_of(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient is what left."""
+        return parameter.grad is self.gradient and self.gradient._version == self.gradient_version
+
+    def has_weight_of(self, parameter: nn.Parameter) -> bool:
+        """Whether the weight is what left."""
+        own = local_shard(parameter.detach())
+        return (own.data_ptr(), own._version) == (self.weight_address, self.weight_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +241,12 @@ def _trained(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and _is_like(parameter, parameter.grad)
+
+
+def _is_like(parameter: nn.Parameter, gradient: Tensor) -> bool:
     """Whether the gradient can lie in the home that its weight's dtype and shape give it."""
-    assert parameter.grad is not None
-    own, gradient = local_shard(parameter.detach()), local_shard(parameter.grad)
+    own, gradient = local_shard(parameter.detach()), local_shard(gradient)
     return (gradient.layout, gradient.dtype, gradient.shape) == (torch.strided, own.dtype, own.shape)
 
 

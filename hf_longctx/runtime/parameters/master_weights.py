@@ -94,6 +94,11 @@ def host_state(optimizer: Optimizer, value: Tensor) -> Tensor:
     return kept.wide(value) if kept is not None and kept.on_host else value
 
 
+def host_steps_of(optimizer: Any) -> HostSteps | None:
+    """Mover of weights and gradients between device and host, for the optimizer's steps in parts; None if there are none."""
+    return vars(optimizer)[_KEPT].host if has_master_weights(optimizer) else None
+
+
 def has_host_states(optimizer: Any) -> bool:
     """Whether the optimizer's states lie in host memory."""
     return has_master_weights(optimizer) and bool(vars(optimizer)[_KEPT].on_host)
@@ -115,6 +120,8 @@ def _step_with(kept: _MasterWeights, optimizer: Optimizer) -> MethodType:
         if kept.host is not None and kept.host.fits(optimizer):
             kept.step_in_parts(optimizer, kept.host, run)
             return None
+        if kept.host is not None:
+            kept.host.forget_early()
         try:
             kept.put_in(optimizer)
             result = run()

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.core.time_limits import group_limit
+from hf_longctx.runtime.parameters.early_copies import Send
 from hf_longctx.runtime.parameters.early_sums import EarlyGroup
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
@@ -132,8 +133,8 @@ class ShardedParameters:
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
 
-    def in_step(self, early_group: EarlyGroup | None = None) -> AbstractContextManager[None]:
-        """Context around all forwards and backwards of a plan; nothing to switch here, and FSDP2 sums early by itself."""
+    def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> AbstractContextManager[None]:
+        """Context around all forwards and backwards of a plan; FSDP2 sums early by itself, and nothing is sent early."""
         return nullcontext()
 
     def enter_round(self, parameters: Parameters) -> None:

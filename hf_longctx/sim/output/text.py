@@ -383,7 +383,7 @@ def _weights_lines(gather_s: float, sum_s: float, update_s: float, range_s: tupl
     if not parts:
         return []
     least, most = (duration(seconds) for seconds in range_s)
-    moved = "gathers" if gather_s else "sums"
+    moved = "gathers" if gather_s else "sums" if sum_s else "copies to the host"
     total = f"{least} to {most}, by how much of the {moved} is hidden" if least != most else most
     return [f"  beside it: {', '.join(parts)}; with them a step takes {total}"]
 

@@ -12,14 +12,14 @@ class LateCopies:
     """Makes every copy as late as the contract allows: back only when somebody waits for it, out likewise if `out_is_late`.
 
     A copy runs after the copies that it must follow. The source of a copy out is cloned, because its owner may overwrite it (on
-    CUDA `Leaving` keeps the memory). Until a copy back is done, its target holds NaN.
+    CUDA `Leaving` keeps the memory), unless it `is_kept`. Until a copy back is done, its target holds NaN.
     """
 
     def __init__(self, out_is_late: bool) -> None:
         self.out_is_late = out_is_late
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
-        kept = source.clone()
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Any, ...], is_kept: bool = False) -> Any:
+        kept = source if is_kept else source.clone()
         ticket = Late(lambda: target.copy_(kept), after)
         if not self.out_is_late:
             ticket.run()

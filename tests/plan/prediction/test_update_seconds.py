@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import LayerRange, Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.weight_seconds import piped_s, weight_seconds
+from hf_longctx.plan.prediction.weight_seconds import WeightSeconds, piped_s, weight_seconds
 
 SPEC = replace(named_model("llama-3.2-1b"), has_master_weights=True)
 HARDWARE = replace(GENERIC_GPU, memory_bytes_per_s=1e12)
@@ -60,3 +61,28 @@ def test_a_stage_updates_its_own_weights_on_the_host() -> None:
     counted = half * spec.layer_weights + spec.vocab_size * spec.hidden_size
     ratio = weight_seconds(staged, costs).update_s / weight_seconds(whole, costs).update_s
     assert ratio == pytest.approx(counted / spec.num_parameters, rel=0.1)
+
+
+def hidden_s(num_ranks: int, length: int, spec: ModelSpec = SPEC) -> tuple[float, WeightSeconds]:
+    """Seconds of the last backward of one document, and those of the weights."""
+    cluster = ClusterSpec(num_ranks, num_ranks, GENERIC_GPU)
+    costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
+    plan = plan_step(0, (length,), costs, PlannerConfig(length, (1,)))
+    (group,) = plan.micro_batches[0].groups[:1]
+    return costs.backward_s(group.chunks[-1], group.shape, spec.num_layers), weight_seconds(plan, costs)
+
+
+def test_copies_to_the_host_hide_beside_the_last_backward_of_a_rank_alone() -> None:
+    spec = replace(SPEC, updates_on_host=True)
+    backward_s, found = hidden_s(1, 4000, spec)
+    # by hand: one part is the embedding; layers but the first leave during the backward, as far as the link allows
+    embedding = spec.vocab_size * spec.hidden_size
+    out_s = 4 * (spec.num_parameters - embedding) / GENERIC_GPU.copy_bytes_per_s
+    left = (spec.num_layers - 1) / spec.num_layers * min(out_s, backward_s)
+    num_parts = spec.num_parameters / embedding
+    assert 0 < found.hidden_s == pytest.approx(left / num_parts, rel=1e-3)
+    # the update itself stays
+    assert found.hidden_s < 0.1 * found.update_s
+    # states on the device send nothing, and ranks that sum gradients send them later
+    assert hidden_s(1, 4000)[1].hidden_s == 0
+    assert hidden_s(2, 4000, spec)[1].hidden_s == pytest.approx(hidden_s(2, 4000)[1].hidden_s)

@@ -146,7 +146,7 @@ class Counting(PlainCopies):
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Any, ...], is_kept: bool = False) -> Any:
         target.copy_(source)
         self.log.append("out")
         return len(self.log)
