@@ -2,8 +2,9 @@
 //
 // Device memory is host memory. A stream is a queue of copies, waits and messages. A queue advances only when something waits for
 // it (the host, another stream on the host's behalf, or another process that waits for its message), so every copy runs as late as
-// the declared order allows. While a stream is stuck at a message, the other streams go on. Kernels cannot run: a launch is an
-// error, because machine/computing.py computes on the CPU before torch would launch anything.
+// the declared order allows. While a stream is stuck at a message, the other streams go on, but with real messages between
+// processes only those that another process waits for, so that nothing depends on how long a process takes. Kernels cannot run: a
+// launch is an error, because machine/computing.py computes on the CPU before torch would launch anything.
 #include <cuda_runtime_api.h>
 #include <dirent.h>
 #include <sys/mman.h>
@@ -146,12 +147,34 @@ void give_up(Stream* stream) {
   stream->done++;
 }
 
+std::string mail(const std::string& name) { return mail_folder + "/" + name; }
+std::string wish(const std::string& name) { return mail_folder + "/wanted/" + name; }
+
+// lets streams go on that other processes wait for
+void answer_wishes() {
+  auto* folder = opendir(wish("").c_str());
+  if (!folder) return;
+  std::vector<std::string> names;
+  while (auto* entry = readdir(folder)) names.push_back(entry->d_name);
+  closedir(folder);
+  cudaError_t error = cudaSuccess;
+  for (auto& name : names) {
+    auto found = sends.find(name);
+    if (found != sends.end()) run_to(found->second.first, found->second.second, error);
+  }
+}
+
+void let_others_go_on(cudaError_t& error) {
+  if (!mail_folder.empty()) return answer_wishes();
+  for (size_t i = 0; i < streams.size(); i++) run_to(streams[i], streams[i]->pushed, error);
+}
+
 cudaError_t advance(Stream* stream, long position) {
   cudaError_t error = cudaSuccess;
   double since_s = now_s();
   while (!run_to(stream, position, error)) {
     long before = all_done();
-    for (size_t i = 0; i < streams.size(); i++) run_to(streams[i], streams[i]->pushed, error);
+    let_others_go_on(error);
     if (all_done() != before) {
       since_s = now_s();
     } else if (now_s() - since_s > patience_s) {
@@ -212,9 +235,6 @@ cudaError_t copy_async(void* target, const void* source, size_t bytes, Stream* s
   return advance(stream, stream->pushed);
 }
 
-std::string mail(const std::string& name) { return mail_folder + "/" + name; }
-std::string wish(const std::string& name) { return mail_folder + "/wanted/" + name; }
-
 // whether a message is there; asks for it if not
 bool has_come(const std::string& name) {
   if (access(mail(name).c_str(), F_OK) == 0) return unlink(wish(name).c_str()), true;
@@ -229,20 +249,10 @@ std::vector<char> taken(const std::string& name) {
   return bytes;
 }
 
-// lets streams go on that other processes wait for
 void serve() {
   for (;; std::this_thread::sleep_for(kNap * 10)) {
     LOCK;
-    auto* folder = opendir(wish("").c_str());
-    if (!folder) continue;
-    std::vector<std::string> names;
-    while (auto* entry = readdir(folder)) names.push_back(entry->d_name);
-    closedir(folder);
-    cudaError_t error = cudaSuccess;
-    for (auto& name : names) {
-      auto found = sends.find(name);
-      if (found != sends.end()) run_to(found->second.first, found->second.second, error);
-    }
+    answer_wishes();
   }
 }
 

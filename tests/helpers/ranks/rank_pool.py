@@ -5,15 +5,18 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from helpers.ranks.forked import FORKED, free_port, rank_environment, settle
 
 _START_TIMEOUT_S = 120.0
+# how long ranks may take to answer after one that failed
+_GRACE_S = 5.0
 
 Made = TypeVar("Made")
 
@@ -68,23 +71,31 @@ class RankPool:
             process.join()
 
     def _answers(self, timeout_s: float) -> list[Any]:
-        results, failures = [], []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                answered = pipe.poll(timeout_s if not failures else 5.0)
-                ok, value = pipe.recv() if answered else (False, "no answer in time")
-            except EOFError:
-                self._processes[rank].join(5.0)
-                # a negative number is that of the signal that killed it
-                ok, value = False, f"the process ended with exit code {self._processes[rank].exitcode}"
-            if ok:
-                results.append(value)
-            else:
-                failures.append(f"rank {rank}: {value}")
+        found: dict[int, tuple[bool, Any]] = {}
+        end_s = time.monotonic() + timeout_s
+        while len(found) < self.num_ranks:
+            ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in found], end_s - time.monotonic())
+            for rank, pipe in enumerate(self._pipes):
+                if rank not in found and (pipe in ready or not ready):
+                    found[rank] = self._answer(rank) if ready else (False, "no answer in time")
+            if not all(ok for ok, _ in found.values()):
+                # the others may wait for a rank that failed
+                end_s = min(end_s, time.monotonic() + _GRACE_S)
+        failures = [f"rank {rank}: {value}" for rank, (ok, value) in sorted(found.items()) if not ok]
         if failures:
             self.close()
             raise RankFailure("\n".join(failures))
-        return results
+        return [found[rank][1] for rank in range(self.num_ranks)]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        """Whether a rank that has answered or ended succeeded, and its result or its traceback."""
+        try:
+            ok, value = self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join(5.0)
+            # a negative number is that of the signal that killed it
+            return False, f"the process ended with exit code {self._processes[rank].exitcode}"
+        return ok, value
 
 
 def lasting(make: Callable[[], Made]) -> Made:
