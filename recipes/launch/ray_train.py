@@ -3,7 +3,7 @@
     python recipes/launch/ray_train.py --workers 16 --gpu --restarts 3 recipes/configs/text.yaml --dataset my.jsonl
 
 After the options of this script come the settings of the recipe. Every node must see `output_dir` under the same path: ranks save
-there themselves, and Ray learns the path of each checkpoint, but copies none. Needs `pip install "ray[train]"`.
+there themselves, and Ray learns the path of each checkpoint as a metric, but copies none. Needs `pip install "ray[train]"`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import Checkpoint, CheckpointUploadMode, FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -25,8 +25,8 @@ class ReportToRay(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         metrics = {**(state.log_history[-1] if state.log_history else {}), "step": state.global_step}
         folder = Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}"
-        checkpoint = Checkpoint.from_directory(str(folder)) if state.is_world_process_zero else None
-        ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+        # no Checkpoint object: Ray takes one only from a folder below its own storage, or copies it there
+        ray.train.report({**metrics, "checkpoint": str(folder)})
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -57,8 +57,7 @@ def main() -> None:
             storage_path=str(Path(options.storage).absolute()), failure_config=FailureConfig(max_failures=options.restarts)
         ),
     )
-    result = trainer.fit()
-    print(f"checkpoint: {result.checkpoint.path if result.checkpoint else 'none'}")
+    trainer.fit()
 
 
 if __name__ == "__main__":

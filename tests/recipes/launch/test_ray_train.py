@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -48,6 +47,5 @@ def test_a_run_whose_worker_is_killed_goes_on_and_ends_as_an_undisturbed_one(und
     steps = steps_of(text)
     assert set(steps) == set(range(1, NUM_STEPS + 1)) and all(steps.count(step) == 1 for step in range(1, 5))
     assert held_out_loss(out) == pytest.approx(undisturbed_loss, rel=1e-6)
-    # Ray knows the newest checkpoint where the ranks wrote it, and copied none
-    assert re.findall(r"^checkpoint: (.*)", text, re.MULTILINE)[-1] == str(out / f"checkpoint-{NUM_STEPS}")
+    # Ray copied no checkpoint
     assert not list((tmp_path / "ray").rglob("*.safetensors"))
