@@ -103,8 +103,8 @@ class SlotTable:
     def _batch(self, pieces: list[tuple[int, int, float, float]], key: tuple[bool, float, bool, bool]) -> Batch:
         places, slots, num_bytes, seconds = zip(*pieces, strict=True)
         can_recompute, _, can_offload, can_keep = key
-        integers = (np.array(each, dtype=np.int64) for each in (places, slots))
-        return Batch(*integers, np.array(num_bytes), np.array(seconds), can_recompute, can_offload, can_keep)
+        indices = np.array(places, dtype=np.int64), np.array(slots, dtype=np.int64)
+        return Batch(*indices, np.array(num_bytes), np.array(seconds), can_recompute, can_offload, can_keep)
 
     def least_cost_s(self, device_bytes: float, host_bytes: float, copy_s: float) -> float:
         """Lower bound on the seconds that any shares add, by the segments of the classes.

@@ -49,7 +49,7 @@ class StageRun:
     peak_tokens: int
 
     def later(self, seconds: float) -> StageRun:
-        """The same run, started later."""
+        """Returns this run, started later."""
         if not seconds:
             return self
         return replace(self, times=tuple((start_s + seconds, stop_s + seconds) for start_s, stop_s in self.times))

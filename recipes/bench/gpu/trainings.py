@@ -67,7 +67,7 @@ class DeviceTimes(StepTimes):
 
 @dataclass(frozen=True)
 class Job:
-    """What every method trains: shapes, lengths, and the number of steps that count."""
+    """Shapes, lengths and number of steps that every method trains."""
 
     model: str = "llama-3.1-8b"
     layers: int = 16
@@ -147,7 +147,7 @@ def in_process(method: str, arguments: Sequence[str]) -> Row:
     """Runs one method in a new process, so that none inherits another's memory pools or patches."""
     done = subprocess.run([sys.executable, __file__, *arguments, "--run", method], capture_output=True, text=True)
     printed = done.stdout.splitlines()
-    # what our trainer says of itself and its plans
+    # lines in which our trainer describes itself and its plans
     for line in printed:
         if line.startswith(("attention:", "self-test", "step ")):
             print(f"    {line}")

@@ -112,7 +112,7 @@ def test_control_group_is_a_cpu_group_of_all_ranks_and_no_other(ranks) -> None:
 def attempt_on_rank() -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_roll_call", None)
-        # as on the ranks of a node that was restarted more often than the other
+        # ranks of a node that was restarted more often have a higher number
         patch.setenv("TORCHELASTIC_RESTART_COUNT", str(dist.get_rank()))
         agreement.control_group(30.0)
         assert agreement._roll_call is not None

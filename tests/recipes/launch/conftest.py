@@ -1,4 +1,4 @@
-"""What all launchers' runs are compared with."""
+"""Run without a disturbance, with which all launchers' runs are compared."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_node_starts_torchrun_with_its_engines_numbers(
         assert args.training_script_args[-4:-2] == ["--learning_rate", "2e-5"]
     assert args.training_script == "recipes/sft.py" and args.training_script_args[-2:] == ["--resume", "auto"]
     assert (ROOT / args.training_script_args[0]).is_file()
-    # what a restart needs, see test_torchrun.py
+    # needed by restarts, see test_torchrun.py
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     # checkpoints are where the file mounts what all nodes see
     mounts = re.findall(r"/outputs\b", (LAUNCH / name).read_text())

@@ -86,7 +86,7 @@ def test_a_job_that_cannot_save_in_time_starts_again_all_the_same(cluster: tuple
     torchrun, sleep = folder / "bin" / "torchrun", folder / "bin" / "sleep"
     torchrun.write_text(
         '#!/bin/bash\ntouch "began-$SLURM_NODEID"\n'
-        # as Slurm ends a job that is queued again
+        # Slurm ends a job that is queued again in this way
         'until [ -n "${SLURM_RESTART_COUNT:-}" ]; do /bin/sleep 0.1; [ ! -e "$SHIM_FOLDER/requeued" ] || exit 9; done\n'
     )
     # the script waits for 270 seconds
