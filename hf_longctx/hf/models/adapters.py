@@ -216,10 +216,10 @@ def hidden_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
-def adapter_spec(model: Any) -> AdapterSpec:
+def adapter_spec(model: Any, is_autocast: bool = False) -> AdapterSpec:
     """The most that adapters add to any layer of `model`, and what they add to its embedding and head; zeros without adapters.
 
-    `model` may be one pipeline stage.
+    `model` may be one pipeline stage. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights.
     """
     if not is_adapted(model):
         return AdapterSpec()
@@ -232,7 +232,7 @@ def adapter_spec(model: Any) -> AdapterSpec:
     return AdapterSpec(
         layer_parameters=max(count for count, _ in sizes),
         layer_bytes=max(num_bytes for _, num_bytes in sizes),
-        layer_saved_bytes=max((saved_bytes([layer], hidden) for layer in layers), default=0),
+        layer_saved_bytes=max((saved_bytes([layer], hidden, is_autocast) for layer in layers), default=0),
         first_parameters=first[0],
         first_bytes=first[1],
         last_parameters=last[0],
@@ -247,18 +247,18 @@ def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
     return AdapterSpec(*found)
 
 
-def saved_bytes(modules: Iterable[nn.Module], hidden: torch.dtype) -> int:
+def saved_bytes(modules: Iterable[nn.Module], hidden: torch.dtype, is_autocast: bool) -> int:
     """Bytes per token that adapters in some modules save for backward; hidden: dtype of hidden states."""
-    return sum(_saved_bytes(each, hidden) for module in modules for each in module.modules())
+    return sum(_saved_bytes(each, hidden, is_autocast) for module in modules for each in module.modules())
 
 
-def tile_bytes(mlps: Iterable[nn.Module], hidden: torch.dtype) -> int:
+def tile_bytes(mlps: Iterable[nn.Module], hidden: torch.dtype, is_autocast: bool) -> int:
     """Bytes that adapters in MLPs take for every token of a tile: what they save, and two outputs before they are added."""
     layers: list[Any] = [
         each for mlp in mlps for each in mlp.modules() if isinstance(each, LoraLayer) and _ADAPTER in each.lora_A
     ]
     widest = max((each.out_features * each.lora_B[_ADAPTER].weight.element_size() for each in layers), default=0)
-    return sum(_saved_bytes(each, hidden) for each in layers) + 2 * int(widest)
+    return sum(_saved_bytes(each, hidden, is_autocast) for each in layers) + 2 * int(widest)
 
 
 def cut_bytes(modules: Iterable[nn.Module]) -> int:
@@ -277,11 +277,12 @@ def _trained(module: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
 
 
-def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
+def _saved_bytes(module: nn.Module, hidden: torch.dtype, is_autocast: bool) -> int:
     """Bytes per token that an adapter on `module` saves for backward, besides what the module itself saves.
 
     An adapter saves a copy of its input in its own dtype, if that differs from `hidden` or some of it is dropped, and the output
-    of its first matrix. DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
+    of its first matrix; under autocast both in bf16, as the matrix reads and makes them. DoRA also saves the product with the
+    frozen weight, the output of the adapter, and the sum of both.
     """
     if not isinstance(module, LoraLayer):
         return 0
@@ -292,9 +293,10 @@ def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
     first = layer.lora_A[_ADAPTER].weight
     element = max(first.element_size(), hidden.itemsize)
     is_copied = first.dtype != hidden or isinstance(layer.lora_dropout[_ADAPTER], nn.Dropout)
-    copied = layer.in_features * first.element_size() if is_copied else 0
+    kept_element = min(2, first.element_size()) if is_autocast else first.element_size()
+    copied = layer.in_features * kept_element if is_copied else 0
     products = 3 * layer.out_features * element if layer.use_dora[_ADAPTER] else 0
-    kept: int = copied + first.shape[0] * first.element_size() + products
+    kept: int = copied + first.shape[0] * kept_element + products
     return kept
 
 

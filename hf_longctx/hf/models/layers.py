@@ -71,7 +71,7 @@ def tiles_norms(model: nn.Module) -> bool:
     return all(modules.norms for modules in map(_modules_of, text_layers(model)))
 
 
-def adapter_parts(model: nn.Module) -> dict[str, int]:
+def adapter_parts(model: nn.Module, is_autocast: bool) -> dict[str, int]:
     """The fields of `AdapterSpec` that say what pieces of heads and token tiles of MLPs leave away in every layer."""
     layers = [_modules_of(layer) for layer in text_layers(model)] if is_adapted(model) else []
     if not layers:
@@ -79,10 +79,10 @@ def adapter_parts(model: nn.Module) -> dict[str, int]:
     hidden = hidden_dtype(model)
     projections = [[each for name, each in _named(layer.attention) if name in PROJECTIONS] for layer in layers]
     return {
-        "attention_saved_bytes": min(saved_bytes(each, hidden) for each in projections),
-        "mlp_saved_bytes": min(saved_bytes(layer.mlps, hidden) for layer in layers),
+        "attention_saved_bytes": min(saved_bytes(each, hidden, is_autocast) for each in projections),
+        "mlp_saved_bytes": min(saved_bytes(layer.mlps, hidden, is_autocast) for layer in layers),
         "cut_bytes": max(map(cut_bytes, projections)),
-        "tile_bytes": max(tile_bytes(layer.mlps, hidden) for layer in layers),
+        "tile_bytes": max(tile_bytes(layer.mlps, hidden, is_autocast) for layer in layers),
     }
 
 
