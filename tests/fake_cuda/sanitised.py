@@ -58,4 +58,4 @@ def test_planted_copies_that_do_not_follow_computation_race(traced: sanitizer.CU
 def test_policies_run_without_races(name: str, traced: sanitizer.CUDASanitizerDispatchMode) -> None:
     with sanitised(traced):
         error, _ = smoke_memory.check_policy(64, CUDA, *smoke_memory.POLICIES[name])
-    assert error <= 0.1
+    assert error <= smoke_memory.POLICY_TOLERANCE
