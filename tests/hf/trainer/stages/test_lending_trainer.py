@@ -48,7 +48,7 @@ def rows() -> Rows:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a run on a machine where messages cost next to nothing, so that lending pays for short sequences too."""
     file = tmp_path_factory.mktemp("hardware") / "quick.json"
-    # of a backward without gradients of weights, half is left
+    # a backward without gradients of weights has half of the products left
     rates = {"message_s": 1e-7, "kernel_s": 1e-6, "link_bytes_per_s": 1e11, "backward_matmul": 4.0}
     profile = HardwareProfile(replace(GENERIC_CPU, **rates), source="quick messages")
     file.write_text(profile_to_json(profile))
