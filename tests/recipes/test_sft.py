@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.launchers import small_demo
 from helpers.models.chats import TEMPLATE, byte_tokenizer, conversation
 from helpers.models.versions import resuming
 from helpers.ranks.forked import Program, free_port, rank_environment, run_ranks
@@ -22,24 +23,7 @@ from hf_longctx.journal import read_journal
 from hf_longctx.recipes.evaluate import plain_loss
 
 ROOT = Path(__file__).parents[2]
-TINY = json.dumps(
-    {
-        "model_type": "llama",
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-)
-SMALL = [
-    "--model_config", TINY, "--max_documents", "24", "--eval_documents", "2", "--max_length", "512", "--tokens_per_rank", "384",
-    "--tokens_per_step", "3072", "--max_steps", "8", "--calibration_steps", "3", "--max_document_chars", "1500",
-]  # fmt: skip
+SMALL = [*small_demo.SMALL, "--max_steps", "8"]
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -177,7 +161,7 @@ def chat(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     held_out = {"path": str(folder / "held_out.jsonl"), "messages_column": "messages"}
     run = launch(
         folder,
-        *("--model_config", TINY.replace("259", str(len(tokenizer))), "--tokenizer", str(folder / "tokenizer")),
+        *("--model_config", small_demo.TINY.replace("259", str(len(tokenizer))), "--tokenizer", str(folder / "tokenizer")),
         *("--chat_template", str(folder / "template.jinja"), "--datasets", *map(json.dumps, entries)),
         *("--eval_dataset", json.dumps(held_out), "--tokens_per_step", "500", "--tokens_per_rank", "400", "--max_steps", "4"),
         *("--learning_rate", "1e-2", "--use_cpu", "true", "--report_to", "none", "--save_strategy", "no"),

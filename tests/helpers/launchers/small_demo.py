@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 SCRIPT = "recipes/sft.py"
 NUM_STEPS = 12
-_TINY = json.dumps(
+TINY = json.dumps(
     {
         "model_type": "llama",
         "vocab_size": 259,
@@ -27,10 +27,13 @@ _TINY = json.dumps(
         "pad_token_id": 0,
     }
 )
+SMALL = [
+    "--model_config", TINY, "--max_documents", "24", "--eval_documents", "2", "--max_length", "512", "--tokens_per_rank", "384",
+    "--tokens_per_step", "3072", "--calibration_steps", "3", "--max_document_chars", "1500",
+]  # fmt: skip
 SMALL_DEMO = [
-    "recipes/configs/demo.yaml", "--model_config", _TINY, "--max_documents", "24", "--eval_documents", "2", "--max_length", "512",
-    "--tokens_per_rank", "384", "--tokens_per_step", "3072", "--max_steps", str(NUM_STEPS), "--calibration_steps", "3",
-    "--max_document_chars", "1500", "--save_strategy", "steps", "--save_steps", "4", "--self_test", "false",
+    "recipes/configs/demo.yaml", *SMALL, "--max_steps", str(NUM_STEPS), "--save_strategy", "steps", "--save_steps", "4",
+    "--self_test", "false",
 ]  # fmt: skip
 
 
