@@ -24,11 +24,12 @@ from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
-from hf_longctx.hf.start.stages import Ranges, loaded_ranges
+from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, trainer_problems, trl_class
 from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.planner_config import check_degrees
+from hf_longctx.plan.pipeline.stage_layers import Ranges
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
 

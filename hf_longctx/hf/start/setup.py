@@ -30,7 +30,7 @@ from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, ra
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import activation_budget, describe_states, rank_memory
-from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
+from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, default_degrees
@@ -43,6 +43,7 @@ from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.states_place import StatesPlace
+from hf_longctx.plan.pipeline.stage_layers import Ranges, balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate

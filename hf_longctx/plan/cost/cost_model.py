@@ -10,11 +10,12 @@ This is the formula of FlexSP (arXiv 2412.01523, section 4.1) with two changes: 
 averaged over layers (`attention_pairs.py`), and its all-to-all term by the bytes that a rank sends over each kind of link
 (`traffic.py`). So one set of coefficients prices every method of attention, and a group of some degree uses the cheapest
 method that the model's heads allow. Bytes that a ring sends while it computes tiles count only if they take longer than these
-tiles (`CostModel.hidden_s`).
+tiles, and keys that no token of another block sees through a window are not sent (`CostModel.hidden_s`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
@@ -35,6 +36,7 @@ from hf_longctx.plan.cost.traffic import (
     hop_bytes,
     mean_traffic,
     ring_leaves_node,
+    window_tokens,
 )
 
 # factor on the exchange time of groups larger than `favoured_degree`, to make the planner avoid them
@@ -194,21 +196,51 @@ class CostModel:
         and in the backward the gradients of the hop before; the last gradients travel alone. Each document counts as if it were
         alone, which is a lower bound for several: the tiles of one may hide messages of another. So are the links that the best
         placement uses. The start of a message is never hidden.
+
+        In layers with a window shorter than the document, what no other block sees does not travel, and the rest is not hidden.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
-        blocks = shape.num_blocks
-        if blocks == 1:
+        if shape.num_blocks == 1:
             return np.zeros_like(tokens)
+        windows: Sequence[int | None] = self.model.windows or (None,)
+        every_s, total = self._hidden_hops_s(tokens, shape, is_backward), np.zeros_like(tokens)
+        for window, count in Counter(window for window in windows if window != 0).items():
+            of_layers = every_s * (count / len(windows))
+            if window is not None:
+                unsent_s = self._unsent_s(tokens, window, shape, is_backward) * (count / len(windows))
+                of_layers = np.where(tokens > window, unsent_s, of_layers)
+            total += of_layers
+        return total
+
+    def _hidden_hops_s(self, tokens: FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
+        """`hidden_s` if all layers had full attention."""
+        blocks = shape.num_blocks
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
-        byte_s = costs.network_byte_s if ring_leaves_node(shape, self.cluster) else costs.link_byte_s
-        keys_s, gradients_s = (byte_s * num_bytes * tokens for num_bytes in hop_bytes(self.model, shape, 1.0))
-        seen = self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
-        hop_s = costs.pair_s * tokens * seen / shape.degree / blocks
+        keys_s, gradients_s = (seconds * tokens for seconds in self._hop_token_s(shape, is_backward))
+        hop_s = costs.pair_s * tokens * FULL.seen(np.zeros_like(tokens), tokens) / shape.degree / blocks
         keys_hidden_s: FloatArray = np.minimum(hop_s, keys_s)
         if not is_backward or blocks == 2:
             return (blocks - 1) * keys_hidden_s
         both_s: FloatArray = np.minimum(hop_s, keys_s + gradients_s)
         return 2 * keys_hidden_s + (blocks - 3) * both_s + np.minimum(hop_s, gradients_s)
+
+    def _unsent_s(self, tokens: FloatArray, window: int, shape: GroupShape, is_backward: bool) -> FloatArray:
+        """Seconds of bytes that a ring passes on with full attention and does not send with this window, in as many layers."""
+        keys_s, gradients_s = self._hop_token_s(shape, is_backward)
+        hops = shape.num_blocks - 1
+        # tokens of the document per token that one block passes on in a hop
+        per_hop = shape.num_blocks / (1 - 1 / (2 * shape.num_blocks))
+        sent = window_tokens(tokens, window, shape.num_blocks) / shape.num_blocks * per_hop
+        seconds = keys_s + (gradients_s if is_backward else 0.0)
+        return (hops * tokens - sent) * seconds
+
+    def _hop_token_s(self, shape: GroupShape, is_backward: bool) -> tuple[float, float]:
+        """Seconds per token of a document in one hop of a ring, if all layers passed on what they have: keys, gradients."""
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        byte_s = costs.network_byte_s if ring_leaves_node(shape, self.cluster) else costs.link_byte_s
+        keys, gradients = hop_bytes(self.model, shape, 1.0)
+        in_all = byte_s * self.model.num_layers / max(1, self.model.num_attending)
+        return in_all * keys, in_all * gradients
 
     def without_overlap(self, seconds: float, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
         """Measured seconds of a pass of `chunk`, as if its ring had not computed while it sent.

@@ -62,7 +62,7 @@ from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
+from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 from hf_longctx.sim.scenario import Request, build_scenario
@@ -253,7 +253,8 @@ def print_stages() -> list[str]:
             name = f"{device_gib:g} GiB" + (f" + {host_gib:g} host" if host_gib else "")
         cells = []
         for num_stages in STAGES:
-            config = PlannerConfig(32_768, (1, 2, 4, 8), activations=room, stages=stage_parts(model, num_stages))
+            ranges = balanced_ranges(costs, num_stages, lengths)
+            config = PlannerConfig(32_768, (1, 2, 4, 8), activations=room, stages=ranges)
             plan, found_ms = plan_ms(lengths, costs, config, 2)
             cells.append(f"{min(found_ms):>15.0f}, {plan.estimate.step_s:>6.2f}")
             if min(found_ms) > STAGES_LIMIT_MS * max(1.0, loop_ms / REFERENCE_MS):
