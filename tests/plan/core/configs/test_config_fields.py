@@ -14,9 +14,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_longctx.hf.models.classes import TESTED_MODELS
-from hf_longctx.hf.models.older.positions import max_positions
+from hf_longctx.hf.models.older.positions import has_limit, max_positions
+from hf_longctx.hf.models.rope import extend_positions
 from hf_longctx.hf.models.spec import config_spec
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+from hf_longctx.plan.core.configs.fields import has_position_table
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.sim.scenario import read_model
 
@@ -42,6 +44,19 @@ def test_the_file_of_every_class_gives_the_spec_of_a_run(tmp_path: Path) -> None
         attends = any(expected.states.attending) or expected.states.is_empty
         if counted != stated or (attends and expected.max_positions != max_positions(config)):
             wrong[name] = counted, stated, expected.max_positions, max_positions(config)
+    assert not wrong
+
+
+def test_forecasts_know_the_classes_whose_positions_nothing_extends() -> None:
+    """A run refuses a `max_length` above their positions, and `extend_positions` has nothing to scale."""
+    wrong = []
+    for name, config in default_configs():
+        is_fixed = has_limit(config) and not getattr(config.get_text_config(), "rope_parameters", None)
+        if has_position_table(config.to_dict()) != is_fixed:
+            wrong.append((name, config.get_text_config().model_type, is_fixed))
+        if is_fixed:
+            with pytest.raises(ValueError, match="has no rotary position embeddings to scale"):
+                extend_positions(config, 2 * config.get_text_config().max_position_embeddings)
     assert not wrong
 
 
