@@ -99,7 +99,7 @@ class Shape:
             found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(self.lora), task_type="CAUSAL_LM"))
             for name, parameter in found.named_parameters():
                 parameter.data = parameter.data.double() if "lora_" in name else parameter.data
-            # as if there were layers below, so that the first one saves what the others do
+            # the first layer saves as much as others, as if there were layers below it
             found.enable_input_require_grads()
             model = found
         model.train()

@@ -96,7 +96,7 @@ def adapter_spec(model: nn.Module, is_autocast: bool = False) -> AdapterSpec:
 
 
 def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_autocast: bool) -> AdapterSpec:
-    """What the adapters of one layer save, and what they read without a copy, by the names and places of their projections.
+    """Sizes that the adapters of one layer save, and inputs that they read without a copy, by names and places of projections.
 
     num_hidden: elements of a hidden state.
     """

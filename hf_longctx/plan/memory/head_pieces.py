@@ -36,7 +36,7 @@ class PiecedLayerBytes(LayerBytes):
 
     @property
     def _saves_first_norm(self) -> bool:
-        # what runs the pieces keeps the module's input
+        # the node that runs the pieces keeps the module's input
         return True
 
     @property

@@ -405,7 +405,7 @@ class LayerBytes:
             tiles = 4 * d * self.tokens + (wide * hidden + 2 * d) * self.tile
             return before + max(tiles, meeting if inner else 0)
         inside = (d + (wide - 4 if self.is_plain else wide) * hidden) * self.tokens
-        # what the norm saved of its output, and before its weight, is released before
+        # the norm's output, and its product before the weight, are released before if they were saved
         released = d * (saves_second_norm(self.model) + self.model.trains_layers) if self.is_plain else 0
         return before + max(meeting, inside - released * self.tokens)
 
