@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
+from hf_longctx.plan.core.configs.fields import has_position_table
 from hf_longctx.plan.core.configs.kept import kept_reason
 from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import (
@@ -26,8 +27,9 @@ from hf_longctx.plan.core.planner_config import (
 from hf_longctx.plan.core.serialize import parse_json
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
-from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
+from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.states_place import StatesPlace
 from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies
 
@@ -120,6 +122,11 @@ class Scenario:
         return self.placement.longest_tokens(self.memory)
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens of the longest sequence that fits, whatever positions the model has."""
+        return replace(self.placement, most_positions=0).longest_tokens(self.memory)
+
+    @property
     def planner_config(self) -> PlannerConfig:
         """Planner settings of a run on these devices."""
         degrees, limit_s = self.placement.degrees, self.solver_time_limit_s
@@ -143,6 +150,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"the costs of {request.model} on {request.hardware} were measured, over the network of that run; --slow-network has "
             f"no effect, leave it out"
         )
+    if request.lora_rank < 0:
+        raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
     model, notes = _model(request, profile.spec.name, calibration)
     if request.expert_ranks:
         request, model = _spread(request, model)
@@ -153,10 +162,6 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if request.network_gbit:
         cluster = _with_network(request.network_gbit, cluster, notes)
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
-    if request.lora_rank < 0:
-        raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
-    if request.lora_rank and request.longest_tokens:
-        notes.append("seconds and workspace of planned steps are those of training all weights; their states are those of LoRA")
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep")
     kept_because = _kept_because(request.model, notes)
@@ -289,6 +294,13 @@ def _kept_because(name_or_path: str, notes: list[str]) -> str:
     return reason
 
 
+def _most_positions(name_or_path: str, model: ModelSpec) -> int:
+    """Positions of a model that nothing extends, so that a run refuses longer sequences; 0 if they can be extended."""
+    path = _config_path(name_or_path)
+    is_limited = model.learned_positions if path is None else has_position_table(_read_config(path))
+    return model.max_positions if is_limited else 0
+
+
 def _short_name(name: str) -> str:
     """A name on the Hub without its owner: "Qwen/Qwen3-8B" becomes "Qwen3-8B"."""
     return name.rpartition("/")[2]
@@ -333,7 +345,12 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
             f"bytes are those of transformers' torch code, which runs them"
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
-    return _quantised(request, model), notes
+    return _with_adapters(request, _quantised(request, model)), notes
+
+
+def _with_adapters(request: Request, model: ModelSpec) -> ModelSpec:
+    """`model` with the adapters that the request asks for."""
+    return replace(model, adapters=lora_adapters(model, request.lora_rank)) if request.lora_rank else model
 
 
 def _shares_calls(model: ModelSpec, hardware: str) -> bool:
@@ -422,7 +439,7 @@ def _measured_or_assumed(
         calibration.saved_bytes_per_token,
         calibration.state_bytes_per_parameter,
     )
-    return calibration.coefficients, memory
+    return with_adapters(calibration.coefficients, model), memory
 
 
 def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...], notes: list[str]) -> Placement:
@@ -435,6 +452,7 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
     parameters = _as_parameters(wanted)
     per_node = request.ranks_per_node or min(8, request.num_ranks)
     whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank, per_node)
+    whole = replace(whole, most_positions=_most_positions(request.model, memory.model))
     if parameters != "replicated":
         return replace(whole, shard_ranks=shard_ranks)
     sharded = replace(whole, parameters="sharded", shard_ranks=shard_ranks)

@@ -92,10 +92,10 @@ def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
     return sum(device for device, _ in found), sum(host for _, host in found)
 
 
-def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec, trains_weights: bool = True) -> int:
+def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec) -> int:
     """Predicted peak bytes of the plan's chunks on the device, without weights, gradients and optimizer states."""
     group, stage = plan.rounds[0]
-    return ByteModel(spec).moments(group, stage, trains_weights=trains_weights).most.peak
+    return ByteModel(spec).moments(group, stage).most.peak
 
 
 @dataclass(frozen=True)

@@ -65,31 +65,33 @@ UPDATE_PART_BYTES = 64 * 2**20
 class AdapterSpec:
     """Sizes of weights that are trained while the model's own are frozen; empty: all weights are trained.
 
-    layer_parameters, layer_bytes: weights that adapters add to one layer. layer_saved_bytes: bytes per token that these save for
-    backward. first_*, last_*: weights that are trained at the embedding and at the head. attention_saved_bytes, mlp_saved_bytes:
-    the least of layer_saved_bytes that belongs to projections of attention, and to MLPs. cut_bytes, tile_bytes: what these take
-    instead where attention runs in pieces of heads, and where MLPs run in token tiles, per token of a tile.
+    layer_parameters, layer_bytes: weights that adapters add to one layer. attention_saved_bytes, mlp_saved_bytes: bytes per token
+    that adapters outside MLPs, and in them, save for backward, beside inputs that they read as they are. cut_bytes, tile_bytes:
+    what these take instead where attention runs in pieces of heads, and where MLPs run in token tiles, per token of a tile.
+    first_*, last_*: weights that are trained at the embedding and at the head. reads_*: whether an adapter reads, without a copy,
+    what the first norm gives to attention, attention to its last projection, the second norm to the MLP, and what the last matrix
+    of the MLP multiplies. Frozen matrices save no inputs, so layers save these only for adapters.
     """
 
     layer_parameters: int = 0
     layer_bytes: int = 0
-    layer_saved_bytes: int = 0
+    attention_saved_bytes: int = 0
+    mlp_saved_bytes: int = 0
     first_parameters: int = 0
     first_bytes: int = 0
     last_parameters: int = 0
     last_bytes: int = 0
-    attention_saved_bytes: int = 0
-    mlp_saved_bytes: int = 0
     cut_bytes: int = 0
     tile_bytes: int = 0
+    reads_first_norm: bool = False
+    reads_attention: bool = False
+    reads_second_norm: bool = False
+    reads_product: bool = False
 
-    @classmethod
-    def lora(cls, model: ModelSpec, rank: int) -> AdapterSpec:
-        """Sizes of LoRA of this rank: two matrices for every matrix of the layers; embedding and head are frozen."""
-        heads = model.query_size + model.kv_size + model.output_size
-        mlp = (3 if model.gated_mlp else 2) * (model.hidden_size + model.intermediate_size)
-        count = rank * (4 * model.hidden_size + heads + mlp)
-        return cls(layer_parameters=count, layer_bytes=count * model.bytes_per_element)
+    @property
+    def layer_saved_bytes(self) -> int:
+        """Bytes per token that the adapters of a layer save for backward."""
+        return self.attention_saved_bytes + self.mlp_saved_bytes
 
     @property
     def is_empty(self) -> bool:
@@ -436,7 +438,7 @@ class ModelSpec:
         """Bytes per token and layer that low-rank projections save besides their outputs: norms, and keys without rotation."""
         if not self.kv_rank:
             return 0
-        norms = (4 + 2 * self.bytes_per_element) * (self.query_rank + self.kv_rank) + 8
+        norms = (4 + (1 + self.trains_layers) * self.bytes_per_element) * (self.query_rank + self.kv_rank) + 8
         return norms + self.bytes_per_element * self.num_heads * (self.head_dim - self.rope_head_dim)
 
     @property
@@ -459,8 +461,8 @@ class ModelSpec:
 
     @property
     def layer_products(self) -> int:
-        """Multiplications of one token's forward through a layer, the mean over layers: by matrix parameters, and in scans."""
-        return self.layer_parameters + round(self.states.share * self.states.scan_products)
+        """Multiplications of one token's forward through a layer, the mean over layers: by matrices, adapters, and in scans."""
+        return self.layer_parameters + self.adapters.layer_parameters + round(self.states.share * self.states.scan_products)
 
     @property
     def token_products(self) -> int:

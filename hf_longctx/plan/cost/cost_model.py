@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
 from hf_longctx.plan.cost.traffic import (
@@ -393,25 +393,51 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     """Derive coefficients from operation counts and hardware rates, to rank plans until a run has measured its own.
 
     Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
-    chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels; half of its
-    products are for gradients of weights, which frozen weights below adapters do not have.
+    chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels. Weights below
+    adapters are frozen (`with_adapters`).
 
     A scan counts by its products, as one kernel at the rate of matrices would take, and once more where backward runs it again
     (`CostModel.rescan_s`). Transformers' torch code starts some ten
     kernels for every tile of 64 tokens, one tile after the other on every rank of a group. That time is not counted here; it is
     in the coefficients that a run or `hf-longctx calibrate` measures.
     """
-    hardware = cluster.hardware
-    token_s = 2 * model.token_products / hardware.matmul_flops_per_s
+    hardware, whole = cluster.hardware, replace(model, adapters=AdapterSpec())
+    token_s = 2 * whole.token_products / hardware.matmul_flops_per_s
     pair_s = model.num_layers * model.pair_operations / hardware.attention_flops_per_s
     kernels_s = model.num_layers * hardware.kernel_s
     exchange = (hardware.message_s, 1 / hardware.link_bytes_per_s, 1 / hardware.network_bytes_per_s)
-    backward_matmul = hardware.backward_matmul if model.trains_layers else hardware.backward_matmul / 2
-    return CostCoefficients(
+    backward_s = hardware.backward_attention * pair_s, hardware.backward_matmul * token_s
+    found = CostCoefficients(
         forward=PassCoefficients(pair_s, token_s, 20 * kernels_s, *exchange, 4 * kernels_s),
-        backward=PassCoefficients(
-            hardware.backward_attention * pair_s, backward_matmul * token_s, 40 * kernels_s, *exchange, 8 * kernels_s
-        ),
+        backward=PassCoefficients(*backward_s, 40 * kernels_s, *exchange, 8 * kernels_s),
         step_s=0.0,
         source=hardware.source or "default",
     )
+    return with_adapters(found, model)
+
+
+def with_adapters(whole: CostCoefficients, model: ModelSpec) -> CostCoefficients:
+    """Coefficients of `model` with its adapters, from those of training all of its weights; `whole` if it has no adapters."""
+    if model.adapters.is_empty:
+        return whole
+    more = model.token_products / replace(model, adapters=AdapterSpec()).token_products
+    share, backward = backward_share(model), whole.backward
+    return replace(
+        whole,
+        forward=replace(whole.forward, token_s=more * whole.forward.token_s),
+        backward=replace(
+            backward,
+            token_s=more * share * backward.token_s,
+            head_factor=backward.head_factor * (1 if model.trains_head else 0.5) / share,
+        ),
+    )
+
+
+def backward_share(model: ModelSpec) -> float:
+    """Share of the matrix products in a backward that the one of `model` computes.
+
+    Half of them make gradients of inputs, and half those of weights, which frozen weights do not have. Adapters have both.
+    """
+    frozen = 0 if model.trains_layers else model.num_layers * model.layer_parameters
+    frozen += 0 if model.trains_head else model.head_outputs * model.hidden_size
+    return 1 - frozen / (2 * model.token_products)

@@ -90,7 +90,7 @@ class _Counted:
         self.numbers = _Numbers()
         self.passes: dict[tuple[int, int], Passes] = {}
         self.books: dict[tuple[int, GroupShape, int], BookKinds] = {}
-        self.loads: dict[tuple[int, GroupShape, int, bool, bool], _Loads] = {}
+        self.loads: dict[tuple[int, GroupShape, int, bool], _Loads] = {}
         # chunks on one part of a stage
         self.parts: dict[Hashable, IntArray] = {}
         # layers, each with its row in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
@@ -225,7 +225,6 @@ class ByteModel:
         group: SequenceGroup,
         stage: StagePlan,
         position: int = 0,
-        trains_weights: bool = True,
         tiles_loss: bool = True,
         copying: Sequence[int] = (),
     ) -> RoundMoments:
@@ -234,7 +233,7 @@ class ByteModel:
         Slices run forward in their order and backward in reverse order. copying: for each F and B in order, bytes that are still
         on the device while they are copied to the host.
         """
-        passes, loads = self.passes(stage), self._group_loads(group, position, trains_weights, tiles_loss)
+        passes, loads = self.passes(stage), self._group_loads(group, position, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward
         device, host, forward_workspace, backward_workspace, ending = chunks[place].T
@@ -257,7 +256,7 @@ class ByteModel:
 
     def loads(self, group: SequenceGroup, position: int) -> list[Load]:
         """Loads of the group's chunks on one rank; they are equal on every layer range of the model."""
-        return self._group_loads(group, position, True, True).loads
+        return self._group_loads(group, position, True).loads
 
     def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind = ATTENTION) -> LayerBytes:
         """Bytes of one layer of a load."""
@@ -275,11 +274,11 @@ class ByteModel:
             self._counted.books[key] = book_kinds(self.model, group, position)
         return self._counted.books[key]
 
-    def _group_loads(self, group: SequenceGroup, position: int, trains_weights: bool, tiles_loss: bool) -> _Loads:
+    def _group_loads(self, group: SequenceGroup, position: int, tiles_loss: bool) -> _Loads:
         numbers, known = self._counted.numbers, self._counted.loads
-        key = numbers.of(group.chunks), group.shape, position, trains_weights, tiles_loss
+        key = numbers.of(group.chunks), group.shape, position, tiles_loss
         if key not in known:
-            common = Load(0, (), 0, trains_weights=trains_weights, tiles_loss=tiles_loss)
+            common = Load(0, (), 0, tiles_loss=tiles_loss)
             ends = sequence_ends(group.chunks)
             found = [chunk_load(group, chunk, position, common, ends) for chunk in group.chunks]
             own = [numbers.of(load) for load in found]

@@ -166,7 +166,9 @@ def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:
 def _positions(forecast: Forecast) -> Iterator[tuple[str, str]]:
     positions = forecast.scenario.costs.model.max_positions
     longest = forecast.scenario.longest_tokens if forecast.workload is None else forecast.workload.longest
-    if longest > positions:
+    if (holds := forecast.scenario.held_tokens) > forecast.scenario.longest_tokens:
+        yield "limit", f"the model has {positions:,} positions, which nothing extends; memory alone would hold {holds:,} tokens"
+    elif longest > positions:
         remedy = "extend its RoPE first (rope_scaling: yarn where its class takes that)"
         yield "limit", f"the model has {positions:,} positions; beyond them {remedy}"
 

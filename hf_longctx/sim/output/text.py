@@ -302,6 +302,8 @@ def _longest(forecast: Forecast) -> list[str]:
         f"  {1 - memory.usable_bytes / memory.device_bytes:.0%} of each device is reserved",
         *([] if memory.is_measured else _switches(forecast)),
     ]
+    if (holds := scenario.held_tokens) > planned:
+        lines.append(f"  the model has {positions:,} positions, which nothing extends; memory alone would hold {holds:,} tokens")
     if planned > positions:
         lines.append(
             f"  the model itself has {positions:,} positions; beyond them its RoPE or position embeddings must be extended"

@@ -26,7 +26,7 @@ from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.activations.shares import MemoryLimits, PolicyChoice, choose_policy
 from hf_longctx.plan.activations.slots import layer_slots
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,
@@ -37,6 +37,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.operations import training_operations
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
@@ -91,7 +92,8 @@ class Case:
         toy = replace(TOY, bytes_per_element=2 if torch.cuda.is_available() else 4)
         spec = toy if self.is_toy else named_model(self.model, 2)
         # the model is always a Llama, which has no query and key norms
-        return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
+        spec = replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
+        return replace(spec, adapters=norms_alone(spec)) if self.is_frozen else spec
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,13 @@ HEADER = (
 
 def model_operations(case: Case) -> float:
     """Operations of one step on the model, with causal attention and without recomputation."""
-    spec, tokens = case.spec, case.num_tokens
-    matrices = spec.num_layers * spec.layer_parameters + spec.vocab_size * spec.hidden_size
-    pairs = 6 * spec.num_layers * spec.num_heads * spec.head_dim * tokens
-    return tokens * ((4 if case.is_frozen else 6) * matrices + pairs)
+    return training_operations([case.num_tokens], case.spec)
+
+
+def norms_alone(spec: ModelSpec) -> AdapterSpec:
+    """Sizes of the norms of a layer, which are all that is trained, and of their products before the weight."""
+    count, num_bytes = 2 * spec.hidden_size, 2 * spec.hidden_size * spec.bytes_per_element
+    return AdapterSpec(count, num_bytes, attention_saved_bytes=num_bytes)
 
 
 @dataclass(frozen=True)
@@ -272,7 +277,7 @@ def planned(layer: LayerPolicy | None, is_sliced: bool = False) -> Callable[[Any
         tier = slab_for(predicted[1], case, ids_1T.device) if predicted[1] else None
         document = PlannedDocument.of(model, ids_1T, plan, tier)
         measure = (lambda: 0) if is_sliced else document.saved_bytes
-        peak = state_bytes(case) + predicted_peak_bytes(plan, spec, not case.is_frozen)
+        peak = state_bytes(case) + predicted_peak_bytes(plan, spec)
         return Runner(document.step, predicted, measure, plan_s(plan, case), peak, tier, document.close)
 
     return build
@@ -290,11 +295,8 @@ def plan_s(plan: RankPlan, case: Case) -> float:
 
 
 def case_costs(case: Case) -> CostModel:
-    """Costs of the case's model on one device of its hardware; frozen matrices have no gradients to compute."""
-    hardware = read_profile(case.hardware).spec
-    if case.is_frozen:
-        hardware = replace(hardware, backward_matmul=hardware.backward_matmul / 2)
-    cluster = ClusterSpec(1, 1, hardware)
+    """Costs of the case's model on one device of its hardware."""
+    cluster = ClusterSpec(1, 1, read_profile(case.hardware).spec)
     return CostModel(case.spec, cluster, default_coefficients(case.spec, cluster))
 
 
@@ -334,7 +336,7 @@ def device_room(case: Case, num_tokens: int) -> float:
     if not torch.cuda.is_available():
         return 1.5 * checkpointed_layer_bytes(spec) * spec.num_layers * num_tokens
     layers = (replayed(),) * spec.num_layers
-    load = Load.document(num_tokens, spec.num_layers, trains_weights=not case.is_frozen)
+    load = Load.document(num_tokens, spec.num_layers)
     workspace = ByteModel(spec).chunk(load, ActivationPolicy(0, 0, layers, case.tile_tokens)).workspace
     total = case.cap_gib * 2**30 or device_total()
     return max(0.0, USABLE_SHARE * total - state_bytes(case) - workspace)
