@@ -168,7 +168,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "dft": ("SFTTrainer", {}, {"loss_type": "dft"}, "loss_type='dft' is not the token mean"),
     "offloading": ("SFTTrainer", {}, {"activation_offloading": True}, "activation_offloading=True would move"),
     "cut before": ("SFTTrainer", {"max_length": 128}, {"max_length": 64}, "max_length=64 of the SFTConfig cuts every row"),
-    "checkpointing": ("SFTTrainer", {}, {"gradient_checkpointing": True}, "set it to False (TRL's default is True)"),
     "own loss": ("OwnLoss", {}, {}, "OwnLoss.compute_loss would never be called"),
 }
 

@@ -1,0 +1,170 @@
+"""Whole runs with settings that other trainers obey: those without effect, FSDP, activation checkpointing, `model_init`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.stock_runs import quiet_config
+from helpers.trainers.trainer_runs import make_trainer, training_arguments
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from hf_longctx import LongContextCallback
+from hf_longctx.hf.start.settings.fields import SETTINGS
+from hf_longctx.hf.trainer import trainer as trainer_module
+
+CASE = ModelCase(dtype=torch.float32)
+ROWS = random_rows([40, 22, 9, 31, 5, 12, 17, 8])
+STEPS = {"max_steps": 2, "learning_rate": 1e-2, "warmup_steps": 0}
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def run(folder: str, config: dict[str, Any], arguments: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+    """Trains and evaluates under an environment; returns weights, loss, kind of parameters, and warnings about settings."""
+    heard = Warnings()
+    logging.getLogger("hf_longctx").addHandler(heard)
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        trainer = make_trainer(CASE, ROWS, folder, config, {**STEPS, **arguments}, eval_dataset=ROWS[:4])
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        asked = bool(trainer.args.gradient_checkpointing)
+        is_left = [os.environ.get(name) for name in variables] == list(variables.values())
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        logging.getLogger("hf_longctx").removeHandler(heard)
+    about = [each for each in heard.messages if "effect" in each or "becomes" in each or "is replaced by" in each]
+    return {
+        "weights": {name: whole(weight.detach()).clone() for name, weight in trainer.model.named_parameters()},
+        "loss": loss,
+        "parameters": trainer.longctx_run.setup.costs.parameters,
+        "recomputes": any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules()),
+        "asked": asked,
+        "is_left": is_left,
+        "said": about,
+    }
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+IDLE: dict[str, Any] = {
+    **{"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 5, "ddp_broadcast_buffers": True, "ddp_static_graph": True},
+    **{"eval_accumulation_steps": 1, "label_names": ["labels"], "eval_use_gather_object": True, "eval_do_concat_batches": False},
+    **{"batch_eval_metrics": True, "include_for_metrics": ["inputs"], "logging_nan_inf_filter": False},
+    **{"remove_unused_columns": False, "length_column_name": "size", "train_sampling_strategy": "group_by_length"},
+    "accelerator_config": {"split_batches": True, "even_batches": False},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(ranks, tmp_path_factory) -> dict[str, Any]:
+    found: dict[str, Any] = ranks(1).run(run, str(tmp_path_factory.mktemp("plain")), {}, {}, {})[0]
+    return found
+
+
+def test_settings_without_effect_change_nothing_and_are_one_warning(ranks, plain, tmp_path: Path) -> None:
+    (found,) = ranks(1).run(run, str(tmp_path), {}, IDLE, {})
+    assert equal(found["weights"], plain["weights"]) and found["loss"] == plain["loss"]
+    (warning,) = found["said"]
+    assert all(name in warning for name in IDLE)
+    # every setting of which the table says that it has no effect was changed
+    assert {name for name, setting in SETTINGS.items() if setting.state == "no effect"} <= set(IDLE)
+    assert plain["said"] == []
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+
+
+@pytest.mark.parametrize("origin", ["accelerate", "arguments"])
+def test_an_fsdp_configuration_becomes_our_setting(ranks, tmp_path: Path, origin: str) -> None:
+    pool = ranks(2)
+    own = pool.run(run, str(tmp_path / "own"), {"parameters": "sharded"}, {}, {})
+    arguments = {} if origin == "accelerate" else {"fsdp": True}
+    found = pool.run(run, str(tmp_path / "fsdp"), {}, arguments, FSDP if origin == "accelerate" else {})
+    for rank, (sharded, translated) in enumerate(zip(own, found, strict=True)):
+        assert sharded["parameters"] == translated["parameters"] == "sharded"
+        assert equal(sharded["weights"], translated["weights"])
+        assert translated["is_left"]
+        assert len(translated["said"]) == (rank == 0) and "becomes LongContextConfig(parameters='sharded')" in "".join(
+            found[0]["said"]
+        )
+
+
+def test_what_fsdp_alone_can_do_is_refused_on_every_rank(ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(refusal, str(tmp_path), {**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}):
+        assert "offloads parameters to the CPU (cpu_offload, FSDP_OFFLOAD_PARAMS), which is not supported" in found
+
+
+def refusal(folder: str, variables: dict[str, str]) -> str:
+    try:
+        run(folder, {}, {}, variables)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_checkpointing_becomes_a_line_and_trains_as_without(ranks, plain, tmp_path: Path) -> None:
+    arguments = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    (found,) = ranks(1).run(run, str(tmp_path), {}, arguments, {})
+    assert equal(found["weights"], plain["weights"])
+    (line,) = found["said"]
+    assert "gradient_checkpointing=True becomes LongContextConfig(activations='auto')" in line
+    # the model is not switched, and the arguments are the user's again
+    assert not found["recomputes"] and found["asked"]
+
+
+class Watching(TrainerCallback):
+    def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        self.recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("mode", ["attached", "alone"])
+def test_a_stock_trainer_leaves_recomputing_to_plans_until_its_training_ends(tmp_path: Path, mode: str, caplog: Any) -> None:
+    watching, callback = Watching(), LongContextCallback(quiet_config())
+    args = training_arguments(str(tmp_path), **STEPS, gradient_checkpointing=True, per_device_train_batch_size=2)
+    callbacks = [watching, *([callback] if mode == "alone" else [])]
+    collator = transformers.DataCollatorWithFlattening()
+    trainer = Trainer(model=build_model(CASE), args=args, train_dataset=ROWS, data_collator=collator, callbacks=callbacks)
+    if mode == "attached":
+        callback.attach(trainer)
+    trainer.train()
+    assert watching.recomputes is False and trainer.args.gradient_checkpointing
+    assert sum("becomes LongContextConfig(activations='auto')" in each for each in caplog.messages) == 1
+
+
+def test_caches_are_emptied_as_often_as_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(trainer_module, "clear_device_cache", lambda: counted.append(1))
+    make_trainer(CASE, ROWS, str(tmp_path), {}, {**STEPS, "max_steps": 4, "torch_empty_cache_steps": 2}).train()
+    assert len(counted) == 2
+
+
+def test_a_loader_has_the_settings_of_the_arguments(tmp_path: Path) -> None:
+    arguments = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork", "dataloader_prefetch_factor": 3}
+    arguments |= {"dataloader_persistent_workers": True, "dataloader_pin_memory": True}
+    loader = make_trainer(CASE, ROWS, str(tmp_path), {}, arguments).get_train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
+    assert loader.multiprocessing_context.get_start_method() == "fork"
+    # memory is pinned for a GPU alone
+    assert loader.pin_memory is False
