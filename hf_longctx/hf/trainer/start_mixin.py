@@ -61,6 +61,12 @@ class StartMixin(_TrainerBase):
 
     def _tell_settings(self) -> None:
         """Says once what became of settings of other systems, and which settings have no effect."""
+        if self.is_fsdp_enabled:
+            self.longctx_run.close()
+            raise ValueError(
+                "accelerate was started with FSDP before the trainer was made (by an Accelerator of your own), so it would shard "
+                "parameters, too; make the trainer first, or leave FSDP out and set LongContextConfig(parameters='sharded')"
+            )
         draws = not is_scored(type(self))
         # a trainer that draws its own batches evaluates them itself, too
         idle = idle_settings(self.args, draws, draws and self.plans_evaluation, self.compute_metrics is not None)

@@ -79,7 +79,7 @@ def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
             "train_sampling_strategy": "sequential",
         },
         **{"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "lr_scheduler_type": "linear"},
-        **{"logging_steps": 1, "save_strategy": "no"},
+        **{"gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no"},
     }
     if config_class.__name__ in ("GRPOConfig", "RLOOConfig"):
         settings |= {"num_generations": 2, "max_completion_length": 12, "shuffle_dataset": False, "disable_dropout": True}

@@ -157,3 +157,22 @@ def columns(num_ranks: int) -> str:
 def test_shards_of_columns_are_refused(ranks) -> None:
     for found in ranks(2).run(columns, 2):
         assert found.startswith("a weight of shape (4, 4) is sharded as (Shard(dim=1),)")
+
+
+def test_muon_beside_adamw_is_both_of_torch() -> None:
+    weights, twins = ([nn.Parameter(value) for value in values(0)] for _ in range(2))
+    both = muon(weights)
+    parts = [
+        torch.optim.Muon([twin for twin in twins if twin.dim() == 2], lr=1e-2),
+        torch.optim.AdamW([twin for twin in twins if twin.dim() != 2], lr=1e-2),
+    ]
+    for step in range(NUM_STEPS):
+        for weight, twin, gradient in zip(weights, twins, values(1 + step), strict=True):
+            weight.grad, twin.grad = gradient.clone(), gradient.clone()
+        both.step()
+        for part in parts:
+            part.step()
+        if step == 0:
+            # checkpoints replace groups and states
+            both.load_state_dict(both.state_dict())
+    assert all(torch.equal(*pair) for pair in zip(weights, twins, strict=True))

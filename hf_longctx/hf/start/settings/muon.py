@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.runtime.optimizers.muon import MuonAdamW
 
 
@@ -25,7 +26,7 @@ class MuonWithAdamW:
         muon: settings of `torch.optim.Muon`. adamw: settings of `torch.optim.AdamW`; norms and biases have no weight decay.
         """
         base: Any = base_of(model)
-        ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if end is not None]
+        ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, nn.Module)]
         outside = {id(weight) for end in ends for weight in end.parameters()}
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         matrices = [weight for weight in trained if weight.dim() == 2 and id(weight) not in outside]

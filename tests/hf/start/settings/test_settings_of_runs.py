@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -17,8 +18,10 @@ from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
+from transformers.hyperparameter_search import OptunaBackend
+from transformers.trainer_utils import BestRun, HPSearchBackend
 
-from hf_longctx import LongContextCallback
+from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.start.settings.fields import SETTINGS
 from hf_longctx.hf.trainer import trainer as trainer_module
 
@@ -78,13 +81,12 @@ IDLE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def plain(ranks, tmp_path_factory) -> dict[str, Any]:
-    found: dict[str, Any] = ranks(1).run(run, str(tmp_path_factory.mktemp("plain")), {}, {}, {})[0]
-    return found
+def plain(tmp_path_factory) -> dict[str, Any]:
+    return run(str(tmp_path_factory.mktemp("plain")), {}, {}, {})
 
 
-def test_settings_without_effect_change_nothing_and_are_one_warning(ranks, plain, tmp_path: Path) -> None:
-    (found,) = ranks(1).run(run, str(tmp_path), {}, IDLE, {})
+def test_settings_without_effect_change_nothing_and_are_one_warning(plain, tmp_path: Path) -> None:
+    found = run(str(tmp_path), {}, IDLE, {})
     assert equal(found["weights"], plain["weights"]) and found["loss"] == plain["loss"]
     (warning,) = found["said"]
     assert all(name in warning for name in IDLE)
@@ -124,9 +126,9 @@ def refusal(folder: str, variables: dict[str, str]) -> str:
     return ""
 
 
-def test_checkpointing_becomes_a_line_and_trains_as_without(ranks, plain, tmp_path: Path) -> None:
+def test_checkpointing_becomes_a_line_and_trains_as_without(plain, tmp_path: Path) -> None:
     arguments = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    (found,) = ranks(1).run(run, str(tmp_path), {}, arguments, {})
+    found = run(str(tmp_path), {}, arguments, {})
     assert equal(found["weights"], plain["weights"])
     (line,) = found["said"]
     assert "gradient_checkpointing=True becomes LongContextConfig(activations='auto')" in line
@@ -168,3 +170,88 @@ def test_a_loader_has_the_settings_of_the_arguments(tmp_path: Path) -> None:
     assert loader.multiprocessing_context.get_start_method() == "fork"
     # memory is pinned for a GPU alone
     assert loader.pin_memory is False
+
+
+def fresh(folder: str, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[LongContextTrainer, list[Any]]:
+    """A trainer that makes its models itself, and the trials for which it made them."""
+    asked: list[Any] = []
+
+    def model_init(trial: Any) -> Any:
+        asked.append(trial)
+        return build_model(CASE)
+
+    args = training_arguments(folder, **{**STEPS, "per_device_train_batch_size": 8, **arguments})
+    rows = datasets.Dataset.from_list(ROWS)
+    trainer = LongContextTrainer(
+        model_init=model_init, args=args, train_dataset=rows, eval_dataset=rows, longctx_config=quiet_config(**config)
+    )
+    return trainer, asked
+
+
+def weights_of(trainer: Any) -> dict[str, Tensor]:
+    return {name: whole(weight.detach()).clone() for name, weight in trainer.model.named_parameters()}
+
+
+def train_twice(folder: str) -> list[dict[str, Tensor]]:
+    trainer, asked = fresh(folder, {"parameters": "sharded"}, {"per_device_train_batch_size": 4})
+    found = []
+    for _ in range(2):
+        trainer.train()
+        trainer.evaluate()
+        found.append(weights_of(trainer))
+    assert len(asked) == 3
+    return found
+
+
+def test_every_training_starts_anew_on_a_fresh_model(ranks, tmp_path: Path) -> None:
+    pool = ranks(2)
+    expected = pool.run(run, str(tmp_path / "plain"), {"parameters": "sharded"}, {}, {})[0]["weights"]
+    for first, second in pool.run(train_twice, str(tmp_path / "fresh")):
+        assert equal(first, expected) and equal(second, expected)
+
+
+class Trial:
+    def __init__(self, number: int, params: dict[str, Any]) -> None:
+        self.number, self.params = number, params
+
+
+TRIALS = [{"learning_rate": 1e-2}, {"learning_rate": 3e-2, "per_device_train_batch_size": 4}, {"optim": "sgd"}]
+
+
+def test_a_search_trains_each_trial_as_a_run_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    trained: list[dict[str, Tensor]] = []
+
+    class Backend(OptunaBackend):
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        def run(self, trainer: Any, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
+            losses = []
+            for number, params in enumerate(TRIALS[:n_trials]):
+                trainer.train(trial=Trial(number, params))
+                losses.append(trainer.compute_objective(trainer.evaluate()))
+                trained.append(weights_of(trainer))
+                # as optuna's loop does
+                trainer.model_wrapped = trainer.model = None
+                trainer.accelerator.clear()
+            best = min(range(n_trials), key=losses.__getitem__)
+            return BestRun(str(best), losses[best], TRIALS[best])
+
+    monkeypatch.setitem(transformers.trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Backend)
+    trainer, asked = fresh(str(tmp_path / "search"), {}, {})
+    best = trainer.hyperparameter_search(hp_space=lambda trial: trial.params, n_trials=3, backend="optuna")
+    assert [trial and trial.number for trial in asked] == [None, 0, 1, 2] and best.run_id in ("0", "1", "2")
+    # settings of one trial stay for the next, as in `Trainer`
+    settings: dict[str, Any] = {}
+    for number, params in enumerate(TRIALS):
+        settings |= params
+        assert equal(trained[number], run(str(tmp_path / str(number)), {}, settings, {})["weights"]), number
+
+
+def test_a_model_and_its_maker_are_not_both_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model and model_init were given; pass one of them"):
+        LongContextTrainer(build_model(CASE), training_arguments(str(tmp_path)), model_init=lambda: build_model(CASE))
+    stock = Trainer(model_init=lambda: build_model(CASE), args=training_arguments(str(tmp_path)), train_dataset=ROWS)
+    with pytest.raises(ValueError, match="the trainer argument model_init is not supported; pass a model"):
+        LongContextCallback(quiet_config()).attach(stock)
