@@ -19,6 +19,7 @@ from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 from transformers.hyperparameter_search import OptunaBackend
+from transformers.integrations import integration_utils
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_longctx import LongContextCallback, LongContextTrainer
@@ -210,8 +211,11 @@ def test_every_training_starts_anew_on_a_fresh_model(ranks, tmp_path: Path) -> N
         assert equal(first, expected) and equal(second, expected)
 
 
-class Trial:
+class Trial(dict[str, Any]):
+    """A trial as transformers takes one: a mapping of settings, with the number and the settings that optuna's have."""
+
     def __init__(self, number: int, params: dict[str, Any]) -> None:
+        super().__init__(params)
         self.number, self.params = number, params
 
 
@@ -238,6 +242,8 @@ def test_a_search_trains_each_trial_as_a_run_of_its_own(tmp_path: Path, monkeypa
             best = min(range(n_trials), key=losses.__getitem__)
             return BestRun(str(best), losses[best], TRIALS[best])
 
+    # a package that is not installed would have to know the kind of the trial
+    monkeypatch.setattr(integration_utils, "is_ray_tune_available", lambda: True)
     monkeypatch.setitem(transformers.trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Backend)
     trainer, asked = fresh(str(tmp_path / "search"), {}, {})
     best = trainer.hyperparameter_search(hp_space=lambda trial: trial.params, n_trials=3, backend="optuna")
