@@ -313,7 +313,8 @@ def load_whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update(settings)
     for place, parameter in enumerate(parameters):
-        name, found = names[id(parameter)], {}
+        name = names[id(parameter)]
+        found: dict[str, Any] = {}
         if name in states and (not has_whole_steps(optimizer) or owns_weight(optimizer, place)):
             on_device = states[name]["on_device"]
             for key, value in states[name]["values"].items():

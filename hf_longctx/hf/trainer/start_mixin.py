@@ -99,8 +99,8 @@ class StartMixin(_TrainerBase):
         self.accelerator.wait_for_everyone()
         old.close()
         # the old model must not stay beside the new one
-        self.optimizer = self.lr_scheduler = None
-        self.model = self.model_wrapped = None  # type: ignore[assignment]
+        nothing: Any = None
+        self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = nothing
         with hidden_from_trainer(self.args):
             self._hp_search_setup(trial)
             _seed(self.args)

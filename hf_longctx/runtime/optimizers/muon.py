@@ -31,7 +31,7 @@ class MuonAdamW(Optimizer):
         self._parts = {type(part).__name__: part for part in parts}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Updates all weights; each part sees the groups and states as they are now, since checkpoints replace them."""
         loss = None
         if closure is not None:

@@ -64,7 +64,8 @@ class _Fsdp:
 
 def translate(config: LongContextConfig, args: TrainingArguments, launch: LaunchEnvironment) -> Translation:
     """The settings of `args` and of the launcher's FSDP configuration in the words of `config`, which keeps what it sets."""
-    lines, problems = [], []
+    lines: list[str] = []
+    problems: list[str] = []
     asked = _asked_fsdp(args, launch)
     if asked is not None:
         problems = _fsdp_problems(asked, args)
