@@ -236,7 +236,7 @@ def test_a_search_trains_each_trial_as_a_run_of_its_own(tmp_path: Path, monkeypa
                 trainer.train(trial=Trial(number, params))
                 losses.append(trainer.compute_objective(trainer.evaluate()))
                 trained.append(weights_of(trainer))
-                # as optuna's loop does
+                # optuna's loop does this
                 trainer.model_wrapped = trainer.model = None
                 trainer.accelerator.clear()
             best = min(range(n_trials), key=losses.__getitem__)
