@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.evaluation.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
     from hf_longctx.hf.models.rope import extend_positions
+    from hf_longctx.hf.start.settings.muon import MuonWithAdamW
     from hf_longctx.hf.start.sharded_loading import load_sharded
     from hf_longctx.hf.start.stages import load_pipeline_stage
     from hf_longctx.hf.stock.callback import LongContextCallback
@@ -32,6 +33,7 @@ _HOMES = {
     "LongContextEvaluation": "hf_longctx.hf.evaluation.long_evaluation",
     "LongContextMixin": "hf_longctx.hf.trainer.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer.trainer",
+    "MuonWithAdamW": "hf_longctx.hf.start.settings.muon",
     "NeedleTask": "hf_longctx.hf.evaluation.needles",
     "TokenLoss": "hf_longctx.runtime.core.loss",
     "extend_positions": "hf_longctx.hf.models.rope",
@@ -52,6 +54,7 @@ __all__ = [
     "LongContextEvaluation",
     "LongContextMixin",
     "LongContextTrainer",
+    "MuonWithAdamW",
     "NeedleTask",
     "TokenLoss",
     "__version__",

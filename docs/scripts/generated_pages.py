@@ -1,7 +1,8 @@
 """Writes the pages that repeat what the code says: `python docs/scripts/generated_pages.py`.
 
-`reference/settings.md` comes from the fields of `LongContextConfig`, `llms.txt` from the site's navigation and the first sentence
-of every page. A test compares both with what stands in the repository.
+`reference/settings.md` comes from the fields of `LongContextConfig`, the table in `reference/training-arguments.md` from that of
+the start checks, `llms.txt` from the site's navigation and the first sentence of every page. A test compares them with those
+in the repository.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from typing import Any
 import yaml
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.start.settings.fields import SETTINGS, Setting
 
 DOCS = Path(__file__).parents[1]
 CONFIG = DOCS.parent / "mkdocs.yml"
+ARGUMENTS = DOCS / "reference" / "training-arguments.md"
+# heading of the part of the page that is written here, to its end
+_TABLE = "## Every field"
+_MARKS = {"supported": "🟢", "Trainer's own": "🟢", "some values": "🟡", "translated": "🟢", "no effect": "⚪"}
 
 
 def settings_page() -> str:
@@ -40,6 +46,37 @@ def settings_page() -> str:
             "",
         ]
     )
+
+
+def arguments_page() -> str:
+    """The page about `TrainingArguments`: what people wrote, then the table of every field."""
+    written = ARGUMENTS.read_text().partition(f"{_TABLE}\n")[0]
+    rows = [f"| {_MARKS[setting.state]} | `{name}` | {_state(setting)} |" for name, setting in SETTINGS.items()]
+    return "\n".join(
+        [
+            f"{written}{_TABLE}",
+            "",
+            "🟢 works as in `Trainer` · 🟡 some values, others are refused by name · ⚪ no effect, which one warning says.",
+            "`python docs/scripts/generated_pages.py` writes this table from the one that the checks at the start read.",
+            "",
+            "| | field | here |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _state(setting: Setting) -> str:
+    """The state of a field of `TrainingArguments` in words."""
+    if setting.values:
+        shown = [f"`{value!r}`" for value in setting.values if value not in ("", [])] or ["nothing"]
+        return f"only {' or '.join(shown)}; for others: {setting.note}"
+    where = {"evaluation": " in evaluation", "batches": " in training"}.get(setting.scope, "")
+    if setting.state == "no effect":
+        return f"no effect{where}: {setting.note}"
+    kind = "translated into " if setting.state == "translated" else ""
+    return kind + (setting.note or ("as in `Trainer`" if setting.state == "supported" else "`Trainer` alone reads it"))
 
 
 def _as_typed(value: Any) -> str:
@@ -96,7 +133,7 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.:])\s", plain)[0].removesuffix(":").removesuffix(".") + "."
 
 
-PAGES = {DOCS / "reference" / "settings.md": settings_page, DOCS / "llms.txt": llms_page}
+PAGES = {DOCS / "reference" / "settings.md": settings_page, ARGUMENTS: arguments_page, DOCS / "llms.txt": llms_page}
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ sim.forecast
 sim.output
 runtime.core
 runtime.parameters  runtime.tiles  runtime.dropout  runtime.fused
-runtime.activations
+runtime.activations  runtime.optimizers
 runtime.attention
 runtime.states
 runtime.states.scans
@@ -48,6 +48,7 @@ hf.ranks  hf.models  hf.setting_kinds
 hf.config  hf.checkpoints
 hf.planning
 hf.data
+hf.start.settings
 hf.start
 hf.log_probs
 hf.self_test  hf.calibration

@@ -113,11 +113,6 @@ def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: Train
     if is_stream(sets["train_dataset"]):
         if args.max_steps < 1:
             problems.append("max_steps is not set, but an iterable dataset has no length; set max_steps")
-        if args.dataloader_num_workers:
-            problems.append(
-                f"dataloader_num_workers={args.dataloader_num_workers} has no effect with an iterable dataset, because a thread "
-                f"of rank 0 reads it ahead (lookahead_batches); set it to 0"
-            )
     elif config.lookahead_batches is not None:
         problems.append(
             f"lookahead_batches={config.lookahead_batches} has no effect unless train_dataset is iterable; leave it out"

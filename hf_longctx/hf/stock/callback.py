@@ -336,6 +336,8 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, token_loss: Tok
         run = planned.longctx_run
         undo.callback(run.close)
         planned._report()
+        planned._translated(callback.config, args)
+        planned._tell_settings()
         undo.callback(trainer.remove_callback, run.report)
         undo.callback(trainer.remove_callback, planned._stop)
         undo.callback(trainer.remove_callback, ReplicaCheck)
