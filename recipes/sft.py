@@ -370,7 +370,7 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
 
     A rank holds only its stage of a checkpoint, if possible, and of sharded parameters only its shards.
     """
-    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, "attn_implementation": "sdpa", **four_bits(recipe)}
+    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, **four_bits(recipe)}
     if path is None:
         assert recipe.model_config is not None
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(recipe.model_config)), **settings)

@@ -146,9 +146,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         read_settings(ALL, [str(tmp_path / "list.yaml")])
 
 
-@pytest.mark.parametrize(
-    "name", ["demo.yaml", "text.yaml", "chat.yaml", "single_gpu_long.yaml", "pipeline.yaml", "extend_demo.yaml"]
-)
+@pytest.mark.parametrize("name", ["demo.yaml", "text.yaml", "single_gpu_long.yaml", "pipeline.yaml", "extend_demo.yaml"])
 def test_shipped_configs_are_valid(name: str) -> None:
     path = Path(__file__).parents[2] / "recipes" / "configs" / name
     recipe, config, _ = read_settings(ALL, [str(path)])
@@ -159,7 +157,7 @@ def test_shipped_paths_are_found_from_every_folder(tmp_path: Path, monkeypatch: 
     configs = Path(__file__).parents[2] / "recipes" / "configs"
     monkeypatch.chdir(tmp_path)
     base = read_settings(ALL, [str(configs / "extend_demo.yaml")])[0].model_name_or_path
-    template = read_settings(ALL, [str(configs / "chat.yaml")])[0].chat_template
+    template = read_settings(ALL, [str(configs.parent / "tasks" / "chat" / "config.yaml")])[0].chat_template
     assert (Path(base) / "model.safetensors").is_file() and Path(template).is_file()
     # the user's own folder wins
     (tmp_path / "recipes" / "copy_base").mkdir(parents=True)
