@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -44,6 +45,7 @@ from hf_longctx import (
     load_sharded,
     passkeys,
 )
+from hf_longctx.hf.models.wrapped.text import tower_names
 from hf_longctx.recipes.key_values import key_value_needle
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sources import KEY_VALUES, Documents, Source, check_sources, load_tokens
@@ -404,8 +406,11 @@ def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrained
     """Adds LoRA adapters to the model if the settings ask for them; exits for targets that the model does not have."""
     if not recipe.lora_rank:
         return model
-    settings = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
+    settings: dict[str, Any] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
     targets = recipe.lora_targets or "all-linear"
+    if towers := tower_names(model):
+        # rows of text never reach them
+        settings["exclude_modules"] = rf"({'|'.join(map(re.escape, towers))})(\..*)?"
     try:
         return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **settings))
     except ValueError as error:
