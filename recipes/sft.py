@@ -100,7 +100,10 @@ class RecipeArguments:
         default=None, metadata={"help": "The adapters' output is scaled by lora_alpha / lora_rank. Default: twice the rank."}
     )
     lora_targets: list[str] | None = field(
-        default=None, metadata={"help": "Names of the Linear modules to adapt. Default: all except the output head."}
+        default=None,
+        metadata={
+            "help": "Names of the Linear modules to adapt. Default: all except the output head and towers for images or sound."
+        },
     )
     load_in_4bit: bool = field(
         default=False,
