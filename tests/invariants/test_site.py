@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -40,6 +41,13 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(outside.values()) == sorted(
         str(file.relative_to(ROOT)) for kind in ("md", "ipynb") for file in (ROOT / "recipes").rglob(f"*.{kind}")
     )
+
+
+def test_notebooks_are_kept_with_what_their_cells_draw() -> None:
+    for path in (ROOT / "recipes").rglob("*.ipynb"):
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        shown = ["".join(cell["source"]) for cell in cells if any("image/png" in o.get("data", {}) for o in cell["outputs"])]
+        assert shown == [source for cell in cells for source in ["".join(cell["source"])] if source.startswith("Image(")] != []
 
 
 def test_every_message_that_the_docs_explain_is_one_of_the_code() -> None:
