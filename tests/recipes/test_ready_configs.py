@@ -53,7 +53,7 @@ def test_a_ready_config_fits_the_hardware_that_it_names(path: Path) -> None:
     assert scenario.longest_tokens >= settings["max_length"]
     # beyond the model's own positions, a run needs scaled ones; within them it refuses to scale
     assert ("rope_scaling" in settings) == (settings["max_length"] > scenario.costs.model.max_positions)
-    # what the plan was made for is what the run will do
+    # assumptions of the plan are the settings of the run
     forecast = {name: value for name, value in run_settings(scenario).items() if name in DECISIVE}
     assert forecast == {name: str(settings[name]) for name in DECISIVE if name in settings}
     assert normal_name(Path(settings["model_name_or_path"]).name).startswith(normal_name(options.model))

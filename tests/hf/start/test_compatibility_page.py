@@ -27,7 +27,7 @@ def models() -> dict[bool, Any]:
 
 
 def problems_of(text: str, model: Any) -> list[str]:
-    """What the code refuses about settings that are written as arguments."""
+    """Refusals of the code for settings that are written as arguments."""
     call = ast.parse(f"f({text})", mode="eval").body
     assert isinstance(call, ast.Call)
     settings = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
