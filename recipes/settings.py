@@ -20,8 +20,9 @@ from transformers import HfArgumentParser
 
 from hf_longctx.plan.core.messages import shortened, shown
 
-# settings whose value may be a path that starts with recipes/, which outside the repository is looked up in the package
-_PATHS = ("model_name_or_path", "tokenizer", "chat_template")
+# settings whose value may be a path that starts with recipes/, which outside the repository is looked up in the package, as are
+# paths in the entries of `datasets`
+_PATHS = ("model_name_or_path", "tokenizer", "chat_template", "dataset")
 
 # bytes of the largest file of settings, and most values in one with its aliases written out
 _MOST_BYTES, _MOST_VALUES = 2**20, 100_000
@@ -128,7 +129,7 @@ def _words_of_file(path: Path) -> list[str]:
         # a setting without a value keeps its default
         if value is not None:
             try:
-                values = [_shipped(word) if key in _PATHS else word for word in _words_of_value(value)]
+                values = [_shipped(word) if key in _PATHS else word for word in _words_of_value(_with_paths(value))]
             except (TypeError, ValueError) as error:
                 raise SystemExit(f"{path}: {shown(key)} holds a value that is no text, number or list: {error}") from None
             # argparse would take a value like --- for a setting
@@ -142,6 +143,15 @@ def _words_of_value(value: Any) -> list[str]:
     if isinstance(value, list):
         return [word for item in value for word in _words_of_value(item)]
     return [str(value)]
+
+
+def _with_paths(value: Any) -> Any:
+    """A setting whose entries with a `path`, as in `datasets`, name files that are there."""
+    if isinstance(value, list):
+        return [_with_paths(entry) for entry in value]
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        return {**value, "path": _shipped(value["path"])}
+    return value
 
 
 def _shipped(path: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -44,6 +45,7 @@ from hf_longctx import (
     load_sharded,
     passkeys,
 )
+from hf_longctx.hf.models.wrapped.text import tower_names
 from hf_longctx.recipes.key_values import key_value_needle
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sources import KEY_VALUES, Documents, Source, check_sources, load_tokens
@@ -98,7 +100,10 @@ class RecipeArguments:
         default=None, metadata={"help": "The adapters' output is scaled by lora_alpha / lora_rank. Default: twice the rank."}
     )
     lora_targets: list[str] | None = field(
-        default=None, metadata={"help": "Names of the Linear modules to adapt. Default: all except the output head."}
+        default=None,
+        metadata={
+            "help": "Names of the Linear modules to adapt. Default: all except the output head and towers for images or sound."
+        },
     )
     load_in_4bit: bool = field(
         default=False,
@@ -370,7 +375,7 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
 
     A rank holds only its stage of a checkpoint, if possible, and of sharded parameters only its shards.
     """
-    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, "attn_implementation": "sdpa", **four_bits(recipe)}
+    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, **four_bits(recipe)}
     if path is None:
         assert recipe.model_config is not None
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(recipe.model_config)), **settings)
@@ -404,8 +409,11 @@ def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrained
     """Adds LoRA adapters to the model if the settings ask for them; exits for targets that the model does not have."""
     if not recipe.lora_rank:
         return model
-    settings = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
+    settings: dict[str, Any] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
     targets = recipe.lora_targets or "all-linear"
+    if towers := tower_names(model):
+        # rows of text never reach them
+        settings["exclude_modules"] = rf"({'|'.join(map(re.escape, towers))})(\..*)?"
     try:
         return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **settings))
     except ValueError as error:

@@ -8,6 +8,7 @@ in the repository.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,7 @@ def llms_page() -> str:
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
     for section, pages in sections(config["nav"]):
         lines += ["", f"## {section}", ""]
-        lines += [f"- [{title_of(page)}]({page}): {first_sentence((DOCS / page).read_text())}" for page in pages]
+        lines += [f"- [{title_of(text)}]({page}): {first_sentence(text)}" for page in pages for text in [text_of(page)]]
     return "\n".join(lines) + "\n"
 
 
@@ -119,9 +120,16 @@ def sections(nav: list[Any]) -> Iterator[tuple[str, list[str]]]:
         yield name, [inside] if isinstance(inside, str) else [next(iter(page.values())) for page in inside]
 
 
-def title_of(page: str) -> str:
+def text_of(page: str) -> str:
+    """The Markdown of a page, which may lie outside the docs; of a notebook, the first cell."""
+    source = site_config()["extra"]["outside"].get(page)
+    text = (DOCS / page if source is None else CONFIG.parent / source).read_text()
+    return "".join(json.loads(text)["cells"][0]["source"]) if source and source.endswith(".ipynb") else text
+
+
+def title_of(text: str) -> str:
     """The heading of a page, without backquotes."""
-    return (DOCS / page).read_text().splitlines()[0].removeprefix("# ").replace("`", "")
+    return text.splitlines()[0].removeprefix("# ").replace("`", "")
 
 
 def first_sentence(text: str) -> str:

@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.models.any_model import build_any
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.recipes import sft
 from hf_longctx.recipes.settings import read_settings
-from hf_longctx.recipes.sft import RecipeArguments, load_model
+from hf_longctx.recipes.sft import RecipeArguments, load_model, with_adapters
 
 ALL = (RecipeArguments, LongContextConfig, TrainingArguments)
 FILE = """
@@ -122,6 +123,16 @@ def test_positions_of_a_checkpoint_are_extended_before_it_is_loaded(tmp_path: Pa
     assert loaded["yarn"].config.max_position_embeddings == 256 and loaded[None].config.max_position_embeddings == 64
 
 
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_classes_without_sdpa_or_with_towers_are_loaded_and_adapted(tmp_path: Path, name: str) -> None:
+    build_any(name).save_pretrained(tmp_path)
+    recipe, settings, _ = read_settings(ALL, ["--dataset", "x", "--model_name_or_path", str(tmp_path), "--lora_rank", "2"])
+    model = with_adapters(load_model(recipe, settings), recipe)
+    adapted = {name.partition(".layers.")[0] for name, weight in model.named_parameters() if weight.requires_grad}
+    # not the towers, which rows of text never reach
+    assert adapted == {f"base_model.model.model{'' if name == 'GptOssForCausalLM' else '.language_model'}"}
+
+
 def test_positions_of_random_weights_are_not_extended(config_file: str) -> None:
     with pytest.raises(SystemExit, match="rope_scaling extends a checkpoint; with model_config"):
         read_settings(ALL, [config_file, "--rope_scaling", "yarn"])
@@ -146,9 +157,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         read_settings(ALL, [str(tmp_path / "list.yaml")])
 
 
-@pytest.mark.parametrize(
-    "name", ["demo.yaml", "text.yaml", "chat.yaml", "single_gpu_long.yaml", "pipeline.yaml", "extend_demo.yaml"]
-)
+@pytest.mark.parametrize("name", ["demo.yaml", "text.yaml", "single_gpu_long.yaml", "pipeline.yaml", "extend_demo.yaml"])
 def test_shipped_configs_are_valid(name: str) -> None:
     path = Path(__file__).parents[2] / "recipes" / "configs" / name
     recipe, config, _ = read_settings(ALL, [str(path)])
@@ -159,7 +168,7 @@ def test_shipped_paths_are_found_from_every_folder(tmp_path: Path, monkeypatch: 
     configs = Path(__file__).parents[2] / "recipes" / "configs"
     monkeypatch.chdir(tmp_path)
     base = read_settings(ALL, [str(configs / "extend_demo.yaml")])[0].model_name_or_path
-    template = read_settings(ALL, [str(configs / "chat.yaml")])[0].chat_template
+    template = read_settings(ALL, [str(configs.parent / "tasks" / "chat" / "config.yaml")])[0].chat_template
     assert (Path(base) / "model.safetensors").is_file() and Path(template).is_file()
     # the user's own folder wins
     (tmp_path / "recipes" / "copy_base").mkdir(parents=True)
