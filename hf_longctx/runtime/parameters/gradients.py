@@ -211,6 +211,10 @@ class ReplicatedParameters:
         if parameters != "replicated":
             raise ValueError(f"the plan expects {parameters} parameters, but this model is not sharded; apply shard_model to it")
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Context around all forwards and backwards of a plan; whole weights stay where they are."""
+        return nullcontext()
+
     @contextmanager
     def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> Iterator[None]:
         """Context around all forwards and backwards of a plan.
