@@ -29,7 +29,7 @@ from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
 from hf_longctx.plan.memory.states_place import StatesPlace
-from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies
+from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 # optimizer -> bytes of both moments per parameter, with an fp32 scale for 256 elements; 0: those of the weights it updates
@@ -54,7 +54,8 @@ class Request:
     quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
     the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
     are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optim: the optimizer. optimizer_states: "host"
-    keeps its states in host memory, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
+    keeps its states in host memory, "auto" only if the longest sequence needs that. layer_weights: "host" keeps shards of layers
+    there while a step computes. network_gbit: Gbit/s of the network of a
     node, which its ranks share. name: what to call the model in place of `model`.
     """
 
@@ -79,6 +80,7 @@ class Request:
     bf16_updates: bool = False
     optim: str = "adamw_torch"
     optimizer_states: str = "device"
+    layer_weights: str = "device"
     network_gbit: float = 0.0
     name: str = ""
 
@@ -133,6 +135,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"{request.optim} keeps its moments on the device; leave --optimizer-states {request.optimizer_states} out, or use "
             f"--optim adamw_torch"
         )
+    if request.layer_weights == "host" and not request.parameters:
+        request = replace(request, parameters="sharded")
     if request.optimizer_states == "auto":
         return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
@@ -183,9 +187,11 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
     check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
     placement = _placement(request, memory, degrees, notes)
+    if request.layer_weights == "host":
+        _check_layers_leave(memory, placement)
     if (host_states := memory.host_states(placement.parameters, placement.shard_ranks)) > memory.host_bytes:
         raise ValueError(
-            f"--optimizer-states host needs {host_states / _GIB:.1f} GiB of host memory on each rank, which has "
+            f"{_on_host(request)} {host_states / _GIB:.1f} GiB of host memory on each rank, which has "
             f"{memory.host_bytes / _GIB:.1f} GiB; give more with --host-gib, use more ranks, or leave it out"
         )
     memory = replace(memory, host_bytes=memory.host_bytes - host_states)
@@ -317,6 +323,7 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
         # adapters are fp32 themselves
         has_master_weights=not (request.bf16_updates or request.lora_rank),
         updates_on_host=request.optimizer_states == "host",
+        layers_on_host=request.layer_weights == "host",
         moment_bytes=MOMENT_BYTES[request.optim],
     )
     model = replace(model, saves_kv_once=_shares_calls(model, hardware))
@@ -457,6 +464,30 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
     return sharded
 
 
+def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
+    """Raise ValueError if shards of layers cannot lie on the host while a step computes."""
+    if placement.parameters != "sharded" or placement.shard_ranks == 1:
+        raise ValueError(
+            f"--layer-weights host needs parameters that two or more ranks share, sharded in every forward and backward, not "
+            f"{placement.parameters} ones over {placement.shard_ranks} rank(s); add --parameters sharded and ranks, or leave it "
+            f"out"
+        )
+    if memory.is_measured:
+        raise ValueError(
+            "--layer-weights host: the model's memory was measured with all weights on the device; leave it out, or name another "
+            "hardware"
+        )
+    if not can_leave(memory.model):
+        raise ValueError("--layer-weights host moves neither weights in four bits nor experts that are spread; leave it out")
+
+
+def _on_host(request: Request) -> str:
+    """Options that need host memory, with their verb."""
+    named = {"--optimizer-states host": request.optimizer_states, "--layer-weights host": request.layer_weights}
+    found = [option for option, place in named.items() if place == "host"]
+    return f"{' and '.join(found)} {'need' if len(found) > 1 else 'needs'}"
+
+
 def _replicated_instead(memory: DeviceMemory, longest_tokens: int) -> str:
     """Consequence of replicated states: tokens that they hold, or bytes that are missing."""
     if longest_tokens:
@@ -480,6 +511,12 @@ def _check_fits(scenario: Scenario) -> None:
     memory, placement = scenario.memory, scenario.placement
     states = memory.state_bytes(placement.parameters, placement.shard_ranks)
     over = f" over {placement.shard_ranks} ranks" if placement.shard_ranks > 1 else ""
+    resting = memory.resting_bytes(placement.parameters, placement.shard_ranks)
+    if resting > memory.usable_bytes:
+        raise ValueError(
+            f"{scenario.model_name} fits at no degree: between steps, weights of layers come back from the host, and states then "
+            f"take {resting / _GIB:.1f} GiB on each rank, but only {memory.usable_bytes / _GIB:.1f} are usable; use more ranks"
+        )
     advice = "; ".join(f"{one.change} (up to {one.longest_tokens:,} tokens)" for one in remedies(memory, placement))
     device = scenario.costs.cluster.hardware.name
     raise ValueError(

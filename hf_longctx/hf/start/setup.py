@@ -145,6 +145,7 @@ def choose_setup(
         spec,
         has_master_weights=config.fp32_master_weights,
         updates_on_host=config.optimizer_states == "host",
+        layers_on_host=config.layer_weights == "host",
         saves_kv_once=_shares_calls(spec, args, model),
     )
     if family_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
@@ -339,6 +340,7 @@ class _SetupBasis:
             has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty
             is_placed = costs.model.updates_on_host or costs.model.moment_bytes
             on_host = "" if is_placed else ", or optimizer_states='host'"
+            on_host += ", or layer_weights='host'" if costs.parameters == "sharded" and not costs.model.layers_on_host else ""
             rounded = ", or fp32_master_weights=False, which loses small updates" if has_copies else ""
             raise ValueError(
                 f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; set "

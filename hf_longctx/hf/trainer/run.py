@@ -295,7 +295,12 @@ def reference_run(run: Run, model: Any) -> Run:
     fused = FusedLayers(run.fused.maker)
     run.undo.callback(fused.close)
     run.undo.callback(activations.close)
-    return replace(run, stage=stage, activations=activations, routers=routers, fused=fused, all_stages=(), dropout=None)
+    placement = run.placement
+    if isinstance(placement, ShardedPlacement):
+        # its weights are counted on the device
+        placement = ShardedPlacement(replace(placement.shards, layers_on_host=False), placement.control)
+    second = {"stage": stage, "activations": activations, "routers": routers, "fused": fused, "placement": placement}
+    return replace(run, **second, all_stages=(), dropout=None)
 
 
 def _note_rounded(config: LongContextConfig, model: Any, args: TrainingArguments, control: dist.ProcessGroup | None) -> None:
@@ -348,7 +353,8 @@ def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArgument
 def _placement(
     config: LongContextConfig, args: TrainingArguments, stage: StageModel, mesh: DeviceMesh | None, pool: GroupPool
 ) -> Placement:
-    shards = None if mesh is None else Shards(mesh, args.device, config.fp32_gradients, config.expert_ranks is not None)
+    ways = config.fp32_gradients, config.expert_ranks is not None, config.layer_weights == "host"
+    shards = None if mesh is None else Shards(mesh, args.device, *ways)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool)
     return ReplicatedPlacement() if shards is None else ShardedPlacement(shards, pool.control)

@@ -122,9 +122,9 @@ class StepExecutor:
         host = self._host(num_label_tokens, engine, tally)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         memory = StepMemory()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
         with self.parameters.computing():
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
             # lent ranks sum over all stages, in another group
             with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
                 for index, (group, stage) in enumerate(plan.rounds):
@@ -145,14 +145,14 @@ class StepExecutor:
                     is_bad = has_nonfinite_gradient(self.model.parameters(), self.device, self.pool.num_ranks)
                 sums = torch.cat([torch.stack([total, is_bad]), *([] if tally is None else [tally.sums_3])])
                 total, num_bad, *tallied = sum_over_ranks(sums, self.pool.everyone)
+            if self.device.type == "cuda":
+                memory = replace(memory, device_peak=active_bytes(self.device)[1])
         router_loss, self._router_loss = self._router_loss, None
         router_load = None
         if self.routers is not None and router_loss is not None:
             total, router_load = total + router_loss, self.routers.load
         if self.routers is not None and reduce:
             self.routers.forget()
-        if self.device.type == "cuda":
-            memory = replace(memory, device_peak=active_bytes(self.device)[1])
         return StepResult(total, host.clock, memory, router_loss, router_load, num_bad, tuple(tallied))
 
     def evaluate(

@@ -56,8 +56,8 @@ def keep_master_weights(
     The copies are made in the first step: 4 bytes per parameter, and as many again for each moment. A weight that something other
     than the optimizer changed since the last step goes on from its new value. on_host: copies of all weights, those in fp32
     included, their gradients and all states lie in host memory, some of it pinned at once. copies: the engine for copies between
-    device and host (default: that of the weights' device). home_of: see `HostSteps`. Raises ValueError for an optimizer that `why_no_master_weights` gives
-    a reason against.
+    device and host (default: that of the weights' device). home_of: see `HostSteps`. Raises ValueError for an optimizer that
+    `why_no_master_weights` gives a reason against.
     """
     if reason := why_no_master_weights(optimizer):
         raise ValueError(f"no fp32 copies of weights can be kept: {reason}")

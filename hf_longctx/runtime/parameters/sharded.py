@@ -122,7 +122,7 @@ def shard_model(
         unit.set_force_sum_reduction_for_comms(True)
     gather_rounded([*layers, model], places)
     if layers_on_host:
-        device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        device = torch.device(mesh.device_type)
         setattr(model, _ON_HOST, LayerShards([unit for unit in _units(model) if unit is not model], device))
 
 

@@ -56,6 +56,11 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fused AdamW": (2, {"parameters": "gathered_per_round", "tokens_per_rank": 64}, {"optim": "adamw_torch_fused"}),
     "heterogeneous": (4, {"parameters": "gathered_per_round", "tokens_per_rank": 32}, {}),
     "copies of shards": (4, {"parameters": "sharded", "shard_ranks": 2, "tokens_per_rank": 32}, {}),
+    "layers on the host": (
+        2,
+        {"parameters": "sharded", "layer_weights": "host", "optimizer_states": "host", "tokens_per_rank": 64, "self_test": True},
+        {},
+    ),
     # nothing to share: a line in the log, and the same run
     "one rank": (1, {"parameters": "sharded", "tokens_per_rank": 96}, {}),
 }
@@ -299,7 +304,7 @@ def start_under_fsdp(rows: list[dict[str, list[int]]], variables: dict[str, str]
         ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "parameters='gathered_per_round')"),
         ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "parameters='sharded', shard_ranks=...) to the ranks of a node"),
         ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "parameters='replicated' is the default"),
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, "parameters cannot be offloaded to the CPU yet (FSDP_OFFLOAD_PARAMS)"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "layer_weights='host' in place of FSDP_OFFLOAD_PARAMS"),
     ],
 )
 def test_an_accelerate_fsdp_configuration_is_refused_with_our_setting(

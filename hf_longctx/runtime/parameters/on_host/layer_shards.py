@@ -59,7 +59,7 @@ class LayerShards:
         """
         if self._is_away:
             raise RuntimeError(
-                "an earlier step failed, and the device had no room for the weights that were on the host (layer_weights='host'); "
+                "an earlier step failed, and the device had no room for weights that were on the host (layer_weights='host'); "
                 "start the run again from its last checkpoint"
             )
         # FSDP2's first gather looks at the shards, and would pad those that are gone
@@ -89,10 +89,11 @@ class LayerShards:
         for layer in self._layers:
             layer.shards = [weight._sharded_param_data for weight in layer.weights]
             for shard, home in zip(layer.shards, layer.pieces(layer.home), strict=True):
-                if shard.untyped_storage().nbytes() != shard.nbytes:
+                if (shard.shape, shard.dtype, shard.untyped_storage().nbytes()) != (home.shape, home.dtype, home.nbytes):
                     raise RuntimeError(
-                        "a shard of a weight shares its memory with another tensor, so it cannot leave the device; set "
-                        "layer_weights='device', or leave weights where sharding put them"
+                        f"a shard of {shard.numel()} elements of {shard.dtype} cannot leave the device: since the model was "
+                        f"sharded, its size or dtype has changed, or it shares its memory with another tensor; change weights in "
+                        f"place, or set layer_weights='device'"
                     )
                 tickets.append(self._copies.to_host(shard, home, (), is_kept=True))
         self._is_away = True
