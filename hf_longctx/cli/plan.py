@@ -132,9 +132,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--layer-weights",
-        choices=("device", "host"),
+        choices=("device", "host", "auto"),
         default="device",
-        help="where shards of layers lie while a step computes; host needs sharded parameters (default: %(default)s)",
+        help="where shards of layers lie while a step computes; auto: on the host if the longest sequence needs it; for sharded "
+        "parameters (default: %(default)s)",
     )
     how.add_argument(
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"

@@ -28,7 +28,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
-from hf_longctx.plan.memory.states_place import StatesPlace
+from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
 from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
@@ -55,7 +55,7 @@ class Request:
     the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
     are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optim: the optimizer. optimizer_states: "host"
     keeps its states in host memory, "auto" only if the longest sequence needs that. layer_weights: "host" keeps shards of layers
-    there while a step computes. network_gbit: Gbit/s of the network of a
+    there while a step computes, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
     node, which its ranks share. name: what to call the model in place of `model`.
     """
 
@@ -135,8 +135,10 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"{request.optim} keeps its moments on the device; leave --optimizer-states {request.optimizer_states} out, or use "
             f"--optim adamw_torch"
         )
-    if request.layer_weights == "host" and not request.parameters:
+    if request.layer_weights != "device" and not request.parameters:
         request = replace(request, parameters="sharded")
+    if request.layer_weights == "auto":
+        return _with_chosen_layers(request, must_fit)
     if request.optimizer_states == "auto":
         return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
@@ -243,6 +245,20 @@ def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
         problem,
     )
     chosen = build_scenario(replace(request, optimizer_states="host" if place.on_host else "device"), must_fit)
+    return replace(chosen, notes=(*chosen.notes, place.line()))
+
+
+def _with_chosen_layers(request: Request, must_fit: bool) -> Scenario:
+    """The scenario with shards of layers on the device or the host, as a run chooses; a note says why."""
+    on_device = build_scenario(replace(request, layer_weights="device"), must_fit=False)
+    host_tokens, problem = 0, ""
+    try:
+        host_tokens = build_scenario(replace(request, layer_weights="host"), must_fit=False).longest_tokens
+    except ValueError as error:
+        problem = str(error)
+    wanted = request.longest_tokens or on_device.costs.model.max_positions
+    place = LayersPlace(wanted, on_device.longest_tokens, host_tokens, problem)
+    chosen = build_scenario(replace(request, layer_weights="host" if place.on_host else "device"), must_fit)
     return replace(chosen, notes=(*chosen.notes, place.line()))
 
 

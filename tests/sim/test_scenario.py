@@ -351,3 +351,17 @@ def test_layers_that_cannot_lie_on_the_host_are_refused_with_the_reason(name: st
     changes, message = KEPT_LAYERS[name]
     with pytest.raises(ValueError, match=message):
         build_scenario(replace(Request("llama-3.1-8b", "h100", 8, layer_weights="host"), **changes))
+
+
+def test_layers_move_to_the_host_from_the_first_token_without_room() -> None:
+    request = replace(SMALL, host_bytes=2**38, parameters="sharded", optimizer_states="host")
+    most = build_scenario(request).longest_tokens
+    for longest, on_host in ((most, False), (most + 1, True)):
+        chosen = build_scenario(replace(request, layer_weights="auto", longest_tokens=longest))
+        assert chosen.costs.model.layers_on_host == on_host
+        assert f"the longest sequence has {longest:,} tokens, and {most:,} fit with all weights on the" in chosen.notes[-1]
+    # what cannot be on the host stays, and the note says why
+    kept = build_scenario(
+        replace(request, layer_weights="auto", longest_tokens=most + 1, host_bytes=0, optimizer_states="device")
+    )
+    assert not kept.costs.model.layers_on_host and "layers cannot lie on the host: --layer-weights host needs" in kept.notes[-1]

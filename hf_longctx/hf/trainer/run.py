@@ -262,7 +262,9 @@ def start_run(request: RunRequest) -> Run:
             setup=setup,
             control=control,
             sets=sets,
-            placement=ReplicatedPlacement(setup.num_stages) if all_stages else _placement(config, args, stage, mesh, source.pool),
+            placement=ReplicatedPlacement(setup.num_stages)
+            if all_stages
+            else _placement(config, setup, args, stage, mesh, source.pool),
             stage=stage,
             source=source,
             activations=activations,
@@ -351,9 +353,14 @@ def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArgument
 
 
 def _placement(
-    config: LongContextConfig, args: TrainingArguments, stage: StageModel, mesh: DeviceMesh | None, pool: GroupPool
+    config: LongContextConfig,
+    setup: RunSetup,
+    args: TrainingArguments,
+    stage: StageModel,
+    mesh: DeviceMesh | None,
+    pool: GroupPool,
 ) -> Placement:
-    ways = config.fp32_gradients, config.expert_ranks is not None, config.layer_weights == "host"
+    ways = config.fp32_gradients, config.expert_ranks is not None, setup.costs.model.layers_on_host
     shards = None if mesh is None else Shards(mesh, args.device, *ways)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool)
