@@ -297,12 +297,20 @@ def reference_run(run: Run, model: Any) -> Run:
     fused = FusedLayers(run.fused.maker)
     run.undo.callback(fused.close)
     run.undo.callback(activations.close)
-    placement = run.placement
+    placement: Placement = run.placement
     if isinstance(placement, ShardedPlacement):
         # its weights are counted on the device
         placement = ShardedPlacement(replace(placement.shards, layers_on_host=False), placement.control)
-    second = {"stage": stage, "activations": activations, "routers": routers, "fused": fused, "placement": placement}
-    return replace(run, **second, all_stages=(), dropout=None)
+    return replace(
+        run,
+        stage=stage,
+        activations=activations,
+        routers=routers,
+        fused=fused,
+        placement=placement,
+        all_stages=(),
+        dropout=None,
+    )
 
 
 def _note_rounded(config: LongContextConfig, model: Any, args: TrainingArguments, control: dist.ProcessGroup | None) -> None:

@@ -123,7 +123,7 @@ def shard_model(
     gather_rounded([*layers, model], places)
     if layers_on_host:
         device = torch.device(mesh.device_type)
-        setattr(model, _ON_HOST, LayerShards([unit for unit in _units(model) if unit is not model], device))
+        setattr(model, _ON_HOST, LayerShards([layer for layer in layers if isinstance(layer, FSDPModule)], device))
 
 
 def layer_shards(model: object) -> LayerShards | None:
