@@ -261,7 +261,7 @@ def _layers_away(memory: DeviceMemory, placement: Placement) -> Iterator[DeviceM
     if placement.parameters != "sharded" or model.layers_on_host or memory.is_measured or not can_leave(model):
         return
     away = replace(memory, model=replace(model, layers_on_host=True))
-    # what the states take there was left out before
+    # host memory of the states was left out before
     more = away.host_states("sharded", placement.shard_ranks) - memory.host_states("sharded", placement.shard_ranks)
     if memory.host_bytes >= more:
         yield replace(away, host_bytes=memory.host_bytes - more)

@@ -360,7 +360,7 @@ def test_layers_move_to_the_host_from_the_first_token_without_room() -> None:
         chosen = build_scenario(replace(request, layer_weights="auto", longest_tokens=longest))
         assert chosen.costs.model.layers_on_host == on_host
         assert f"the longest sequence has {longest:,} tokens, and {most:,} fit with all weights on the" in chosen.notes[-1]
-    # what cannot be on the host stays, and the note says why
+    # without room on the host they stay, and the note says why
     kept = build_scenario(
         replace(request, layer_weights="auto", longest_tokens=most + 1, host_bytes=0, optimizer_states="device")
     )

@@ -175,7 +175,7 @@ def _setup_with_layers(basis: _SetupBasis) -> RunSetup:
     setups, rooms, problems = _rooms(basis, lambda free, on_host: _setup_with_states(free.with_layers(on_host)))
     if not setups:
         raise ValueError(f"layer_weights='auto' finds no room. On the device: {problems[0]}. On the host: {problems[1]}")
-    place = LayersPlace(_wanted_tokens(basis, setups[0]), *rooms, problems[1])
+    place = LayersPlace(_wanted_tokens(basis, setups[0]), rooms[0], rooms[1], problems[1])
     chosen = _setup_with_states(basis.with_layers(place.on_host))
     return replace(chosen, states_line="\n".join(filter(None, (chosen.states_line, place.line()))))
 

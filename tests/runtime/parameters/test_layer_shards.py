@@ -154,7 +154,7 @@ def test_each_gather_needs_one_copy_and_the_last_layers_none(ranks) -> None:
 
 
 def broken_steps(plan_json: str, rows: list[dict[str, list[int]]]) -> list[Any]:
-    """What is there after a step that failed, and what is refused after one whose weights found no room."""
+    """Findings after a step that failed, and refusals after one whose weights found no room."""
     pool, plan = group_pool(), plan_from_json(plan_json)
     model = build_model(HEAVY)
     patch_model(model)
