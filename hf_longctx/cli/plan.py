@@ -131,6 +131,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     how.add_argument(
+        "--layer-weights",
+        choices=("device", "host", "auto"),
+        default="device",
+        help="where shards of layers lie while a step computes; auto: on the host if the longest sequence needs it; for sharded "
+        "parameters (default: %(default)s)",
+    )
+    how.add_argument(
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
     )
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
@@ -307,6 +314,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         bf16_updates=options.bf16_updates,
         optim=options.optim,
         optimizer_states=options.optimizer_states,
+        layer_weights=options.layer_weights,
         host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )
 
@@ -377,6 +385,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         bf16_updates=file.costs is not None and not file.costs.model.has_master_weights,
         optim=_optimizer_of(file),
         optimizer_states="host" if file.costs is not None and file.costs.model.updates_on_host else "device",
+        layer_weights="host" if file.costs is not None and file.costs.model.layers_on_host else "device",
     )
     scenario = build_scenario(request, must_fit=False)
     return scenario.costs, scenario.memory

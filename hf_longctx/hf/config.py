@@ -272,6 +272,16 @@ class LongContextConfig:
             "and printed with them (docs/guides/memory.md).",
         },
     )
+    layer_weights: Literal["device", "host", "auto"] = field(
+        default="device",
+        metadata={
+            "help": "`host`: while forwards and backwards run, the shards of layers lie in host memory (the bytes of a rank's "
+            'shards, pinned; none beside `optimizer_states="host"`), and the device has those of two layers, copied one '
+            "layer ahead of their gathers. Between steps all shards are on the device. `auto`: `host` if the longest training "
+            "sequence does not fit otherwise and more tokens then do; a line says why. Needs "
+            '`parameters="sharded"` (docs/guides/memory.md).'
+        },
+    )
     self_test: bool = field(
         default=True,
         metadata={
@@ -398,6 +408,7 @@ KINDS: dict[str, Kind] = {
     "fp32_gradients": Flag(),
     "fp32_master_weights": Flag(),
     "optimizer_states": Word(("device", "host", "auto")),
+    "layer_weights": Word(("device", "host", "auto")),
     "self_test": Flag(),
     "on_nonfinite": Word(("stop", "skip")),
     "replica_check_steps": Whole(0, "it cannot be negative", is_optional=True, most=2**31),

@@ -66,7 +66,7 @@ class DeviceMemory:
         return -(-whole // shard_ranks) + gathered
 
     def host_states(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes that optimizer states take in the host memory of a rank."""
+        """Bytes that optimizer states, and shards of layers, take in the host memory of a rank."""
         return self._byte_model.host_states(parameters, shard_ranks)
 
     @property
@@ -74,8 +74,14 @@ class DeviceMemory:
         return ByteModel(self.model)
 
     def left_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes that the states leave on a rank."""
+        """Bytes that the states leave on a rank; 0 if they do not fit when nothing computes."""
+        if self.resting_bytes(parameters, shard_ranks) > self.usable_bytes:
+            return 0
         return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks))
+
+    def resting_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes of the states on a rank when nothing computes, if shards of layers lie on the host otherwise; else 0."""
+        return self._byte_model.resting(parameters, shard_ranks)
 
     def tokens_per_rank(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> int:
         """Most tokens that a rank can hold besides the states if everything is kept; 0 if the states alone do not fit.
@@ -236,6 +242,8 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
     if not (is_placed or memory.is_measured) and left_on_host >= 0:
         on_host = replace(on_host, host_bytes=left_on_host)
         changes.append(("optimizer states in host memory: --optimizer-states host", on_host, placement))
+    option = "weights of layers in host memory: --layer-weights host"
+    changes += [(option, away, placement) for away in _layers_away(memory, placement)]
     if memory.model.has_master_weights and memory.model.bytes_per_element == 2 and not memory.is_measured:
         narrow = replace(memory, model=replace(memory.model, has_master_weights=False))
         changes.append(("weights updated in bf16, which loses small updates: --bf16-updates", narrow, placement))
@@ -246,6 +254,23 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
     larger = replace(memory, device_bytes=device_bytes, usable_bytes=usable_bytes)
     changes.append((f"devices of {device_bytes / 2**30:.0f} GiB", larger, placement))
     return changes
+
+
+def _layers_away(memory: DeviceMemory, placement: Placement) -> Iterator[DeviceMemory]:
+    """Memory if shards of layers lie on the host while a step computes, where they may and it has room for them."""
+    model = memory.model
+    if placement.parameters != "sharded" or model.layers_on_host or memory.is_measured or not can_leave(model):
+        return
+    away = replace(memory, model=replace(model, layers_on_host=True))
+    # host memory of the states was left out before
+    more = away.host_states("sharded", placement.shard_ranks) - memory.host_states("sharded", placement.shard_ranks)
+    if memory.host_bytes >= more:
+        yield replace(away, host_bytes=memory.host_bytes - more)
+
+
+def can_leave(model: ModelSpec) -> bool:
+    """Whether shards of the model's layers can lie on the host: those of weights in four bits and of spread experts cannot."""
+    return model.packed.is_empty and not model.experts.are_spread
 
 
 def _adapters(memory: DeviceMemory) -> Iterator[tuple[str, DeviceMemory]]:

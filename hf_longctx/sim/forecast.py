@@ -14,6 +14,7 @@ from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
 from hf_longctx.sim.capacity import Remedy, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import Budget, LongestRow, longest_rows
@@ -99,19 +100,12 @@ class Forecast:
         return _mean([least for least, _ in ranges]), _mean([most for _, most in ranges])
 
     @property
-    def gather_s(self) -> float:
-        """Mean seconds of a step's gathers and reduce-scatters, as if nothing else ran meanwhile."""
-        return _mean([step.execution.weights.gather_s for step in self.steps])
-
-    @property
-    def sum_s(self) -> float:
-        """Mean seconds of a step's sum of gradients over copies of the weights."""
-        return _mean([step.execution.weights.sum_s for step in self.steps])
-
-    @property
-    def update_s(self) -> float:
-        """Mean seconds of a step's optimizer."""
-        return _mean([step.execution.weights.update_s for step in self.steps])
+    def weights(self) -> WeightSeconds:
+        """Mean seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile."""
+        found = [step.execution.weights for step in self.steps]
+        parts = [[each.gather_s, each.sum_s, each.update_s, each.hidden_s, each.away_s] for each in found]
+        gather_s, *others_s = (_mean(list(column)) for column in zip(*parts, strict=True))
+        return WeightSeconds((gather_s,), *others_s)
 
     @property
     def lower_bound_s(self) -> float:

@@ -30,8 +30,8 @@ from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
 from hf_longctx.plan.memory.lora import lora_adapters
-from hf_longctx.plan.memory.states_place import StatesPlace
-from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies
+from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
+from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 # optimizer -> bytes of both moments per parameter, with an fp32 scale for 256 elements; 0: those of the weights it updates
@@ -56,7 +56,8 @@ class Request:
     quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
     the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
     are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optim: the optimizer. optimizer_states: "host"
-    keeps its states in host memory, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
+    keeps its states in host memory, "auto" only if the longest sequence needs that. layer_weights: "host" keeps shards of layers
+    there while a step computes, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
     node, which its ranks share. name: what to call the model in place of `model`.
     """
 
@@ -81,6 +82,7 @@ class Request:
     bf16_updates: bool = False
     optim: str = "adamw_torch"
     optimizer_states: str = "device"
+    layer_weights: str = "device"
     network_gbit: float = 0.0
     name: str = ""
 
@@ -140,6 +142,10 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"{request.optim} keeps its moments on the device; leave --optimizer-states {request.optimizer_states} out, or use "
             f"--optim adamw_torch"
         )
+    if request.layer_weights != "device" and not request.parameters:
+        request = replace(request, parameters="sharded")
+    if request.layer_weights == "auto":
+        return _with_chosen_layers(request, must_fit)
     if request.optimizer_states == "auto":
         return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
@@ -188,9 +194,11 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
     check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
     placement = _placement(request, memory, degrees, notes)
+    if request.layer_weights == "host":
+        _check_layers_leave(memory, placement)
     if (host_states := memory.host_states(placement.parameters, placement.shard_ranks)) > memory.host_bytes:
         raise ValueError(
-            f"--optimizer-states host needs {host_states / _GIB:.1f} GiB of host memory on each rank, which has "
+            f"{_on_host(request)} {host_states / _GIB:.1f} GiB of host memory on each rank, which has "
             f"{memory.host_bytes / _GIB:.1f} GiB; give more with --host-gib, use more ranks, or leave it out"
         )
     memory = replace(memory, host_bytes=memory.host_bytes - host_states)
@@ -242,6 +250,20 @@ def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
         problem,
     )
     chosen = build_scenario(replace(request, optimizer_states="host" if place.on_host else "device"), must_fit)
+    return replace(chosen, notes=(*chosen.notes, place.line()))
+
+
+def _with_chosen_layers(request: Request, must_fit: bool) -> Scenario:
+    """The scenario with shards of layers on the device or the host, as a run chooses; a note says why."""
+    on_device = build_scenario(replace(request, layer_weights="device"), must_fit=False)
+    host_tokens, problem = 0, ""
+    try:
+        host_tokens = build_scenario(replace(request, layer_weights="host"), must_fit=False).longest_tokens
+    except ValueError as error:
+        problem = str(error)
+    wanted = request.longest_tokens or on_device.costs.model.max_positions
+    place = LayersPlace(wanted, on_device.longest_tokens, host_tokens, problem)
+    chosen = build_scenario(replace(request, layer_weights="host" if place.on_host else "device"), must_fit)
     return replace(chosen, notes=(*chosen.notes, place.line()))
 
 
@@ -329,6 +351,7 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
         # adapters are fp32 themselves
         has_master_weights=not (request.bf16_updates or request.lora_rank),
         updates_on_host=request.optimizer_states == "host",
+        layers_on_host=request.layer_weights == "host",
         moment_bytes=MOMENT_BYTES[request.optim],
     )
     model = replace(model, saves_kv_once=_shares_calls(model, hardware))
@@ -475,6 +498,30 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
     return sharded
 
 
+def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
+    """Raise ValueError if shards of layers cannot lie on the host while a step computes."""
+    if placement.parameters != "sharded" or placement.shard_ranks == 1:
+        raise ValueError(
+            f"--layer-weights host needs parameters that two or more ranks share, sharded in every forward and backward, not "
+            f"{placement.parameters} ones over {placement.shard_ranks} rank(s); add --parameters sharded and ranks, or leave it "
+            f"out"
+        )
+    if memory.is_measured:
+        raise ValueError(
+            "--layer-weights host: the model's memory was measured with all weights on the device; leave it out, or name another "
+            "hardware"
+        )
+    if not can_leave(memory.model):
+        raise ValueError("--layer-weights host moves neither weights in four bits nor experts that are spread; leave it out")
+
+
+def _on_host(request: Request) -> str:
+    """Options that need host memory, with their verb."""
+    named = {"--optimizer-states host": request.optimizer_states, "--layer-weights host": request.layer_weights}
+    found = [option for option, place in named.items() if place == "host"]
+    return f"{' and '.join(found)} {'need' if len(found) > 1 else 'needs'}"
+
+
 def _replicated_instead(memory: DeviceMemory, longest_tokens: int) -> str:
     """Consequence of replicated states: tokens that they hold, or bytes that are missing."""
     if longest_tokens:
@@ -498,6 +545,12 @@ def _check_fits(scenario: Scenario) -> None:
     memory, placement = scenario.memory, scenario.placement
     states = memory.state_bytes(placement.parameters, placement.shard_ranks)
     over = f" over {placement.shard_ranks} ranks" if placement.shard_ranks > 1 else ""
+    resting = memory.resting_bytes(placement.parameters, placement.shard_ranks)
+    if resting > memory.usable_bytes:
+        raise ValueError(
+            f"{scenario.model_name} fits at no degree: between steps, weights of layers come back from the host, and states then "
+            f"take {resting / _GIB:.1f} GiB on each rank, but only {memory.usable_bytes / _GIB:.1f} are usable; use more ranks"
+        )
     advice = "; ".join(f"{one.change} (up to {one.longest_tokens:,} tokens)" for one in remedies(memory, placement))
     device = scenario.costs.cluster.hardware.name
     raise ValueError(

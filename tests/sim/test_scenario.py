@@ -353,3 +353,58 @@ def test_moments_of_few_bits_take_fewer_bytes_and_stay_on_the_device() -> None:
     for place in ("host", "auto"):
         with pytest.raises(ValueError, match=f"leave --optimizer-states {place} out, or use --optim adamw_torch"):
             build_scenario(replace(request, optim="adamw_torch_8bit", optimizer_states=place))
+
+
+def test_a_model_whose_shards_fill_the_device_trains_with_those_of_layers_on_the_host() -> None:
+    request = Request("llama-3.1-70b", "h100", 8, optimizer_states="host", host_bytes=200 * 2**30, parameters="sharded")
+    with pytest.raises(ValueError, match=r"fits at no degree.*--layer-weights host \(up to 4\d\d,\d\d\d tokens\)"):
+        build_scenario(request)
+    plain = build_scenario(request, must_fit=False)
+    away = build_scenario(replace(request, layer_weights="host"))
+    assert away.costs.model.layers_on_host and 4e5 < away.longest_tokens < 4.5e5
+    # all layers but two, in bf16; states on the host have memory for them already
+    spec, states = away.costs.model, [each.memory.state_bytes("sharded", 8) for each in (plain, away)]
+    assert states[0] - states[1] == pytest.approx((spec.num_layers - 2) * spec.layer_weights * 2 / 8, rel=1e-6)
+    assert plain.memory.host_bytes == away.memory.host_bytes
+    # adapters have their own there
+    frozen = [
+        build_scenario(replace(request, optimizer_states="device", lora_rank=16, layer_weights=place))
+        for place in ("device", "host")
+    ]
+    moved = spec.num_layers * spec.layer_weights * 2 / 8
+    assert frozen[0].memory.host_bytes - frozen[1].memory.host_bytes == pytest.approx(moved, rel=0.02)
+    assert frozen[1].memory.left_bytes("sharded", 8) > frozen[0].memory.left_bytes("sharded", 8)
+
+
+KEPT_LAYERS = {
+    "whole weights": ({"parameters": "replicated"}, "needs parameters that two or more ranks share"),
+    "one rank": ({"num_ranks": 1}, "needs parameters that two or more ranks share"),
+    "gathered at once": ({"parameters": "gathered_per_round"}, "needs parameters that two or more ranks share"),
+    "four bits": ({"lora_rank": 8, "quantize": "nf4"}, "moves neither weights in four bits"),
+    "no room on the host": ({"host_bytes": 2**30}, "--layer-weights host needs 1.6 GiB of host memory on each rank"),
+    "no room between steps": (
+        {"model": "llama-3.1-70b", "num_ranks": 2, "lora_rank": 8},
+        "between steps, weights of layers come back from the host",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_LAYERS)
+def test_layers_that_cannot_lie_on_the_host_are_refused_with_the_reason(name: str) -> None:
+    changes, message = KEPT_LAYERS[name]
+    with pytest.raises(ValueError, match=message):
+        build_scenario(replace(Request("llama-3.1-8b", "h100", 8, layer_weights="host"), **changes))
+
+
+def test_layers_move_to_the_host_from_the_first_token_without_room() -> None:
+    request = replace(SMALL, host_bytes=2**38, parameters="sharded", optimizer_states="host")
+    most = build_scenario(request).longest_tokens
+    for longest, on_host in ((most, False), (most + 1, True)):
+        chosen = build_scenario(replace(request, layer_weights="auto", longest_tokens=longest))
+        assert chosen.costs.model.layers_on_host == on_host
+        assert f"the longest sequence has {longest:,} tokens, and {most:,} fit with all weights on the" in chosen.notes[-1]
+    # without room on the host they stay, and the note says why
+    kept = build_scenario(
+        replace(request, layer_weights="auto", longest_tokens=most + 1, host_bytes=0, optimizer_states="device")
+    )
+    assert not kept.costs.model.layers_on_host and "layers cannot lie on the host: --layer-weights host needs" in kept.notes[-1]

@@ -106,6 +106,7 @@ def run_problems(
             given.pop(name, None)
     problems = argument_problems(args, given, not keeps_loader, config.compile_layers) + trainer_problems(trainer, args, config)
     problems += placement_problems(model, config, args, trainer_arguments)
+    problems += layer_weights_problems(model, config, args.world_size)
     has_metrics = trainer_arguments.get("compute_metrics") is not None
     has_tokens = has_metrics and len(given) == len(trainer_arguments)
     return problems if keeps_loader else problems + evaluation_problems(args, has_metrics, has_tokens)
@@ -305,6 +306,26 @@ def placement_problems(
             f"optim={name!r} updates whole weights, which parameters={config.parameters!r} with {other} do not give it; leave "
             f"one of them out, or use one of {', '.join(_ELEMENTWISE)}"
         )
+    return problems
+
+
+def layer_weights_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
+    """Reasons why shards of layers cannot lie on the host while a step computes."""
+    if config.layer_weights == "device":
+        return []
+    needs, remedy = f"layer_weights={config.layer_weights!r}", "leave layer_weights out"
+    shared, problems = config.shard_ranks or num_ranks, []
+    if config.parameters != "sharded" or shared == 1:
+        problems.append(
+            f"{needs} needs parameters='sharded' over two or more ranks, and there are parameters={config.parameters!r} over "
+            f"{shared}; change them, or {remedy}"
+        )
+    if config.stages != 1:
+        problems.append(f"{needs} is not tested with stages={config.stages!r}; set stages=1, or {remedy}")
+    if config.expert_ranks is not None:
+        problems.append(f"{needs} would leave experts on the device with expert_ranks={config.expert_ranks}; {remedy}")
+    if four_bit_layers(model):
+        problems.append(f"{needs} cannot move weights in four bits, which have scales beside them; {remedy}")
     return problems
 
 

@@ -43,6 +43,7 @@ from hf_longctx.runtime.parameters.master_weights import (
     keep_master_weights,
     why_no_master_weights,
 )
+from hf_longctx.runtime.parameters.sharded import layer_shards
 
 SCHEDULER_FILE = "scheduler.pt"
 
@@ -95,7 +96,8 @@ class ParameterMixin(CheckpointMixin):
             raise ValueError(
                 f"no fp32 copies of weights can be kept: {reason}. Use another optimizer such as adamw_torch, {instead}"
             )
-        keep_master_weights(plain, on_host)
+        shards = layer_shards(self.model)
+        keep_master_weights(plain, on_host, home_of=None if shards is None else shards.home_of)
         return optimizer
 
     def _step_on_whole_weights(self, plain: torch.optim.Optimizer, on_host: bool) -> None:

@@ -135,12 +135,14 @@ class Shards:
     """The ranks of `mesh`, among which every parameter is divided, and how to divide a model among them.
 
     spreads_experts: each rank of a block gets whole experts, to which tokens travel, in place of a shard of all experts.
+    layers_on_host: shards of layers lie on the host while a step computes.
     """
 
     mesh: DeviceMesh
     device: torch.device
     fp32_gradients: bool
     spreads_experts: bool = False
+    layers_on_host: bool = False
 
     def divide(self, model: Any) -> None:
         """Shards a whole `model` layer by layer, and reads weights that are still to be read.
@@ -152,7 +154,7 @@ class Shards:
             if self.spreads_experts:
                 spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
             without_placeholders(model)
-            shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients)
+            shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients, self.layers_on_host)
         free_gathered(model)
         read_deferred(model, self.device)
 

@@ -180,14 +180,15 @@ class ModelSpec:
     stages, so that stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
     predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
     input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
-    states lie in host memory. has_wide_hidden: hidden states between layers are in at least fp32. passed_elements: elements of
-    a token that a layer hands to the next one beside hidden states. scales_residuals: every residual and what is added to it are
-    multiplied by weights first. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
-    that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention. cuts_heads:
-    attention may run in pieces of its heads. rounded_parameters: matrix parameters of a layer, besides those of routed experts,
-    that are gathered in two bytes, since autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of
-    both moments of a trained parameter where the optimizer keeps them in a few bits (0: they have the type of the weights that it
-    updates). capped_bytes: size of one logit that a cap after the head keeps for backward; 0 without a cap.
+    states lie in host memory. layers_on_host: shards of layers lie there while a step computes. has_wide_hidden: hidden states
+    between layers are in at least fp32. passed_elements: elements of a token that a layer hands to the next one beside hidden
+    states. scales_residuals: every residual and what is added to it are multiplied by weights first. saves_kv_once: where
+    everything is kept, keys and values are not saved once for every query head that reads them, as GPUs' operators in half
+    precision allow, and short documents share calls of attention. cuts_heads: attention may run in pieces of its heads.
+    rounded_parameters: matrix parameters of a layer, besides those of routed experts, that are gathered in two bytes, since
+    autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of both moments of a trained parameter
+    where the optimizer keeps them in a few bits (0: they have the type of the weights that it updates). capped_bytes: size of one
+    logit that a cap after the head keeps for backward; 0 without a cap.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -236,6 +237,7 @@ class ModelSpec:
     has_master_weights: bool = False
     input_size: int = 0
     updates_on_host: bool = False
+    layers_on_host: bool = False
     has_wide_hidden: bool = False
     passed_elements: int = 0
     scales_residuals: bool = False

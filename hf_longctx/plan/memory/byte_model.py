@@ -38,7 +38,7 @@ from hf_longctx.plan.memory.round_bytes import (
     chunk_load,
     chunk_numbers,
 )
-from hf_longctx.plan.memory.stage import host_state_bytes, part_state_bytes
+from hf_longctx.plan.memory.stage import host_layer_bytes, host_state_bytes, part_state_bytes, resting_bytes
 from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
@@ -115,8 +115,13 @@ class ByteModel:
         return part_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def host_states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-        """Bytes of optimizer states in the host memory of a rank without stages."""
-        return host_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
+        """Bytes of optimizer states, and of shards of layers, in the host memory of a rank without stages."""
+        part = self.model.num_layers, True, True, parameters, shard_ranks
+        return host_state_bytes(self.model, *part) + host_layer_bytes(self.model, *part)
+
+    def resting(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
+        """Bytes of the states on a rank without stages when nothing computes, if shards of layers have come back; else 0."""
+        return resting_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:
         """Bytes of the states on a rank of one stage of the plan."""
@@ -127,12 +132,10 @@ class ByteModel:
         self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, on_host: bool = False
     ) -> int:
         """Bytes of states on a rank of the stage with the most, given the layers of every stage. on_host: those on its host."""
-        count_bytes = host_state_bytes if on_host else part_state_bytes
+        kinds = (host_state_bytes, host_layer_bytes) if on_host else (part_state_bytes,)
         counts = [sum(part.num_layers for part in own) for own in ranges]
-        return max(
-            count_bytes(self.model, count, stage == 0, stage == len(counts) - 1, parameters, shard_ranks)
-            for stage, count in enumerate(counts)
-        )
+        parts = [(count, stage == 0, stage == len(counts) - 1, parameters, shard_ranks) for stage, count in enumerate(counts)]
+        return max(sum(count_bytes(self.model, *part) for count_bytes in kinds) for part in parts)
 
     def kept_tokens(self, device_bytes: int, is_shared: bool = False) -> int:
         """Most tokens of one document that a rank can keep whole, workspace included, in `device_bytes` besides the states.

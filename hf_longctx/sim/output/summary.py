@@ -210,6 +210,7 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "optim": optimizer_of(model.moment_bytes) if model.moment_bytes else "",
         "optim_args": "bf16_stochastic_round=True" if is_half and model.moment_bytes and not model.has_master_weights else "",
         "optimizer_states": "host" if model.updates_on_host else "",
+        "layer_weights": "host" if model.layers_on_host else "",
         # copies on the host are in fp32 whatever this says
         "fp32_master_weights": "false"
         if is_half and not (model.has_master_weights or model.updates_on_host or memory.lora_rank)

@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.start import versions
-from hf_longctx.hf.start.arguments import argument_problems, config_problems, placement_problems
+from hf_longctx.hf.start.arguments import argument_problems, config_problems, layer_weights_problems, placement_problems
 from hf_longctx.hf.start.settings.fields import idle_settings
 
 
@@ -123,6 +123,25 @@ def test_trained_ends_in_two_dtypes_are_not_sharded(tmp_path) -> None:
     config = LongContextConfig(parameters="sharded")
     (problem,) = placement_problems(model, config, arguments(tmp_path), {})
     assert problem.startswith("embedding and head are trained in torch.bfloat16 and torch.float32, but a sharded unit")
+
+
+# settings -> what the message says
+KEPT_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
+    "whole weights": ({}, "needs parameters='sharded' over two or more ranks, and there are parameters='replicated' over 2"),
+    "gathered at once": ({"parameters": "gathered_per_round"}, "needs parameters='sharded' over two or more ranks"),
+    "stages": ({"parameters": "sharded", "stages": "auto"}, "is not tested with stages='auto'; set stages=1"),
+    "experts": ({"parameters": "sharded", "expert_ranks": 2}, "would leave experts on the device with expert_ranks=2"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_LAYERS)
+def test_layers_that_cannot_lie_on_the_host_are_refused(name: str) -> None:
+    settings, message = KEPT_LAYERS[name]
+    (problem,) = layer_weights_problems(tiny_llama(), LongContextConfig(layer_weights="host", **settings), 2)
+    assert problem.startswith("layer_weights='host' ") and message in problem and problem.endswith("leave layer_weights out")
+    # one rank has no shards, and settings without the host none of these problems
+    assert layer_weights_problems(tiny_llama(), LongContextConfig(layer_weights="host", parameters="sharded"), 1)
+    assert not layer_weights_problems(tiny_llama(), LongContextConfig(**settings), 2)
 
 
 # name -> (ranks, degrees, what the message says)

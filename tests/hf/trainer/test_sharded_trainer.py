@@ -54,6 +54,11 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fused AdamW": (2, {"parameters": "gathered_per_round", "tokens_per_rank": 64}, {"optim": "adamw_torch_fused"}),
     "heterogeneous": (4, {"parameters": "gathered_per_round", "tokens_per_rank": 32}, {}),
     "copies of shards": (4, {"parameters": "sharded", "shard_ranks": 2, "tokens_per_rank": 32}, {}),
+    "layers on the host": (
+        2,
+        {"parameters": "sharded", "layer_weights": "host", "optimizer_states": "host", "tokens_per_rank": 64, "self_test": True},
+        {},
+    ),
     # nothing to share: a line in the log, and the same run
     "one rank": (1, {"parameters": "sharded", "tokens_per_rank": 96}, {}),
 }

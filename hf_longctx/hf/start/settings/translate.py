@@ -139,7 +139,7 @@ def _fsdp_problems(asked: _Fsdp, args: TrainingArguments) -> list[str]:
     if asked.offloads:
         problems.append(
             f"{asked.origin} offloads parameters to the CPU (cpu_offload, FSDP_OFFLOAD_PARAMS), which is not supported; leave it "
-            f"out, and set LongContextConfig(optimizer_states='host') to keep the optimizer's states there"
+            f"out, and set LongContextConfig(parameters='sharded', optimizer_states='host', layer_weights='host') to keep them there"
         )
     if asked.is_xla:
         problems.append(f"{asked.origin} asks for XLA, which is not supported; leave xla out of fsdp_config")
