@@ -73,10 +73,9 @@ def argument_problems(
     problems += refused_values(args)
     if args.fsdp:
         problems.append(f"fsdp={args.fsdp!r} {_ONLY_OURS}")
-    if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
+    if accumulation := getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
         problems.append(
-            f"accelerator_config gradient_accumulation_kwargs={args.accelerator_config.gradient_accumulation_kwargs!r} is not "
-            f"supported; set gradient_accumulation_steps"
+            f"accelerator_config gradient_accumulation_kwargs={accumulation!r} is not supported; set gradient_accumulation_steps"
         )
     if (name := optimizer_name(args)) in ("lomo", "adalomo") or "layerwise" in name:
         problems.append(f"optim={name!r} steps inside backward, before gradients are summed over ranks; choose another optimizer")

@@ -126,6 +126,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         config, problems = self._translated(config, args)
         with hidden_from_trainer(args), without_jit_checkpoint(args):
             if trl_class(type(self)) is None:
+                assert args is not None
                 model_init = given.pop("model_init", None)
                 model = self._first_model(model, model_init, args)
                 self._given = {"data_collator": data_collator, **given}
@@ -167,7 +168,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         # the model's embedding adds noise by token instead
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         # the fresh model is there already
-        model_init, self.model_init = self.model_init, None
+        model_init: Any = self.model_init
+        vars(self)["model_init"] = None
         try:
             with (
                 self._stop.during_training(self.args, lambda: self.state.global_step),

@@ -102,6 +102,11 @@ def _least_bounds(layer_work: Sequence[float], num_stages: int, head_layers: flo
 
     def cut(most: float) -> tuple[float, list[int]]:
         """The least largest work, with the cut of least squares where no stage has more than `most`."""
+
+        def rating(option: tuple[float, float, list[int]]) -> tuple[float, list[int]]:
+            largest, squares, bounds = option
+            return round(largest if most == float("inf") else squares, 9), bounds
+
         # for every number of layers: largest work, sum of squares, and bounds of the stages so far
         best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
         for stage in range(1, num_stages + 1):
@@ -114,8 +119,7 @@ def _least_bounds(layer_work: Sequence[float], num_stages: int, head_layers: flo
                     if first < stop and (own := work(first, stop)) <= most
                 ]
                 if options:
-                    by_squares = most < float("inf")
-                    found[stop] = min(options, key=lambda option: (round(option[by_squares], 9), option[2]))
+                    found[stop] = min(options, key=rating)
             best = found
         largest, _, bounds = best[num_layers]
         return largest, bounds

@@ -252,5 +252,7 @@ def _orders_steps(args: TrainingArguments) -> bool:
 
 def _changed_loader_settings(args: TrainingArguments) -> list[str]:
     config = args.accelerator_config
-    own = {field.name: field.default for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else {}
+    own: dict[str, Any] = {}
+    if dataclasses.is_dataclass(config):
+        own = {field.name: field.default for field in dataclasses.fields(config)}
     return [f"{name}={getattr(config, name)!r}" for name in _LOADERS if name in own and getattr(config, name) != own[name]]

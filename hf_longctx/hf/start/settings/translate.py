@@ -129,8 +129,8 @@ def _asked_fsdp(args: TrainingArguments, launch: LaunchEnvironment) -> _Fsdp | N
         offloads, recomputes = is_set("cpu_offload"), is_set("activation_checkpointing")
         return _Fsdp("fsdp", strategy, offloads, recomputes, is_set("xla"), launch.loads_on_first)
     if launch.uses_fsdp:
-        settings = launch.fsdp_reshard, launch.fsdp_offload, launch.fsdp_recomputes
-        return _Fsdp("the accelerate configuration's FSDP", *settings, loads_on_first=launch.loads_on_first)
+        offloads, recomputes, first = launch.fsdp_offload, launch.fsdp_recomputes, launch.loads_on_first
+        return _Fsdp("the accelerate configuration's FSDP", launch.fsdp_reshard, offloads, recomputes, loads_on_first=first)
     return None
 
 
@@ -139,7 +139,8 @@ def _fsdp_problems(asked: _Fsdp, args: TrainingArguments) -> list[str]:
     if asked.offloads:
         problems.append(
             f"{asked.origin} offloads parameters to the CPU (cpu_offload, FSDP_OFFLOAD_PARAMS), which is not supported; leave it "
-            f"out, and set LongContextConfig(parameters='sharded', optimizer_states='host', layer_weights='host') to keep them there"
+            f"out, and set LongContextConfig(parameters='sharded', layer_weights='host', optimizer_states='host'), which keeps "
+            f"them there between their uses"
         )
     if asked.is_xla:
         problems.append(f"{asked.origin} asks for XLA, which is not supported; leave xla out of fsdp_config")

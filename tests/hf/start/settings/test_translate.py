@@ -67,7 +67,7 @@ def test_own_settings_and_stages_come_first(tmp_path: Path) -> None:
 
 # kind of a wish without words of ours -> the launcher's settings, the arguments, and the remedy
 UNTRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "offload": ({"fsdp_offload": True}, {}, "set LongContextConfig(optimizer_states='host')"),
+    "offload": ({"fsdp_offload": True}, {}, "layer_weights='host', optimizer_states='host'"),
     "offload in arguments": ({}, {"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "optimizer_states='host'"),
     "xla": ({}, {"fsdp": True, "fsdp_config": {"xla": True}}, "leave xla out of fsdp_config"),
     "strategy": ({"fsdp_reshard": "sideways"}, {}, "the sharding strategy 'sideways', which is none of"),
