@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -47,3 +48,8 @@ class LaunchEnvironment:
             fsdp_reshard=text("FSDP_RESHARD_AFTER_FORWARD", text("FSDP_SHARDING_STRATEGY", "true")),
             fsdp_offload=text("FSDP_OFFLOAD_PARAMS", "false") == "true",
         )
+
+
+def on_first_rank(record: logging.LogRecord) -> bool:
+    """Filter of loggers whose warnings all ranks have alike, so that the first one alone gives them."""
+    return os.environ.get("RANK", "0") == "0" or record.levelno >= logging.ERROR
