@@ -21,6 +21,7 @@ from typing import Any, Literal
 import datasets
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
@@ -348,8 +349,8 @@ def check_fit(recipe: RecipeArguments, config: LongContextConfig, tokenizer: Pre
     except (OSError, KeyError):
         # loading the model says what is wrong with its config
         return
-    except ValueError as error:
-        problems = [str(error)]
+    except (ValueError, StrictDataclassError) as error:
+        problems = [" ".join(str(error).split())]
     if problems:
         raise SystemExit("\n".join(f"settings: {problem}" for problem in problems))
 

@@ -126,7 +126,7 @@ def test_every_command_has_help_with_an_example_and_starts_fast(capsys: pytest.C
         text = capsys.readouterr().out
         assert re.search(rf"example.*hf-longctx {command}", text, re.DOTALL) and "exit status: 0" in " ".join(text.split())
     help_text = build_parser().format_help()
-    assert all(re.search(rf"^ +{command} +\w", help_text, re.MULTILINE) for command in COMMANDS)
+    assert all(re.search(rf"^ +{command}\s+\w", help_text, re.MULTILINE) for command in COMMANDS)
     code = "import sys; from hf_longctx.cli.main import main\nfor command in sys.argv[1:]:\n"
     code += "    try: main([command, '--help'])\n    except SystemExit: pass\n"
     code += (

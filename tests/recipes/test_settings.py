@@ -228,6 +228,12 @@ def test_long_rows_are_cut_as_suits_the_data_unless_the_settings_say_it(config_f
 
 
 def test_a_length_beyond_the_models_positions_is_refused_before_data_is_read(config_file: str) -> None:
-    recipe, config, _ = read_settings(ALL, [config_file, "--max_length", "9000", "--dataset", "nowhere.jsonl"])
-    with pytest.raises(SystemExit, match=r"settings: max_length 9000 is above the model's max_position_embeddings 2048"):
+    def check(model_config: str) -> None:
+        words = ["--model_config", model_config, "--max_length", "9000", "--dataset", "nowhere.jsonl"]
+        recipe, config, _ = read_settings(ALL, [config_file, *words])
         check_fit(recipe, config, ByT5Tokenizer(extra_ids=0))
+
+    with pytest.raises(SystemExit, match=r"settings: max_length 9000 is above the model's max_position_embeddings 2048"):
+        check('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}')
+    with pytest.raises(SystemExit, match=r"settings: .*hidden size \(8\) is not a multiple"):
+        check('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 32}')

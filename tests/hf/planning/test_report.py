@@ -295,7 +295,7 @@ def logged_report() -> RunReport:
     return report
 
 
-def test_a_logged_step_has_one_line_with_the_numbers_of_its_log(capsys) -> None:
+def test_a_logged_step_has_one_line_with_the_numbers_of_its_log(capsys, tmp_path: Path) -> None:
     report, plan = logged_report(), step_plan()
     state = TrainerState(global_step=1, is_world_process_zero=True)
     finish_step(report, plan)
@@ -303,16 +303,16 @@ def test_a_logged_step_has_one_line_with_the_numbers_of_its_log(capsys) -> None:
         report.step_done(plan, Finished(torch.tensor(2.5), INTERVALS))
         report.on_step_end(None, state, TrainerControl(should_log=should_log))
     logs = {"loss": 2.25, "learning_rate": 1e-4, "grad_norm": 0.5, "tokens_per_s": 34.0, "mine": 7.0, "epoch": 0.1}
-    report.on_log(TrainingArguments("x", use_cpu=True), state, TrainerControl(), logs)
+    report.on_log(TrainingArguments(str(tmp_path), use_cpu=True), state, TrainerControl(), logs)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and [line.startswith("step    1 | loss  2.5000") for line in lines] == [True] * 3
     assert not any("lr" in line for line in lines[:2])
     assert lines[2].endswith(" | mean loss of 3 steps 2.2500 | lr 0.0001 | norm 0.5 | mine 7")
 
 
-def test_evaluations_and_the_end_are_sentences_and_a_log_that_does_not_come_loses_no_line(capsys) -> None:
+def test_evaluations_and_the_end_are_sentences_and_a_log_that_does_not_come_loses_no_line(capsys, tmp_path: Path) -> None:
     report = logged_report()
-    state, arguments = TrainerState(global_step=4, is_world_process_zero=True), TrainingArguments("x", use_cpu=True)
+    state, arguments = TrainerState(global_step=4, is_world_process_zero=True), TrainingArguments(str(tmp_path), use_cpu=True)
     report.step_done(step_plan(), Finished(torch.tensor(2.5), INTERVALS))
     report.on_step_end(None, state, TrainerControl(should_log=True))
     assert capsys.readouterr().out == ""
