@@ -65,6 +65,22 @@ def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = N
     return tuple(settings)
 
 
+def given_settings(arguments: list[str] | None = None) -> dict[str, str]:
+    """First word of every setting that the words `[CONFIG.yaml] [--key value ...]` give (default: the command line).
+
+    The last of several wins; a setting without a word, which is a flag, gets "true".
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0].endswith((".yaml", ".yml")):
+        words = [*_words_of_file(Path(words[0])), *words[1:]]
+    given = {}
+    for word, following in pairwise([*words, "--"]):
+        if word.startswith("--"):
+            name, sign, value = word[2:].partition("=")
+            given[name.replace("-", "_")] = value if sign else "true" if following.startswith("--") else following
+    return given
+
+
 def _is_infinite(word: str) -> bool:
     try:
         return math.isinf(float(word))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from hf_longctx.cli.launching import num_devices
+from hf_longctx.cli.terminal import explain
 
 _DEFAULT_SECONDS = 45.0
 # a rank counts as hanging this many seconds after the deadline, at which ranks end by themselves
@@ -22,8 +23,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine and write its hardware profile",
-        description="Measures decoder layers, exchanges of every degree and copies, fits the cost model, and prints its error "
-        "on chunks that were not used for the fit. Under torchrun or accelerate launch it runs on their ranks.",
+    )
+    explain(
+        parser,
+        "Measures decoder layers, exchanges of every degree and copies, fits the cost model, and prints its error on chunks that "
+        "were not used for the fit. Under torchrun or accelerate launch it runs on their ranks.",
+        *("hf-longctx calibrate --output hardware.json", "hf-longctx calibrate --model Qwen/Qwen3-8B --precision autocast"),
     )
     parser.add_argument(
         "--model", default="", help="a model's name, its config.json or folder; default: a small Llama (no weights are read)"

@@ -29,11 +29,11 @@ plan.pipeline.activations
 plan.pipeline
 plan.planner
 plan.stage_count
-sim.text_lines
+sim.text_lines  sim.hub_cache
 sim.workloads  sim.capacity  sim.prices
 sim.scenario  sim.execution  sim.longest
 sim.memory_use  sim.others
-sim.forecast
+sim.forecast  sim.run_replay
 sim.output
 runtime.core
 runtime.parameters  runtime.tiles  runtime.dropout  runtime.fused
@@ -44,7 +44,8 @@ runtime.states.scans
 runtime.process_groups
 runtime.execution
 runtime.measure
-hf.ranks  hf.models  hf.setting_kinds
+hf.ranks
+hf.models  hf.setting_kinds
 hf.config  hf.checkpoints
 hf.planning
 hf.data

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from helpers.models.any_model import build_any
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.recipes import sft
-from hf_longctx.recipes.settings import read_settings
-from hf_longctx.recipes.sft import RecipeArguments, load_model, with_adapters
+from hf_longctx.recipes.settings import given_settings, read_settings
+from hf_longctx.recipes.sft import RecipeArguments, check_fit, load_model, with_adapters, with_cuts
 
 ALL = (RecipeArguments, LongContextConfig, TrainingArguments)
 FILE = """
@@ -217,3 +217,32 @@ def test_aliases_that_repeat_a_few_values_are_read(tmp_path: Path) -> None:
     path.write_text("dataset: x\nmodel_name_or_path: &name y\ntokenizer: *name\nneedle_lengths: &n [16, 32]\ndegrees: [1, 2]\n")
     recipe, _, _ = read_settings(ALL, [str(path), "--use_cpu", "true"])
     assert recipe.tokenizer == "y" and recipe.needle_lengths == [16, 32]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--text_column", "text"], "split"),
+        (["--messages_column", "messages"], "truncate"),
+        (["--prompt_column", "a", "--completion_column", "b"], "truncate"),
+    ],
+)
+def test_long_rows_are_cut_as_suits_the_data_unless_the_settings_say_it(config_file: str, words: list[str], expected) -> None:
+    recipe, config, _ = read_settings(ALL, [config_file, *words])
+    assert config.long_sequences == "error" and with_cuts(config, recipe).long_sequences == expected
+    assert "long_sequences" not in given_settings([config_file, *words])
+    assert "long_sequences" in given_settings([config_file, "--long_sequences=error"])
+    given = given_settings([config_file, "--max_length", "7", "--max_length=8", "--bf16", "--output_dir", "out"])
+    assert (given["max_length"], given["use_cpu"], given["bf16"], given["output_dir"]) == ("8", "True", "true", "out")
+
+
+def test_a_length_beyond_the_models_positions_is_refused_before_data_is_read(config_file: str) -> None:
+    def check(model_config: str) -> None:
+        words = ["--model_config", model_config, "--max_length", "9000", "--dataset", "nowhere.jsonl"]
+        recipe, config, _ = read_settings(ALL, [config_file, *words])
+        check_fit(recipe, config, ByT5Tokenizer(extra_ids=0))
+
+    with pytest.raises(SystemExit, match=r"settings: max_length 9000 is above the model's max_position_embeddings 2048"):
+        check('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}')
+    with pytest.raises(SystemExit, match=r"settings: .*hidden size \(8\) is not a multiple"):
+        check('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 32}')

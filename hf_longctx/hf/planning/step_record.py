@@ -101,10 +101,13 @@ class StepRecord:
         estimate, count = self.plan.estimate, len(self.plan.micro_batches)
         place = f" ({self.place + 1}/{self.count})" if self.count > 1 else ""
         predicted = "" if self.error is None else f"predicted {estimate.step_s:5.3g} s, "
+        # one rank alone has neither padding nor groups
+        padding = f"padding {self.padding_share:4.1%} | " if self.plan.num_ranks > 1 else ""
+        layout = f" {self.plan.folded_layout}" if self.plan.num_ranks > 1 else ""
         return (
             f"step {step:4d}{place} | loss {self.loss:7.4f} | {predicted}measured {self.measured_s:5.3g} s | "
-            f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
-            f"{count} micro-batch{'' if count == 1 else 'es'} {self.plan.folded_layout}{self._quality}{self._idle}{self._bytes}"
+            f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | {padding}"
+            f"{count} micro-batch{'' if count == 1 else 'es'}{layout}{self._quality}{self._idle}{self._bytes}"
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,3 +72,8 @@ def without_fsdp() -> Iterator[None]:
         os.environ.pop(_USES_FSDP, None)
         if asked is not None:
             os.environ[_USES_FSDP] = asked
+
+
+def on_first_rank(record: logging.LogRecord) -> bool:
+    """Filter of loggers whose warnings all ranks have alike, so that the first one alone gives them."""
+    return os.environ.get("RANK", "0") == "0" or record.levelno >= logging.ERROR

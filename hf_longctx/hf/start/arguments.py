@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
@@ -507,20 +507,12 @@ def _lending_problems(model: Any, config: LongContextConfig, loaded: Ranges | No
     return problems
 
 
-def setup_problems(
-    model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
-) -> list[str]:
-    """Problems with the model, and with how model, tokenizer, config and world size fit together."""
-    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
-        return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
-    problems = model_problems(model)
-    if problems and problems[0].startswith(("model class", "adapters")):
-        return problems
-    problems += user_code_problems(model, config)
-    text = model.config.get_text_config()
-    positions = max_positions(model)
+def fit_problems(model_config: PretrainedConfig, processing_class: Any, config: LongContextConfig) -> list[str]:
+    """Problems with `max_length` and the tokenizer for a model of this config, which need not be loaded yet."""
+    problems, text = [], model_config.get_text_config()
+    positions = max_positions(model_config)
     if config.max_length is not None and config.max_length > positions and has_limit(text) and not grows(text):
-        padding = f" (those after the one of its padding token, {first - 1})" if (first := first_position(model)) else ""
+        padding = f" (those after the one of its padding token, {first - 1})" if (first := first_position(model_config)) else ""
         problems.append(
             f"max_length {config.max_length} is above the model's max_position_embeddings {positions}{padding}; lower "
             f"max_length, or load the model with a config that extend_positions(config, {config.max_length}) made"
@@ -531,6 +523,20 @@ def setup_problems(
             f"the tokenizer has {vocabulary} tokens, the model's vocabulary {text.vocab_size}; use the model's own "
             f"tokenizer or call model.resize_token_embeddings({vocabulary})"
         )
+    return problems
+
+
+def setup_problems(
+    model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
+) -> list[str]:
+    """Problems with the model, and with how model, tokenizer, config and world size fit together."""
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
+    problems = model_problems(model)
+    if problems and problems[0].startswith(("model class", "adapters")):
+        return problems
+    problems += user_code_problems(model, config)
+    problems += fit_problems(model.config, processing_class, config)
     try:
         check_degrees(degrees, stage_ranks(config, num_ranks), least_heads(model), config.method)
     except ValueError as error:

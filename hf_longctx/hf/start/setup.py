@@ -482,7 +482,7 @@ def open_plan_source(
 
 
 def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
-    """The text that a run prints once: its operators for attention and scans, and from how many tokens on it recomputes."""
+    """The text that a run prints once: ranks, kinds of plans, memory, and operators for attention and scans."""
     dtype = _attention_dtype(args, model)
     scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
     advice = [
@@ -561,29 +561,52 @@ def threads_advice(costs: CostModel, device_type: str, num_threads: int, num_cor
 
 
 def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
+    return "\n".join((_plans_line(setup, args), _memory_line(setup), _attention_line(setup, args, dtype)))
+
+
+def _plans_line(setup: RunSetup, args: TrainingArguments) -> str:
+    """Ranks, and the kinds of plans that they may get."""
+    costs, planner = setup.costs, setup.planner
+    if (num_ranks := costs.cluster.num_ranks) == 1:
+        return f"plans for 1 rank on {args.device.type}: micro-batches within its memory, whose long sequences may be sliced"
+    degrees = [f"{each:,}" for each in ([planner.static_degree] if planner.static_degree else planner.degrees)]
+    line = f"plans for {num_ranks} ranks on {args.device.type}: sequence groups of {' or '.join(degrees)}"
+    if setup.num_stages > 1:
+        line += f" in {setup.num_stages} pipeline stages"
+        if (num_parts := len(setup.ranges[0])) > 1:
+            line += f", interleaved with {num_parts} layer ranges each"
+        if planner.lend_stages:
+            line += ", which lend their ranks where that is predicted to be faster"
+    shared = "" if costs.parameters == "replicated" else f" over {costs.shard_ranks} ranks"
+    return f"{line}; parameters {costs.parameters.replace('_', ' ')}{shared}"
+
+
+def _memory_line(setup: RunSetup) -> str:
+    """Bytes of a rank, and the most tokens that it may hold."""
+    most = setup.planner.tokens_per_rank
+    states = ByteModel(setup.costs.model).most_states(setup.ranges, setup.costs.parameters, setup.costs.shard_ranks)
+    line = f"memory of a rank: {states / 2**30:.2f} GiB of weights, gradients and optimizer states"
+    if (budget := setup.planner.activations) is None:
+        return f"{line}; everything is kept, up to {most:,} tokens on a rank"
+    host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""
+    return (
+        f"{line}; everything is kept up to {min(budget.kept_tokens, most):,} tokens on a rank, recomputed as needed up to "
+        f"{most:,}, in {budget.device_bytes / 2**30:.1f} GiB beside the model{host}"
+    )
+
+
+def _attention_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
     spec = setup.costs.model
     is_masked = spec.drops_weights or not spec.index.is_empty
     head_dim = max(spec.head_dim, spec.value_head_dim)
     name = attention_backend(args.device, dtype, head_dim, spec.caps_scores, is_masked)
-    line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
-    if spec.caps_scores or spec.value_head_dim or is_masked:
-        line = f"attention: {name} for all tiles"
     if spec.saves_kv_once:
         flash = active_flash() or "FlashAttention 2"
         line = f"attention: {flash} of torch for documents of up to {PACKED_TOKENS:,} tokens, several in one call; "
-        line += f"{name} for longer ones and for tiles of rings and slices"
-    if (num_parts := len(setup.ranges[0])) > 1:
-        line = f"{line} | {setup.num_stages} stages interleaved, {num_parts} layer ranges each"
-    if setup.planner.lend_stages:
-        line = f"{line} | {setup.num_stages} stages that lend their ranks where that is predicted to be faster"
-    if (budget := setup.planner.activations) is None:
-        return f"{line} | everything is kept, up to {setup.planner.tokens_per_rank:,} tokens on a rank"
-    host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""
-    return (
-        f"{line} | everything is kept up to {min(budget.kept_tokens, setup.planner.tokens_per_rank):,} tokens on a rank, "
-        f"recomputed as needed up to {setup.planner.tokens_per_rank:,}, in {budget.device_bytes / 2**30:.1f} GiB beside the "
-        f"model{host}"
-    )
+        return line + f"{name} for longer ones and for tiles of rings and slices"
+    if spec.caps_scores or spec.value_head_dim or is_masked:
+        return f"attention: {name} for all tiles"
+    return f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
 
 
 # arguments that may differ between ranks: folders, names and verbosity

@@ -36,7 +36,7 @@ from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.wrapped.text import freeze_towers
-from hf_longctx.hf.planning.report import leave_out_bar
+from hf_longctx.hf.planning.console import take_over
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import (
@@ -147,7 +147,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 if is_scored(type(self)):
                     self._start_two_passes()
         self._report()
-        leave_out_bar(self, self.longctx_config)
+        take_over(self, self.longctx_run.report.console)
         self._log_to_output_dir()
         self._tell_settings()
 
