@@ -109,6 +109,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=48, help="documents of a step, a multiple of the ranks (default: 48)")
     parser.add_argument("--calibrate-seconds", type=float, default=60.0, help="for measuring the cost model (default: 60)")
     parser.add_argument("--methods", nargs="+", default=None, help="only methods whose names begin so; the plan always runs")
+    parser.add_argument("--details", action="store_true", help="print the table of the cost model's measurements, too")
     parser.add_argument("--require", type=float, default=None, metavar="RATIO",
                         help="fail unless the plan is this many times as fast as the best fixed degree")  # fmt: skip
     parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
@@ -150,6 +151,8 @@ def run(machine: Machine, lengths: list[list[int]], options: argparse.Namespace)
         methods = methods_of(options.tokens_per_rank, options.methods)
         job = Job(folder, CONFIG, lengths, methods, options.rounds, options.calibrate_seconds)
         run_ranks(machine, partial(run_job, job), Path(folder), _TIMEOUT_S)
+        calibration = job.calibration.read_text()
+        print("", calibration if options.details else calibration.splitlines()[-1], sep="\n", flush=True)
         return [Measurement(**json.loads(line)) for line in job.results.read_text().splitlines()]
 
 

@@ -44,6 +44,7 @@ from transformers import (
 
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.calibration.calibrate import CalibrationRequest, calibrate
+from hf_longctx.hf.calibration.text import calibration_text
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
 from hf_longctx.journal import read_journal
 from hf_longctx.plan.core.types import GroupShape
@@ -59,6 +60,8 @@ PLANNED, FIXED, DEEPSPEED, FLATTENING = "planned", "fixed", "DeepSpeed", "flatte
 _FIRST_TOKENS = 32
 _TIMEOUT_S = 180.0
 _LEARNING_RATE = 1e-4
+# runs of a chunk that the cost model is fitted to: with a fixed share of a core, long chunks matter more than many runs
+_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ class Job:
     @property
     def profile(self) -> Path:
         return Path(self.folder) / "hardware.json"
+
+    @property
+    def calibration(self) -> Path:
+        return Path(self.folder) / "calibration.txt"
 
     @property
     def results(self) -> Path:
@@ -132,9 +139,10 @@ def measure_machine(job: Job) -> None:
     if dist.get_rank() == 0:
         file.write_text(json.dumps({"model_type": "llama", **job.config}))
     limit_cores(job, True)
-    calibration = calibrate(CalibrationRequest(str(file), "float32", time.time() + job.calibrate_s))
+    calibration = calibrate(CalibrationRequest(str(file), "float32", time.time() + job.calibrate_s, _REPEATS))
     if dist.get_rank() == 0:
         job.profile.write_text(profile_to_json(calibration.profile))
+        job.calibration.write_text(calibration_text(calibration))
     limit_cores(job, False)
 
 

@@ -30,8 +30,8 @@ LIMITED = "limited"
 _GROUPS = Path("/sys/fs/cgroup/cpu")
 # microseconds in which a rank may use its share of a core once; a quota is at least a millisecond
 _PERIOD_US = 50_000
-# bytes that a bucket lets through at once; no less than the largest packet
-_BURST = "64k"
+# bytes that a bucket lets through at once: no less than a packet, nor than the bytes between two of its timers' ticks
+_PACKET_BYTES, _TICKS_PER_S = 8192, 250
 _DEVICE = "eth0"
 # where ranks meet; in their namespaces nobody else uses it
 _PORT = 29511
@@ -185,7 +185,8 @@ def _namespaces(machine: Machine, name: str) -> Iterator[list[str]]:
             _ip("-n", hub, "link", "set", f"rank{rank}", "master", "bridge", "up")
             _ip("-n", space, "addr", "add", f"{_address(rank)}/24", "dev", _DEVICE)
             _ip("-n", space, "link", "set", "lo", "up")
-            _ip("-n", space, "link", "set", _DEVICE, "up")
+            # the kernel hands whole segments to a device, which would be larger than a bucket
+            _ip("-n", space, "link", "set", _DEVICE, "gso_max_size", str(_PACKET_BYTES), "up")
             _slow(machine, rank, space)
         yield spaces
     finally:
@@ -198,7 +199,8 @@ def _slow(machine: Machine, rank: int, space: str) -> None:
     classes = {"1:10": machine.node_mb_s, "1:20": machine.network_mb_s}
     _tc(space, "qdisc", "add", "dev", _DEVICE, "root", "handle", "1:", "htb", "default", "20")
     for number, mb_s in classes.items():
-        rate = ("rate", f"{8 * mb_s:g}mbit", "burst", _BURST, "cburst", _BURST, "quantum", "65536")
+        burst = str(max(_PACKET_BYTES, int(1e6 * mb_s / _TICKS_PER_S)))
+        rate = ("rate", f"{8 * mb_s:g}mbit", "burst", burst, "cburst", burst, "quantum", str(_PACKET_BYTES))
         _tc(space, "class", "add", "dev", _DEVICE, "parent", "1:", "classid", number, "htb", *rate)
     node = rank // machine.ranks_per_node
     for other in range(node * machine.ranks_per_node, (node + 1) * machine.ranks_per_node):
