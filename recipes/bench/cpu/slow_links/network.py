@@ -68,9 +68,23 @@ def problems_of(machine: Machine) -> list[str]:
     if machine.is_slowed:
         found += [f"slowed links need root, but the user is {os.geteuid()}"] if os.geteuid() else []
         found += [f"slowed links need `{tool}` (iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
+        found += [] if found else _refused()
     if machine.core_share and not (_GROUPS / "cpu.cfs_quota_us").exists():
         found.append(f"--core-share needs the cpu controller of control groups (version 1) at {_GROUPS}; give 0 to go without")
     return found
+
+
+def _refused() -> list[str]:
+    """Why the kernel, or a container, allows no slowed namespace; empty if it does."""
+    space = f"longctx{os.getpid()}trial"
+    try:
+        _ip("netns", "add", space)
+        _tc(space, "qdisc", "add", "dev", "lo", "root", "handle", "1:", "htb")
+    except RuntimeError as error:
+        return [f"slowed links cannot be made here: {error}"]
+    finally:
+        subprocess.run(("ip", "netns", "del", space), capture_output=True, check=False)
+    return []
 
 
 def run_ranks(machine: Machine, work: Callable[[], None], folder: Path, timeout_s: float) -> None:
