@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from hf_longctx.hf.calibration.shapes import shaped_config
@@ -48,12 +48,15 @@ from hf_longctx.recipes.bench.one_document import (
     attention_kernel,
     checkpointed_layer_bytes,
     document_plan,
+    keep_attention,
+    keep_attention_by_trl,
     next_tokens,
     plain_saved_bytes,
     plain_step,
     predicted_bytes,
     predicted_peak_bytes,
     replayed,
+    selective_layer_bytes,
 )
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -191,23 +194,19 @@ def offloaded(model: Any, ids_1T: Tensor, case: Case) -> Runner:
 
 def selective(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     """torch's selective checkpointing, which keeps what attention returns and recomputes all else."""
-    kept = partial(create_selective_checkpoint_contexts, _keeps_attention)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": kept})
+    keep_attention(model)
     return _keeping_attention(model, ids_1T, case)
 
 
 def trl_selective(model: Any, ids_1T: Tensor, case: Case) -> Runner:
-    """TRL's selective checkpointing, set up as its `SFTTrainer` does for `gradient_checkpointing_kwargs={"selective": True}`."""
-    importlib.import_module("trl.models").enable_selective_activation_checkpointing(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"selective": True})
+    """TRL's selective checkpointing."""
+    keep_attention_by_trl(model)
     return _keeping_attention(model, ids_1T, case)
 
 
 def _keeping_attention(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     spec = case.spec
-    # output in the dtype of the model, log-sum-exp in fp32
-    attention = spec.num_heads * (spec.head_dim * element_bytes(model) + 4)
-    predicted = (checkpointed_layer_bytes(spec) + attention) * spec.num_layers * ids_1T.shape[1]
+    predicted = selective_layer_bytes(spec, element_bytes(model)) * spec.num_layers * ids_1T.shape[1]
     seconds = predicted_s(replayed(), ids_1T, case)
     # attention is kept in a cache of torch's own, where our hooks do not look
     return replace(plain(model, ids_1T, case), predicted=(predicted, 0), saved_bytes=lambda: 0, predicted_s=seconds)
@@ -216,11 +215,6 @@ def _keeping_attention(model: Any, ids_1T: Tensor, case: Case) -> Runner:
 def element_bytes(model: Any) -> int:
     """Bytes of an element of the model's activations."""
     return int(next(model.parameters()).element_size())
-
-
-def _keeps_attention(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    is_attention = "_scaled_dot_product" in str(operator)
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def with_tiled_mlp(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[Any, Tensor, Case], Runner]:
