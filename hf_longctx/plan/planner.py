@@ -183,10 +183,12 @@ def candidates_with_room(
     full = [math.ceil(_SLACK * sum(problem.lengths) / problem.num_ranks / each) for each in numbers]
     limits = [min(problem.capacity, max(least, each)) for each in full]
     tries_all = tries_all or len(problem.lengths) <= _FEW_SEQUENCES
-    if longest <= kept and tries_all:
+    # without gathers, the number of micro-batches matters little beside their shapes
+    tries_all |= config.one_micro_batch or not problem.micro_batch_s
+    if tries_all or longest <= kept:
         limits = [least, *limits]
-    elif longest > kept and (tries_all or config.one_micro_batch):
-        limits = [least, *limits, problem.capacity]
+    if longest > kept and tries_all:
+        limits = [*limits, problem.capacity]
     found = [each for limit in dict.fromkeys(limits) for each in _candidates_or_none(problem, limit, costs, config)]
     if not found:
         # a single micro-batch must hold everything

@@ -125,8 +125,9 @@ class PlanSource:
             if not is_slow(self.config):
                 costs, config = self.costs, self.config
                 plan = self.drafts.planner(number, known, costs, config)
-                improving = Improving(plan, costs, config) if is_worth_improving(plan, config) else None
-                return Draft(plan, improving=improving)
+                # plans of an evaluation, which explore nothing, are needed at once
+                is_worth = explore and is_worth_improving(plan, config)
+                return Draft(plan, improving=Improving(plan, costs, config) if is_worth else None)
             return self.drafts.draft(number, known, self.costs, self.config)
 
         return self.drafts.submit(draft)

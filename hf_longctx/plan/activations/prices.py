@@ -31,7 +31,7 @@ class MemoryPrices:
 
     num_bytes, seconds: for one token, of each class whose seconds are linear in tokens, in all layers of one kind. Attention
     outputs, one entry for each kind of layer: pair_bytes, for one token; pair_s, for one query-key pair; pairs, of every sequence
-    [kind, sequence]. Classes that cannot be kept are left out.
+    [kind, sequence]. Classes without bytes, or that cannot be kept, are left out.
     """
 
     lengths: FloatArray
@@ -56,7 +56,7 @@ class MemoryPrices:
             slot = layer_slot(costs, sample, GroupShape(1), pairs, ((kind, 1.0),))
             for item in slot.saved:
                 item_bytes = count * item.num_bytes / sample.num_tokens
-                if not item.can_keep:
+                if not (item.can_keep and item.num_bytes):
                     continue
                 if item.documents:
                     seen: FloatArray = tokens * pairs.seen(np.zeros_like(tokens), tokens)
@@ -64,10 +64,12 @@ class MemoryPrices:
                 else:
                     linear.append((item_bytes, count * item.recompute_s / sample.num_tokens))
         return cls(
-            tokens,
-            *(np.array([each[column] for each in linear]) for column in (0, 1)),
-            *(np.array([each[column] for each in curved]) for column in (0, 1)),
-            np.array([each[2] for each in curved]).reshape(len(curved), len(tokens)),
+            lengths=tokens,
+            num_bytes=np.array([item_bytes for item_bytes, _ in linear]),
+            seconds=np.array([again_s for _, again_s in linear]),
+            pair_bytes=np.array([item_bytes for item_bytes, _, _ in curved]),
+            pair_s=np.array([again_s for _, again_s, _ in curved]),
+            pairs=np.array([seen for _, _, seen in curved]).reshape(len(curved), len(tokens)),
         )
 
     def least_s(self, price: FloatArray) -> FloatArray:
@@ -75,10 +77,10 @@ class MemoryPrices:
 
         price: a column of prices; returns [price, sequence]. Ranks of a group of d take 1/d of these seconds.
         """
-        linear = np.minimum(self.seconds, price[..., None] * self.num_bytes).sum(axis=-1) * self.lengths
+        found: FloatArray = np.minimum(self.seconds, price[..., None] * self.num_bytes).sum(axis=-1) * self.lengths
         for num_bytes, pair_s, pairs in zip(self.pair_bytes, self.pair_s, self.pairs, strict=True):
             whole_s, held_s = pair_s * pairs, price * num_bytes * self.lengths
             with np.errstate(divide="ignore", invalid="ignore"):
                 partial_s = np.where(held_s < 2 * whole_s, held_s - held_s**2 / (4 * whole_s), whole_s)
-            linear = linear + partial_s
-        return linear
+            found = found + partial_s
+        return found

@@ -177,8 +177,9 @@ class StepMemory:
         if self._is_sliceable:
             tokens = np.minimum(tokens, _SHORTEST_SLICE)
         sizes = np.unique(np.geomspace(tokens.min(), tokens.max(), _NUM_SIZES).astype(np.int64))
-        found = np.array([self._beside(int(size)) for size in sizes])
-        return found[np.searchsorted(sizes, tokens, side="right") - 1]
+        beside = np.array([self._beside(int(size)) for size in sizes])
+        found: FloatArray = beside[np.searchsorted(sizes, tokens, side="right") - 1]
+        return found
 
     def _beside(self, num_tokens: int) -> float:
         load = Load.document(num_tokens, self.costs.model.num_layers)

@@ -40,16 +40,16 @@ class FitConstants:
     slice_counts: numbers of slices that are tried, as far as SPPO's bounds allow them. attempts: solutions of one program, each
     with less room, where the prediction exceeds what the program counted, or with more where it left much. most_programs:
     different groups in one step for which programs are solved and slices tried; for more, the greedy order chooses layer-first
-    policies. rounding: share by which equal seconds may differ. most_waiting: share of the device's room that gradients may take
-    while slices run, for slices to be tried where a whole chunk fits. worth: share of the device's room that must be free to try
-    again with more; regain: how much of it is given back.
+    policies. least_waits: share of the seconds that waits for copies must take to be worth another try. most_waiting: share of
+    the device's room that gradients may take while slices run, for slices to be tried where a whole chunk fits. worth: share of
+    the device's room that must be free to try again with more; regain: how much of it is given back.
     """
 
     slice_counts: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     attempts: int = 4
     most_programs: int = 64
     worth: float = 0.02
-    rounding: float = 1e-9
+    least_waits: float = 1e-2
     most_waiting: float = 0.5
     regain: float = 0.8
     returned: float = 0.5
@@ -324,8 +324,8 @@ class RoomMaker:
             if trial.fits:
                 if over_bytes >= -_SEARCH.worth * self.budget.device_bytes:
                     return None
-                if trial.counted_s == 0 and trial.seconds <= self._kept_s(group) * (1 + _SEARCH.rounding):
-                    # nothing is added that more room could save
+                if trial.counted_s == 0 and trial.seconds <= self._kept_s(group) * (1 + _SEARCH.least_waits):
+                    # more room could save hardly anything
                     return None
                 if trial.counted_s > 0:
                     # more room helps only if it can save seconds
