@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 # share of the bound above which solver "auto" asks the program
 WORTH_IMPROVING = 0.02
 
+# steps of fewer seconds end before a process has started and answered
+_SHORTEST_STEP_S = 1.0
+
 _IMPROVED = " faster than "
 
 
@@ -31,7 +34,8 @@ def is_worth_improving(plan: StepPlan, config: PlannerConfig) -> bool:
     is_grouped = plan.num_stages == 1 and plan.num_ranks > 1 and len(plan.lengths) > 1 and not config.one_micro_batch
     estimate = plan.estimate
     is_greedy = config.solver == "auto" and "exact" not in estimate.solver
-    return is_grouped and is_greedy and estimate.cost_source != "default" and estimate.gap > WORTH_IMPROVING
+    is_known = estimate.cost_source != "default" and estimate.step_s >= _SHORTEST_STEP_S
+    return is_grouped and is_greedy and is_known and estimate.gap > WORTH_IMPROVING
 
 
 def is_improved(plan: StepPlan) -> bool:
@@ -45,7 +49,7 @@ class Improving:
     def __init__(self, plan: StepPlan, costs: CostModel, config: PlannerConfig) -> None:
         self.plan = self._best = plan
         # the step before takes about as long as this one
-        limit_s = min(config.solver_time_limit_s, max(0.1, plan.estimate.step_s))
+        limit_s = min(config.solver_time_limit_s, plan.estimate.step_s)
         question = Question(plan, costs, replace(config, solver_time_limit_s=limit_s))
         self._process: subprocess.Popen[bytes] | None = None
         try:

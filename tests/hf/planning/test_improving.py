@@ -21,10 +21,13 @@ PLAN = plan_step(7, lognormal_lengths(3, 24, 1500, 150.0), COSTS, replace(CONFIG
 
 
 def test_only_a_gap_by_measured_costs_is_worth_it() -> None:
-    bound_s = PLAN.estimate.lower_bound_s
-    wide, narrow = (replace(PLAN, estimate=replace(PLAN.estimate, step_s=factor * bound_s)) for factor in (1.03, 1.01))
+    wide, narrow, short = (
+        replace(PLAN, estimate=replace(PLAN.estimate, step_s=factor * bound_s, lower_bound_s=bound_s))
+        for factor, bound_s in ((1.03, 10.0), (1.01, 10.0), (1.03, 0.1))
+    )
     assert is_worth_improving(wide, CONFIG)
     assert not is_worth_improving(narrow, CONFIG)
+    assert not is_worth_improving(short, CONFIG)
     assert not is_worth_improving(wide, replace(CONFIG, solver="greedy"))
     assert not is_worth_improving(wide, replace(CONFIG, one_micro_batch=True))
     guessed = replace(wide, estimate=replace(wide.estimate, cost_source="default"))
