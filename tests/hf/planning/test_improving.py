@@ -10,6 +10,7 @@ from helpers.plans.cost_models import cost_model
 from helpers.plans.grouping_problems import lognormal_lengths
 
 from hf_longctx.hf.planning import improving
+from hf_longctx.hf.planning.ahead import Draft, DraftPlanner
 from hf_longctx.hf.planning.improving import Improving, is_improved, is_worth_improving
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.planner import plan_step
@@ -39,7 +40,7 @@ def test_the_best_plan_so_far_runs_and_says_what_it_gained() -> None:
     stop_s = time.monotonic() + 120
     while work._best is PLAN and time.monotonic() < stop_s:
         time.sleep(0.05)
-    found = work.stop()
+    found = DraftPlanner(plan_step, None).chosen(Draft(PLAN, improving=work))
     assert found.estimate.counted_s < PLAN.estimate.counted_s
     assert is_improved(found)
     gain = PLAN.estimate.counted_s / found.estimate.counted_s - 1
