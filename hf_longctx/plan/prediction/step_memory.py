@@ -66,7 +66,8 @@ class StepMemory:
     def forward_s(self) -> FloatArray:
         """Seconds that every sequence adds to the forward of a group of each degree [degree, sequence]."""
         lengths = np.array(self.problem.lengths, dtype=np.float64)
-        return np.stack([self.costs.forward_sequences_s(lengths, shape) for shape in self.problem.shapes.values()])
+        shapes = [self.problem.shapes[degree] for degree in self.problem.degrees]
+        return np.stack([self.costs.forward_sequences_s(lengths, shape) for shape in shapes])
 
     def lower_bound_s(self, most_s: float = math.inf) -> float:
         """Lower bound on the seconds of every plan's chunks, gathers counted. most_s: those of a plan that is known.
@@ -103,7 +104,7 @@ class StepMemory:
             return whole_s
         further_s = fixed_s + COUNTED_SHARE * (round_gather_s(self.costs, 2) - round_gather_s(self.costs, 1))
         waiting = ByteModel(self.costs.model).accumulated(self.costs.parameters, self.costs.shard_ranks)
-        room = self.budget.device_bytes + (0 if by_link else self.budget.host_bytes)
+        room = self.budget.device_bytes + max(self._other_room(degree, by_link) for degree in problem.degrees)
         return min(whole_s, further_s + whole_s * waiting / max(1, room))
 
     def fullness(self) -> Fullness:
@@ -144,8 +145,10 @@ class StepMemory:
         problem, budget = self.problem, self.budget
         rate = self.costs.cluster.hardware.copy_bytes_per_s
         added = np.empty_like(problem.seconds)
-        host_bytes = 0 if by_link else budget.host_bytes
-        rooms = [np.maximum(1.0, budget.device_bytes - self._outside_bytes(degree)) + host_bytes for degree in problem.degrees]
+        rooms = [
+            np.maximum(1.0, budget.device_bytes - self._outside_bytes(degree)) + self._other_room(degree, by_link)
+            for degree in problem.degrees
+        ]
         low = slot_s / max(float(room.max()) for room in rooms)
         high = top if by_link else max(low, float((self.prices.seconds / self.prices.num_bytes).min()))
         grid = np.geomspace(low, max(low, high), _NUM_PRICES) if low < high else np.array([high])
@@ -160,6 +163,13 @@ class StepMemory:
             own = np.where(paid_s >= share_s * (1 - 1e-12), values - paid_s + share_s, -np.inf)
             added[k] = degree * np.max(own, axis=0)
         return added
+
+    def _other_room(self, degree: int, by_link: bool) -> float:
+        """Bytes of room besides the device: on the host, or copied in the fixed seconds of a group's forward."""
+        if not by_link:
+            return float(self.budget.host_bytes)
+        fixed_s, _ = self.costs.exchange_line(self.problem.shapes[degree], is_backward=False)
+        return self.costs.cluster.hardware.copy_bytes_per_s * (self.costs.coefficients.forward.chunk_s + fixed_s)
 
     @property
     def _is_sliceable(self) -> bool:
