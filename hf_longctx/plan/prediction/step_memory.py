@@ -157,7 +157,7 @@ class StepMemory:
             # a higher price than `top` is never paid, so that the room of a slot may cost less than the slot
             share_s = np.minimum(slot_s, high * room)
             values = held_s / degree - (grid[:, None] * rate * self.forward_s[k] if by_link else 0.0)
-            # what a sequence brings along must not count less for others where the price is higher
+            # bytes that a sequence brings along must not count less for others where the price is higher
             values = np.minimum(values, values[-1])
             paid_s = grid[:, None] * room
             own = np.where(paid_s >= share_s * (1 - 1e-12), values - paid_s + share_s, -np.inf)
