@@ -108,6 +108,16 @@ class Forecast:
         return WeightSeconds((gather_s,), *others_s)
 
     @property
+    def gap(self) -> float:
+        """Mean seconds above the lower bound, as a share of it, with the gathers that count."""
+        return self.counted_s / self.lower_bound_s - 1
+
+    @property
+    def counted_s(self) -> float:
+        """Mean seconds by which plans were compared, with the gathers that count."""
+        return _mean([step.plan.estimate.counted_s for step in self.steps])
+
+    @property
     def lower_bound_s(self) -> float:
         return _mean([step.plan.estimate.lower_bound_s for step in self.steps])
 

@@ -28,7 +28,7 @@ plan.groups.programs  plan.prediction
 plan.pipeline.activations
 plan.pipeline
 plan.planner
-plan.stage_count
+plan.stage_count  plan.anytime
 sim.text_lines  sim.hub_cache
 sim.workloads  sim.capacity  sim.prices
 sim.scenario  sim.execution  sim.longest

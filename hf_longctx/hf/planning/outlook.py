@@ -59,6 +59,7 @@ def _steps(source: PlanSource, args: TrainingArguments, loader: Any) -> str:
 def _files(args: TrainingArguments, timeline_steps: int) -> str:
     folder = Path(str(args.output_dir))
     how = {"no": "no checkpoints before the end", "steps": f"a checkpoint every {args.save_steps:g} steps"}
-    saved = how.get(str(getattr(args.save_strategy, "value", args.save_strategy)), f"checkpoints ({args.save_strategy.value})")
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    saved = how.get(strategy, f"checkpoints ({strategy})")
     timeline = ", the timeline of the last steps" if timeline_steps else ""
     return f"written to {folder}: {saved}{timeline}, {JOURNAL} (hf-longctx report {folder} makes a page of it)"

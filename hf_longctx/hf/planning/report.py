@@ -184,7 +184,8 @@ class RunReport(TrainerCallback):
             metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps
             if all(record.gap is not None for record in records):
                 bound_s = sum(record.plan.estimate.lower_bound_s for record in records) / num_steps
-                metrics["plan_gap"] = metrics["predicted_step_s"] / bound_s - 1
+                counted_s = sum(record.plan.estimate.counted_s for record in records) / num_steps
+                metrics["plan_gap"] = counted_s / bound_s - 1
         if errors:
             metrics["prediction_error"] = median(errors)
         return {**metrics, **self._replaced_plans()}

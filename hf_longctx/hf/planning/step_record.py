@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.hf.planning.ahead import is_stand_in
+from hf_longctx.hf.planning.improving import is_improved
 from hf_longctx.hf.planning.refit import MeasuredPlan, Samples
 from hf_longctx.hf.planning.samples import pass_samples
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -119,12 +120,13 @@ class StepRecord:
         estimate = self.plan.estimate
         if self.plan.num_ranks == 1 or estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
             return None
-        return max(0.0, estimate.step_s / estimate.lower_bound_s - 1)
+        return estimate.gap
 
     @property
     def _quality(self) -> str:
         gap = "" if self.gap is None else f" | within {self.gap:.1%} of optimal"
-        return f"{gap} | {self.plan.estimate.solver}" if is_stand_in(self.plan) else gap
+        is_told = is_stand_in(self.plan) or is_improved(self.plan)
+        return f"{gap} | {self.plan.estimate.solver}" if is_told else gap
 
     @property
     def _idle(self) -> str:

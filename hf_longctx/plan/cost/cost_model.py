@@ -346,6 +346,14 @@ class CostModel:
         total += (self._exchange_s(1.0, shape) - fixed_s) * tokens + self._sharing_s(0.0, 1.0, shape) - fixed_s
         return total
 
+    def forward_sequences_s(self, lengths: FloatArray, shape: GroupShape) -> FloatArray:
+        """Seconds that each whole sequence adds to the forward of a group of `shape`."""
+        forward = self.coefficients.forward
+        seen = self.model.attention_pairs().seen(np.zeros_like(lengths), lengths)
+        _, token_s = self.exchange_line(shape, is_backward=False)
+        seconds: FloatArray = (forward.pair_s * lengths * seen + forward.token_s * lengths) / shape.degree + token_s * lengths
+        return seconds - self.hidden_s(lengths, shape, is_backward=False) + self.document_s(shape, is_backward=False)
+
     def group_s(self, shape: GroupShape) -> float:
         """Seconds that a group of `shape` spends on any chunk, however few its tokens, forward plus backward."""
         chunk_s = self.coefficients.forward.chunk_s + self.coefficients.backward.chunk_s

@@ -38,7 +38,7 @@ from hf_longctx.plan.memory.round_bytes import (
     chunk_load,
     chunk_numbers,
 )
-from hf_longctx.plan.memory.stage import host_layer_bytes, host_state_bytes, part_state_bytes, resting_bytes
+from hf_longctx.plan.memory.stage import accumulated_bytes, host_layer_bytes, host_state_bytes, part_state_bytes, resting_bytes
 from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
@@ -113,6 +113,10 @@ class ByteModel:
     def states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
         """Bytes on a rank of all weights, gradients and Adam's states, shared by `shard_ranks` ranks if sharded."""
         return part_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
+
+    def accumulated(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes of whole gradients on a rank without stages whose group runs several backwards in a micro-batch."""
+        return accumulated_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def host_states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
         """Bytes of optimizer states, and of shards of layers, in the host memory of a rank without stages."""

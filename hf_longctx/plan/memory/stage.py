@@ -89,6 +89,22 @@ def _layer_bytes(model: ModelSpec, num_layers: int) -> int:
     return weights - num_layers * model.experts.spread_parameters * model.bytes_per_element
 
 
+def accumulated_bytes(
+    model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
+) -> int:
+    """Bytes of gradients that a rank holds, beside its states, while a micro-batch runs more than one backward.
+
+    FSDP2 reduce-scatters gradients in the last backward only. Until then those of all weights lie whole on every rank, those of
+    half-precision weights in fp32.
+    """
+    if parameters == "replicated" or shard_ranks == 1:
+        return 0
+    trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
+    spread = num_layers * model.experts.spread_parameters if model.trains_layers else 0
+    _, counted, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
+    return max(0, max(4 * (trained - spread), trained_bytes - spread * model.bytes_per_element) - counted)
+
+
 def host_state_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:

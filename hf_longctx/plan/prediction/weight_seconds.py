@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Parameters, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, round_traffic
+from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, StageWeights, copies_traffic, round_traffic
 from hf_longctx.plan.memory.stage import host_state_bytes, layer_shard_bytes, part_state_bytes, trained_sizes, update_part_bytes
 from hf_longctx.plan.prediction.evaluate import RankUse
 
@@ -38,6 +38,20 @@ class WeightSeconds:
         """Seconds of the gathers and reduce-scatters of the rank that has most of them."""
         return max(self.gathers_s, default=0.0)
 
+    def counted_gathers_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> float:
+        """Seconds of gathers that plans count: those that links are busy after all computing, and a share of the others.
+
+        `COUNTED_SHARE` says why.
+        """
+        if not self.gathers_s:
+            return 0.0
+        least_s = max(step_s, once_s + self._on_links_s(ranks)) - step_s
+        return least_s + COUNTED_SHARE * (self.gather_s - least_s)
+
+    def _on_links_s(self, ranks: Sequence[RankUse]) -> float:
+        """Most seconds for which exchanges and gathers keep a rank's links busy."""
+        return max(rank.exchange_s + gather_s for rank, gather_s in zip(ranks, self.gathers_s, strict=True))
+
     def range_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> tuple[float, float]:
         """Least and most seconds of a step that takes `step_s` without these.
 
@@ -49,8 +63,7 @@ class WeightSeconds:
         alone_s = self.sum_s + self.update_s + self.away_s
         if not self.gathers_s:
             return step_s + alone_s - self.hidden_s, step_s + alone_s
-        on_links_s = max(rank.exchange_s + gather_s for rank, gather_s in zip(ranks, self.gathers_s, strict=True))
-        return max(step_s, once_s + on_links_s) + alone_s - self.hidden_s, step_s + self.gather_s + alone_s
+        return max(step_s, once_s + self._on_links_s(ranks)) + alone_s - self.hidden_s, step_s + self.gather_s + alone_s
 
 
 def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:

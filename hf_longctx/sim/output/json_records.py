@@ -134,6 +134,7 @@ def _mean_record(forecast: Forecast) -> dict[str, Any]:
     return {
         "step_s": forecast.step_s,
         "lower_bound_s": forecast.lower_bound_s,
+        "gap": forecast.gap,
         "weights": _weights_record(forecast),
         "tokens_per_s": forecast.tokens_per_s,
         "compute_share": forecast.share("compute_s"),

@@ -183,7 +183,7 @@ def print_policies(with_profile: bool) -> list[str]:
         loop_ms, estimate = reference_ms(), plan.estimate
         print(
             f"{num_gpus:>5} {cold_ms:>8.0f} {min(others_ms):>8.0f} {limit_ms:>6.0f} {loop_ms:>18.0f} {estimate.step_s:>7.2f} "
-            f"{estimate.step_s / estimate.lower_bound_s - 1:>9.1%}  {len(plan.micro_batches)} micro-batches",
+            f"{estimate.gap:>9.1%}  {len(plan.micro_batches)} micro-batches",
             flush=True,
         )
         if cold_ms > limit_ms * max(1.0, loop_ms / REFERENCE_MS):
@@ -209,7 +209,7 @@ def print_times(model: str, lengths: str) -> list[str]:
         plan, found_ms = plan_ms(batch, setup.costs, config, REPEATS)
         shortest_ms, estimate = min(found_ms), plan.estimate
         own = estimate.step_s / own_fluid_s(plan, setup.costs, config) - 1
-        any_plan = estimate.step_s / estimate.lower_bound_s - 1
+        any_plan = estimate.gap
         print(
             f"{num_gpus:>5} {count:>9} {shortest_ms:>8.0f} {limit_ms:>6.0f} {estimate.step_s:>7.2f} {own:>9.1%} "
             f"{any_plan:>9.1%}  {len(plan.micro_batches)} micro-batches"
