@@ -189,6 +189,9 @@ def candidates_with_room(
         limits = [least, *limits]
     if longest > kept and tries_all:
         limits = [*limits, problem.capacity]
+    if longest <= kept and not problem.micro_batch_s:
+        # everything fits as it is
+        limits = [least]
     found = [each for limit in dict.fromkeys(limits) for each in _candidates_or_none(problem, limit, costs, config)]
     if not found:
         # a single micro-batch must hold everything
