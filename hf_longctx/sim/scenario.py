@@ -317,10 +317,12 @@ def _kept_because(name_or_path: str, notes: list[str]) -> str:
 
 
 def _most_positions(name_or_path: str, model: ModelSpec) -> int:
-    """Positions of a model that nothing extends, so that a run refuses longer sequences; 0 if they can be extended."""
+    """Positions of a model that nothing extends, so that a run refuses longer sequences; 0 if they can be extended.
+
+    A named shape is no checkpoint, and may be made with as many as are needed.
+    """
     path = _config_path(name_or_path)
-    is_limited = model.learned_positions if path is None else has_position_table(_read_config(path))
-    return model.max_positions if is_limited else 0
+    return 0 if path is None or not has_position_table(_read_config(path)) else model.max_positions
 
 
 def _short_name(name: str) -> str:

@@ -238,7 +238,8 @@ def test_no_sequence_is_longer_than_a_position_table(tmp_path: Path) -> None:
     lengths = Workload("test", np.array([100, 600]), np.array([1, 1]), 600)
     with pytest.raises(ValueError, match=r"has 600 tokens, but .* has 512 positions, which nothing extends; .* --limit 512"):
         make_forecast(table, lengths, 1, 1, 0)
-    assert build_scenario(GPT).placement.most_positions == 192_000
+    # named shapes may be made with more
+    assert build_scenario(GPT).placement.most_positions == 0
 
 
 def test_measured_seconds_are_halved_alike() -> None:
