@@ -124,7 +124,7 @@ class PlanSource:
                 return Draft(self.solve(number, known, explore))
             if not is_slow(self.config):
                 costs, config = self.costs, self.config
-                plan = self.drafts.planner(number, known, costs, config)
+                plan = self.solve(number, known, explore)
                 # plans of an evaluation, which explore nothing, are needed at once
                 is_worth = explore and is_worth_improving(plan, config)
                 return Draft(plan, improving=Improving(plan, costs, config) if is_worth else None)

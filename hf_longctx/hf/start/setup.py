@@ -30,6 +30,7 @@ from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, ra
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import activation_budget, describe_states, rank_memory
+from hf_longctx.hf.start.settings.advice import allocator_advice, slow_tiles, threads_advice
 from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -49,7 +50,6 @@ from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
 from hf_longctx.runtime.parameters.low_bit import moment_bytes
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.tiles.cuda import device_capability
 from hf_longctx.runtime.tiles.packs import flash_problems, takes_packs
 from hf_longctx.runtime.tiles.registered import active_flash
 from hf_longctx.runtime.tiles.tile import attention_backend
@@ -503,61 +503,6 @@ def _shares_calls(spec: ModelSpec, args: TrainingArguments, model: PreTrainedMod
     head_dim = max(spec.head_dim, spec.value_head_dim)
     is_masked = spec.drops_weights or not spec.index.is_empty
     return not is_masked and takes_packs(args.device, _attention_dtype(args, model), head_dim, spec.caps_scores)
-
-
-def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
-    """Says that tiles of attention run without a fast operator, and what to change; empty if they do not, or on a CPU."""
-    head_dim = max(spec.head_dim, spec.value_head_dim)
-    if device.type == "cuda" and spec.drops_weights:
-        return (
-            "attention: dropout of its weights makes all tiles plain matrices, many times slower than FlashAttention; set "
-            "attention dropout to 0 in the model's config to go without, or measure what it costs with hf-longctx calibrate"
-            f"{tf32_offer(device_capability(device), dtype, torch.backends.cuda.matmul.fp32_precision)}"
-        )
-    if device.type != "cuda" or attention_backend(device, dtype, head_dim, spec.caps_scores) != "plain":
-        return ""
-    wanted = ["bf16=True", "head sizes of at most 256 that 8 divides"]
-    wanted += ["the package flash-attn or flash-attn-4"] if spec.caps_scores else []
-    return (
-        f"attention: its tiles are plain matrices, many times slower than FlashAttention, which needs {', '.join(wanted)}; here "
-        f"heads have {head_dim} elements in {str(dtype).removeprefix('torch.')}"
-        f"{tf32_offer(device_capability(device), dtype, torch.backends.cuda.matmul.fp32_precision)}"
-    )
-
-
-def tf32_offer(capability: tuple[int, int], dtype: torch.dtype, precision: str) -> str:
-    """Says what TF32 gives to products of fp32 matrices and what it costs; empty where no product would change.
-
-    precision: of such products now, as `torch.backends` names it.
-    """
-    if dtype != torch.float32 or capability < (8, 0) or precision == "tf32":
-        return ""
-    return (
-        "; to keep weights and activations in fp32, TrainingArguments(tf32=True) lets tensor cores multiply, at up to eight "
-        "times the rate, but rounds the factors of every product to 11 bits: results are right to about 1e-3 instead of 1e-6"
-    )
-
-
-def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
-    """A setting of torch's allocator that is missing; empty if none is, or on a CPU."""
-    settings = [environment.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
-    if device_type != "cuda" or any("expandable_segments" in each for each in settings):
-        return ""
-    return (
-        "memory: sizes of tensors change in every step, which leaves gaps between them; set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
-    )
-
-
-def threads_advice(costs: CostModel, device_type: str, num_threads: int, num_cores: int) -> str:
-    """More threads for updates on the host, if cores would be idle; empty on a CPU, whose threads do everything."""
-    own_cores = num_cores // costs.cluster.ranks_per_node
-    if device_type != "cuda" or not costs.model.updates_on_host or 2 * num_threads > own_cores:
-        return ""
-    return (
-        f"optimizer states: the CPU updates weights with {num_threads} thread(s) a rank (torchrun sets one); set "
-        f"OMP_NUM_THREADS={own_cores} in the environment for all of the {num_cores} cores"
-    )
 
 
 def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:

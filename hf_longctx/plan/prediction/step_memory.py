@@ -38,6 +38,8 @@ from hf_longctx.plan.memory.layer import Load, OutsideBytes
 
 # number of prices that are tried for every sequence, and of sizes for which bytes beside layers are counted
 _NUM_PRICES, _NUM_SIZES = 16, 12
+# lowest price that is tried, as a share of the highest
+_LEAST_SHARE = 1e-6
 # tokens of the shortest slice: slices take equal time, so that the last has at least half of the mean; a sixteenth for rounding
 _SHORTEST_SLICE = LEAST_SLICE_TOKENS * 15 // 32
 
@@ -151,7 +153,9 @@ class StepMemory:
         ]
         low = slot_s / max(float(room.max()) for room in rooms)
         high = top if by_link else max(low, float((self.prices.seconds / self.prices.num_bytes).min()))
-        grid = np.geomspace(low, max(low, high), _NUM_PRICES) if low < high else np.array([high])
+        # a slot without fixed seconds may cost nothing; bounds hold at any price
+        low = max(low, _LEAST_SHARE * high)
+        grid = np.geomspace(low, high, _NUM_PRICES) if low < high else np.array([high])
         held_s = self.prices.least_s(grid[:, None])
         for k, (degree, room) in enumerate(zip(problem.degrees, rooms, strict=True)):
             # a higher price than `top` is never paid, so that the room of a slot may cost less than the slot

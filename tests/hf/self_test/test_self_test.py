@@ -348,7 +348,8 @@ def test_short_memory_means_less_precision_then_none(monkeypatch, caplog, gib: f
 def test_without_room_for_fp64_it_is_fp32_and_still_notices(monkeypatch) -> None:
     elements = check.num_elements(build_model(MIXED), [0])
     monkeypatch.setattr(check, "_free_bytes", lambda *args: 24 * elements)
-    assert "tokens in float32, largest error" in start(MIXED, {}, {}, "")
+    opening = start(MIXED, {}, {}, "")
+    assert "tokens in float32" in opening and "float64" not in opening
     assert "window: layer 1 (sliding_attention, window 6)" in start(MIXED, {}, {}, "windows ignored")
 
 

@@ -1,0 +1,65 @@
+"""Says what the machine, the environment or the model's config would have to be for a run to be faster or to fit."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.runtime.tiles.cuda import device_capability
+from hf_longctx.runtime.tiles.tile import attention_backend
+
+
+def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """Says that tiles of attention run without a fast operator, and what to change; empty if they do not, or on a CPU."""
+    head_dim = max(spec.head_dim, spec.value_head_dim)
+    if device.type == "cuda" and spec.drops_weights:
+        return (
+            "attention: dropout of its weights makes all tiles plain matrices, many times slower than FlashAttention; set "
+            "attention dropout to 0 in the model's config to go without, or measure what it costs with hf-longctx calibrate"
+            f"{tf32_offer(device_capability(device), dtype, torch.backends.cuda.matmul.fp32_precision)}"
+        )
+    if device.type != "cuda" or attention_backend(device, dtype, head_dim, spec.caps_scores) != "plain":
+        return ""
+    wanted = ["bf16=True", "head sizes of at most 256 that 8 divides"]
+    wanted += ["the package flash-attn or flash-attn-4"] if spec.caps_scores else []
+    return (
+        f"attention: its tiles are plain matrices, many times slower than FlashAttention, which needs {', '.join(wanted)}; here "
+        f"heads have {head_dim} elements in {str(dtype).removeprefix('torch.')}"
+        f"{tf32_offer(device_capability(device), dtype, torch.backends.cuda.matmul.fp32_precision)}"
+    )
+
+
+def tf32_offer(capability: tuple[int, int], dtype: torch.dtype, precision: str) -> str:
+    """Says what TF32 gives to products of fp32 matrices and what it costs; empty where no product would change.
+
+    precision: of such products now, as `torch.backends` names it.
+    """
+    if dtype != torch.float32 or capability < (8, 0) or precision == "tf32":
+        return ""
+    return (
+        "; to keep weights and activations in fp32, TrainingArguments(tf32=True) lets tensor cores multiply, at up to eight "
+        "times the rate, but rounds the factors of every product to 11 bits: results are right to about 1e-3 instead of 1e-6"
+    )
+
+
+def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
+    """A setting of torch's allocator that is missing; empty if none is, or on a CPU."""
+    settings = [environment.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if device_type != "cuda" or any("expandable_segments" in each for each in settings):
+        return ""
+    return (
+        "memory: sizes of tensors change in every step, which leaves gaps between them; set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+    )
+
+
+def threads_advice(costs: CostModel, device_type: str, num_threads: int, num_cores: int) -> str:
+    """More threads for updates on the host, if cores would be idle; empty on a CPU, whose threads do everything."""
+    own_cores = num_cores // costs.cluster.ranks_per_node
+    if device_type != "cuda" or not costs.model.updates_on_host or 2 * num_threads > own_cores:
+        return ""
+    return (
+        f"optimizer states: the CPU updates weights with {num_threads} thread(s) a rank (torchrun sets one); set "
+        f"OMP_NUM_THREADS={own_cores} in the environment for all of the {num_cores} cores"
+    )
