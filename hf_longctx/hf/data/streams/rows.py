@@ -174,7 +174,8 @@ class SequenceReader:
             self._compare()
         self._check_workers()
         if self._anchor is None:
-            self._hashed = xxhash.xxh3_128()
+            # a run that begins with the next epoch knows nothing of this one
+            self._hashed, self._pending = xxhash.xxh3_128(), None
         self.epoch, self.num_rows, self._state_row = epoch + 1, 0, 0
         return Cursor(epoch + 1) if self._anchor is None else Cursor(epoch + 1, 0, 0, self._hashed.hexdigest(), self._anchor)
 

@@ -129,7 +129,7 @@ def test_a_state_saves_reading_from_the_beginning_and_is_checked_against_a_row()
     after = straight[-2].after
     stream, made = parts([rows], StatefulPart)
     assert ids(some(stream, 1, after)) == ids(straight[-1:])
-    # 636 rows before the cursor, of which 257 were read when the last state was taken before it
+    # the last state before the cursor was taken after 513 rows
     assert after.readers[0].row == 636 and made[0].num_read == 640 - 513
     counted, made = parts([rows])
     assert ids(some(counted, 1, Place(0, some(parts([rows])[0], 159, Place.begin(1))[-1].after.readers))) == ids(straight[-1:])
@@ -195,10 +195,11 @@ class Holder:
 
 def stateful_loader(reader: int, num_readers: int, num_workers: int = 0, kind: str = "shuffled") -> Any:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
     rows = random_rows([3 + number % 5 for number in range(23)])[reader::num_readers]
     if kind == "shuffled":
         generator = torch.Generator().manual_seed(reader)
-        sampler = torch.utils.data.RandomSampler(rows, generator=generator)
+        sampler = samplers.RandomSampler(rows, generator=generator)
         return torchdata.StatefulDataLoader(rows, batch_size=None, sampler=sampler, generator=generator, num_workers=num_workers)
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
     return torchdata.StatefulDataLoader(stream, batch_size=2, collate_fn=list, num_workers=num_workers)
