@@ -39,7 +39,7 @@ class RollCall:
         self.store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
         self.rank, self.num_ranks, self.attempt = rank, num_ranks, attempt
         self.still: Callable[[], list[int]] = list
-        store.set(_process_key(rank), f"{host_identity()} {os.getpid()}")
+        self.store.set(_process_key(rank), f"{host_identity()} {os.getpid()}")
         self._processes: dict[int, str] = {}
 
     @classmethod
