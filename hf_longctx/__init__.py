@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hf_longctx.hf.evaluation.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
     from hf_longctx.hf.models.rope import extend_positions
+    from hf_longctx.hf.ranks.refusals import refusals_last
+    from hf_longctx.hf.start.settings.muon import MuonWithAdamW
     from hf_longctx.hf.start.sharded_loading import load_sharded
     from hf_longctx.hf.start.stages import load_pipeline_stage
     from hf_longctx.hf.stock.callback import LongContextCallback
@@ -33,6 +35,7 @@ _HOMES = {
     "LongContextEvaluation": "hf_longctx.hf.evaluation.long_evaluation",
     "LongContextMixin": "hf_longctx.hf.trainer.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer.trainer",
+    "MuonWithAdamW": "hf_longctx.hf.start.settings.muon",
     "NeedleTask": "hf_longctx.hf.evaluation.needles",
     "ShardedStream": "hf_longctx.hf.data.streams.sources",
     "TokenLoss": "hf_longctx.runtime.core.loss",
@@ -42,6 +45,7 @@ _HOMES = {
     "mix_datasets": "hf_longctx.hf.data.mixture",
     "pack_sequences": "hf_longctx.plan.chunks.packing",
     "passkeys": "hf_longctx.hf.evaluation.needles",
+    "refusals_last": "hf_longctx.hf.ranks.refusals",
     "tokenise_chat": "hf_longctx.hf.data.tokenise",
     "tokenise_completions": "hf_longctx.hf.data.tokenise",
     "tokenise_text": "hf_longctx.hf.data.tokenise",
@@ -54,6 +58,7 @@ __all__ = [
     "LongContextEvaluation",
     "LongContextMixin",
     "LongContextTrainer",
+    "MuonWithAdamW",
     "NeedleTask",
     "ShardedStream",
     "TokenLoss",
@@ -64,6 +69,7 @@ __all__ = [
     "mix_datasets",
     "pack_sequences",
     "passkeys",
+    "refusals_last",
     "tokenise_chat",
     "tokenise_completions",
     "tokenise_text",

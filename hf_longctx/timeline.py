@@ -86,11 +86,14 @@ def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> s
     )
 
 
-def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path, most_inches: float = 9.0) -> None:
+def save_png_timeline(
+    panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path, most_inches: float = 9.0, wide_inches: float = 14.0
+) -> None:
     """Write the picture of `svg_timeline` as a PNG file, also for many ranks; needs matplotlib (the extra `plot`).
 
     Neighbouring ranks that do the same are drawn as one box, as high as their number. most_inches: height of a panel of many
-    ranks; the rows of 64 can be told apart in 9 inches.
+    ranks; the rows of 64 can be told apart in 9 inches. wide_inches: width of the picture; the narrower it is, the larger letters
+    are on a page that shows it at another width.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -99,13 +102,13 @@ def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str,
     panels = panels or {"nothing": ()}
     # rows of two ranks are not too thin
     heights = [min(most_inches, max(1.2, 0.11 * len({e.rank for e in events}))) for events in panels.values()]
-    figure = Figure(figsize=(14, 1.3 + sum(height + 0.6 for height in heights)), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(wide_inches, 1.3 + sum(height + 0.6 for height in heights)), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     stop_s = max((event.stop_s for events in panels.values() for event in events), default=0.0) or 1.0
     grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
     for axes, (name, events), height in zip(grid[:, 0], panels.items(), heights, strict=True):
-        _draw_panel(axes, events, stop_s, height)
+        _draw_panel(axes, events, stop_s, (wide_inches - 1.5, height))
         axes.set_title(f"{name}: {max((e.stop_s for e in events), default=0.0):.2f} s", fontsize=10, loc="left")
     grid[-1, 0].set_xlabel("seconds; <n>: sequence group of n ranks")
     kinds = {event.kind for events in panels.values() for event in events}
@@ -115,8 +118,8 @@ def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str,
     figure.savefig(path)
 
 
-def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, height: float) -> None:
-    """Draw one panel of `height` inches: the boxes by kind, labels that fit into them, and the names of some ranks."""
+def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, inches: tuple[float, float]) -> None:
+    """Draw one panel of so many inches, width first: boxes by kind, labels that fit into them, names of some ranks."""
     from matplotlib.collections import PolyCollection
 
     ranks = sorted({event.rank for event in events})
@@ -130,7 +133,7 @@ def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, heigh
         ]
         colour = _COLOURS.get(kind, _OTHER_COLOUR)
         axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=0.4))
-    dots_per_s, dots_per_row = 12.5 * _DPI / stop_s, height * _DPI / max(1, len(ranks))
+    dots_per_s, dots_per_row = inches[0] * _DPI / stop_s, inches[1] * _DPI / max(1, len(ranks))
     for event, num in boxes:
         label = event.detail.split(" ", 1)[0] if event.detail.startswith("<") else event.name
         # a character is about 6 dots wide and a line 10 dots high at this size

@@ -20,8 +20,9 @@ from transformers import HfArgumentParser
 
 from hf_longctx.plan.core.messages import shortened, shown
 
-# settings whose value may be a path that starts with recipes/, which outside the repository is looked up in the package
-_PATHS = ("model_name_or_path", "tokenizer", "chat_template")
+# settings whose value may be a path that starts with recipes/, which outside the repository is looked up in the package, as are
+# paths in the entries of `datasets`
+_PATHS = ("model_name_or_path", "tokenizer", "chat_template", "dataset")
 
 # bytes of the largest file of settings, and most values in one with its aliases written out
 _MOST_BYTES, _MOST_VALUES = 2**20, 100_000
@@ -62,6 +63,22 @@ def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = N
         near = difflib.get_close_matches(unknown[0], known, n=3)
         raise SystemExit(f"unknown setting {shown(unknown[0])}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
     return tuple(settings)
+
+
+def given_settings(arguments: list[str] | None = None) -> dict[str, str]:
+    """First word of every setting that the words `[CONFIG.yaml] [--key value ...]` give (default: the command line).
+
+    The last of several wins; a setting without a word, which is a flag, gets "true".
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0].endswith((".yaml", ".yml")):
+        words = [*_words_of_file(Path(words[0])), *words[1:]]
+    given = {}
+    for word, following in pairwise([*words, "--"]):
+        if word.startswith("--"):
+            name, sign, value = word[2:].partition("=")
+            given[name.replace("-", "_")] = value if sign else "true" if following.startswith("--") else following
+    return given
 
 
 def _is_infinite(word: str) -> bool:
@@ -128,7 +145,7 @@ def _words_of_file(path: Path) -> list[str]:
         # a setting without a value keeps its default
         if value is not None:
             try:
-                values = [_shipped(word) if key in _PATHS else word for word in _words_of_value(value)]
+                values = [_shipped(word) if key in _PATHS else word for word in _words_of_value(_with_paths(value))]
             except (TypeError, ValueError) as error:
                 raise SystemExit(f"{path}: {shown(key)} holds a value that is no text, number or list: {error}") from None
             # argparse would take a value like --- for a setting
@@ -142,6 +159,15 @@ def _words_of_value(value: Any) -> list[str]:
     if isinstance(value, list):
         return [word for item in value for word in _words_of_value(item)]
     return [str(value)]
+
+
+def _with_paths(value: Any) -> Any:
+    """A setting whose entries with a `path`, as in `datasets`, name files that are there."""
+    if isinstance(value, list):
+        return [_with_paths(entry) for entry in value]
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        return {**value, "path": _shipped(value["path"])}
+    return value
 
 
 def _shipped(path: str) -> str:

@@ -2,15 +2,19 @@
 
     accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/sft.py recipes/configs/demo.yaml [--key value ...]
 
-Its settings are the fields of `RecipeArguments` below, of `LongContextConfig` and of `transformers.TrainingArguments`.
+Its settings are the fields of `RecipeArguments` below, of `LongContextConfig` and of `transformers.TrainingArguments`. Unless
+`long_sequences` is set, texts above `max_length` are split, and conversations and completions lose their tails.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +22,7 @@ from typing import Any, Literal
 import datasets
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
@@ -32,6 +37,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.utils import logging as transformers_logging
 
 from hf_longctx import (
     DataError,
@@ -43,9 +49,12 @@ from hf_longctx import (
     load_pipeline_stage,
     load_sharded,
     passkeys,
+    refusals_last,
 )
+from hf_longctx.hf.models.wrapped.text import tower_names
+from hf_longctx.hf.start.arguments import fit_problems
 from hf_longctx.recipes.key_values import key_value_needle
-from hf_longctx.recipes.settings import read_settings
+from hf_longctx.recipes.settings import given_settings, read_settings
 from hf_longctx.recipes.sources import KEY_VALUES, Documents, Source, check_sources, load_tokens
 
 # setting that goes with `dataset` -> the key of an entry of `datasets` that means the same
@@ -98,7 +107,10 @@ class RecipeArguments:
         default=None, metadata={"help": "The adapters' output is scaled by lora_alpha / lora_rank. Default: twice the rank."}
     )
     lora_targets: list[str] | None = field(
-        default=None, metadata={"help": "Names of the Linear modules to adapt. Default: all except the output head."}
+        default=None,
+        metadata={
+            "help": "Names of the Linear modules to adapt. Default: all except the output head and towers for images or sound."
+        },
     )
     load_in_4bit: bool = field(
         default=False,
@@ -266,15 +278,18 @@ def main(settings: list[str] | None = None, callbacks: Sequence[TrainerCallback]
     recipe, config, args = read_settings((RecipeArguments, LongContextConfig, TrainingArguments), settings)
     check_world(args, recipe.expected_world_size)
     set_seed(args.seed)
-    if args.process_index:
-        datasets.disable_progress_bars()
-        # rank 0 alone reports what is left out of the data
-        logging.getLogger("hf_longctx").setLevel(logging.ERROR)
+    keep_quiet(args)
+    if "long_sequences" not in given_settings(settings):
+        config = with_cuts(config, recipe)
     tokenizer = load_tokenizer(recipe)
-    # load data before the model, because errors in it are found faster
-    documents = load_documents(recipe, tokenizer, args)
+    # settings before data and data before the model, because errors in them are found faster
+    check_fit(recipe, config, tokenizer)
+    documents = load_documents(recipe, config, tokenizer, args)
     say(args, "\n".join(documents.lines))
-    model = with_adapters(load_model(recipe, config), recipe)
+    try:
+        model = with_adapters(load_model(recipe, config), recipe)
+    except OSError as error:
+        raise SystemExit(f"model_name_or_path {recipe.model_name_or_path}: {str(error).splitlines()[0]}") from error
     trainer = LongContextTrainer(
         model=model,
         args=args,
@@ -285,6 +300,8 @@ def main(settings: list[str] | None = None, callbacks: Sequence[TrainerCallback]
         longctx_config=config,
     )
     say(args, describe(trainer, model))
+    # before an evaluation that takes minutes
+    trainer.longctx_run.report.open(args, trainer.get_train_dataloader())
     add_needles(trainer, recipe, documents.held_out)
     before = trainer.evaluate() if documents.held_out is not None else {}
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(args, recipe.resume))
@@ -305,6 +322,42 @@ def main(settings: list[str] | None = None, callbacks: Sequence[TrainerCallback]
     )
     say(args, f"checkpoint: {args.output_dir}  ({loader})")
     leave()
+
+
+def keep_quiet(args: TrainingArguments) -> None:
+    """Leaves warnings to rank 0, since all ranks have the same, and progress bars to rank 0 on a terminal."""
+    if args.process_index:
+        logging.getLogger("hf_longctx").setLevel(logging.ERROR)
+        args.log_level_replica = "error"
+        warnings.simplefilter("ignore")
+    if args.process_index or not sys.stderr.isatty():
+        # in a file every bar is printed many times
+        datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+
+
+def with_cuts(config: LongContextConfig, recipe: RecipeArguments) -> LongContextConfig:
+    """The config for settings that do not say what becomes of rows above max_length: texts are split, others lose their tail.
+
+    A split conversation would train answers without their questions. Documents that are made up here fit, or are an error.
+    """
+    if any(source.path == KEY_VALUES for source in recipe.sources):
+        return config
+    is_text = all(source.text_column for source in recipe.sources)
+    return replace(config, long_sequences="split" if is_text else "truncate")
+
+
+def check_fit(recipe: RecipeArguments, config: LongContextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Exits for a max_length or tokenizer that does not fit the model, before data is tokenised."""
+    try:
+        problems = fit_problems(model_config(recipe, config), tokenizer, config)
+    except (OSError, KeyError):
+        # loading the model says what is wrong with its config
+        return
+    except (ValueError, StrictDataclassError) as error:
+        problems = [" ".join(str(error).split())]
+    if problems:
+        raise SystemExit("\n".join(f"settings: {problem}" for problem in problems))
 
 
 def checkpoint_to_resume(args: TrainingArguments, resume: str) -> str | bool | None:
@@ -370,18 +423,26 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
 
     A rank holds only its stage of a checkpoint, if possible, and of sharded parameters only its shards.
     """
-    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, "attn_implementation": "sdpa", **four_bits(recipe)}
+    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, **four_bits(recipe)}
+    config = model_config(recipe, longctx_config)
     if path is None:
-        assert recipe.model_config is not None
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(recipe.model_config)), **settings)
-    config = checkpoint_config(recipe)
-    if recipe.rope_scaling is not None and longctx_config.max_length is not None:
-        config = extend_positions(config, longctx_config.max_length, recipe.rope_scaling)
+        return AutoModelForCausalLM.from_config(config, **settings)
     if longctx_config.stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
         return load_pipeline_stage(path, longctx_config, config=config, **settings)
     if longctx_config.stages == 1 and not recipe.load_in_4bit:
         return load_sharded(path, longctx_config, config=config, **settings)
     return AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+
+
+def model_config(recipe: RecipeArguments, longctx_config: LongContextConfig) -> PretrainedConfig:
+    """The config of the model that the settings name, with as many positions as they ask for."""
+    if recipe.model_name_or_path is None:
+        assert recipe.model_config is not None
+        return AutoConfig.for_model(**json.loads(recipe.model_config))
+    config = checkpoint_config(recipe)
+    if recipe.rope_scaling is not None and longctx_config.max_length is not None:
+        config = extend_positions(config, longctx_config.max_length, recipe.rope_scaling)
+    return config
 
 
 def four_bits(recipe: RecipeArguments) -> dict[str, Any]:
@@ -404,16 +465,22 @@ def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrained
     """Adds LoRA adapters to the model if the settings ask for them; exits for targets that the model does not have."""
     if not recipe.lora_rank:
         return model
-    settings = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
+    settings: dict[str, Any] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
     targets = recipe.lora_targets or "all-linear"
+    if towers := tower_names(model):
+        # rows of text never reach them
+        settings["exclude_modules"] = rf"({'|'.join(map(re.escape, towers))})(\..*)?"
     try:
         return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **settings))
     except ValueError as error:
         raise SystemExit(f"lora_targets: {error}") from error
 
 
-def load_documents(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments) -> Documents:
+def load_documents(
+    recipe: RecipeArguments, config: LongContextConfig, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments
+) -> Documents:
     """Loads training and held-out tokens; the first process of a machine tokenises, the others read its cache."""
+    most_tokens = config.max_length if config.long_sequences == "error" else None
     with args.main_process_first(desc="tokenise"):
         try:
             return load_tokens(
@@ -423,6 +490,7 @@ def load_documents(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, 
                 held_out=recipe.eval_source or recipe.eval_documents,
                 max_document_chars=recipe.max_document_chars,
                 mix_until=recipe.mix_until,
+                most_tokens=most_tokens,
             )
         except DataError as error:
             raise SystemExit(f"data: {error}") from error
@@ -470,4 +538,5 @@ def _from_json(text: str, setting: str) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    with refusals_last():
+        main()

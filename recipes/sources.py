@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_longctx.hf.data.chat import DataError
 from hf_longctx.hf.data.mixture import Stopping, concatenated, held_out_counts, mix_datasets, without_copies
-from hf_longctx.hf.data.tokenise import count_tokens, joined, tokenise_chat, tokenise_completions, tokenise_text
+from hf_longctx.hf.data.tokenise import NothingToLearn, count_tokens, joined, tokenise_chat, tokenise_completions, tokenise_text
 from hf_longctx.recipes.key_values import key_value_rows
 
 # documents in the made-up dataset `key-values`, unless max_documents says otherwise
@@ -135,17 +135,23 @@ def load_tokens(
     held_out: int | Source = 0,
     max_document_chars: int | None = None,
     mix_until: Stopping = "first_exhausted",
+    most_tokens: int | None = None,
 ) -> Documents:
     """Loads, tokenises and mixes the sources.
 
     Holds out `held_out` of their documents, drawn by seed, or all documents of another source. No held-out document stays in
-    the training set, not even as a copy in another row.
+    the training set, not even as a copy in another row. Raises DataError, before anything long begins, for files, columns and
+    templates that cannot be used in any source, and for a document of more than `most_tokens`.
     """
-    sets = [_tokenised(source, tokenizer, seed, max_document_chars) for source in sources]
+    every = [*sources, held_out] if isinstance(held_out, Source) else list(sources)
+    opened = [_opened(source, seed, max_document_chars) for source in every]
+    for rows in opened:
+        rows.try_out(tokenizer, most_tokens)
+    sets = [rows.tokenised(tokenizer) for rows in opened[: len(sources)]]
     weights = [source.weight for source in sources if source.weight is not None] or None
     others: datasets.Dataset | None = None
     if isinstance(held_out, Source):
-        others = _tokenised(held_out, tokenizer, seed, max_document_chars)
+        others = opened[-1].tokenised(tokenizer)
     elif held_out:
         counts = held_out_counts(held_out, [len(tokens) for tokens in sets], weights)
         others = concatenated([tokens.select(range(count)) for tokens, count in zip(sets, counts, strict=True)])
@@ -165,14 +171,65 @@ def load_tokens(
     return Documents(train, others, tuple(lines))
 
 
-def _tokenised(source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, max_document_chars: int | None) -> datasets.Dataset:
-    """Tokenises the source's documents in an order drawn by seed, at most `max_documents` of them."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The rows of a source that are used (None: made-up ones), in an order drawn by seed; `order`: their numbers in the file."""
+
+    source: Source
+    seed: int
+    documents: datasets.Dataset | None = None
+    order: tuple[int, ...] = ()
+
+    def try_out(self, tokenizer: PreTrainedTokenizerBase, most_tokens: int | None) -> None:
+        """Tokenises the longest row alone. Raises DataError if that cannot be, or if it has more than `most_tokens`."""
+        if self.documents is None:
+            return
+        place = _longest_row(self.documents, self.source)
+        # apart from the file, so that no result goes to its cache
+        row = datasets.Dataset(self.documents.select([place]).with_format("arrow")[:])
+        shows = not datasets.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        try:
+            tokens = self._encoded(row, tokenizer, self.order[place : place + 1])
+        except NothingToLearn:
+            # other rows may have something
+            return
+        finally:
+            if shows:
+                datasets.enable_progress_bars()
+        if most_tokens is not None and (count := len(tokens[0]["input_ids"])) > most_tokens:
+            raise DataError(
+                f"dataset {self.source.path}: row {self.order[place]} has {count:,} tokens, above max_length {most_tokens:,}; "
+                f"set long_sequences to truncate to drop the tail, or to split to cut it into independent documents, or raise "
+                f"max_length"
+            )
+
+    def tokenised(self, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
+        """All rows as tokens; raises DataError if none is left."""
+        if self.documents is None:
+            return key_value_rows(self.source.max_documents or _NUM_KEY_VALUES, random.Random(self.seed))
+        return self._encoded(self.documents, tokenizer, self.order)
+
+    def _encoded(self, documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, order: Sequence[int]) -> datasets.Dataset:
+        source = self.source
+        try:
+            if source.messages_column:
+                return tokenise_chat(documents, tokenizer, source.messages_column, row_numbers=order)
+            if source.prompt_column and source.completion_column:
+                return tokenise_completions(documents, tokenizer, source.prompt_column, source.completion_column)
+            return tokenise_text(documents, tokenizer, source.text_column, source.column_separator)
+        except DataError as error:
+            raise type(error)(f"dataset {source.path}: {error}") from error
+
+
+def _opened(source: Source, seed: int, max_document_chars: int | None) -> _Opened:
+    """Opens the source's documents in an order drawn by seed, at most `max_documents` of them."""
     if source.path == KEY_VALUES:
         if max_document_chars is not None:
             raise DataError(
                 f"max_document_chars is for text, but dataset {KEY_VALUES} consists of tokens; use max_length instead"
             )
-        return key_value_rows(source.max_documents or _NUM_KEY_VALUES, random.Random(seed))
+        return _Opened(source, seed)
     documents = _load(source)
     _check_columns(documents, source)
     if source.text_column:
@@ -187,15 +244,27 @@ def _tokenised(source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, ma
     order = order[: source.max_documents]
     if not order:
         raise DataError(f"dataset {source.path} has no documents left; check its columns and max_document_chars")
-    documents = documents.select(order)
-    try:
-        if source.messages_column:
-            return tokenise_chat(documents, tokenizer, source.messages_column, row_numbers=order)
-        if source.prompt_column and source.completion_column:
-            return tokenise_completions(documents, tokenizer, source.prompt_column, source.completion_column)
-        return tokenise_text(documents, tokenizer, source.text_column, source.column_separator)
-    except DataError as error:
-        raise DataError(f"dataset {source.path}: {error}") from error
+    return _Opened(source, seed, documents.select(order), tuple(order))
+
+
+def _longest_row(documents: datasets.Dataset, source: Source) -> int:
+    """The row with the most bytes in the columns that are used."""
+    most, longest, first = -1, 0, 0
+    for batch in documents.select_columns(list(source.columns)).iter(1000):
+        for place, values in enumerate(zip(*(batch[name] for name in source.columns), strict=True)):
+            if (size := sum(_size(value) for value in values)) > most:
+                most, longest = size, first + place
+        first += len(batch[source.columns[0]])
+    return longest
+
+
+def _size(value: Any) -> int:
+    """Number of characters of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 0
 
 
 def _load(source: Source) -> datasets.Dataset:

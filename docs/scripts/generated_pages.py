@@ -1,12 +1,14 @@
 """Writes the pages that repeat what the code says: `python docs/scripts/generated_pages.py`.
 
-`reference/settings.md` comes from the fields of `LongContextConfig`, `llms.txt` from the site's navigation and the first sentence
-of every page. A test compares both with what stands in the repository.
+`reference/settings.md` comes from the fields of `LongContextConfig`, the table in `reference/training-arguments.md` from that of
+the start checks, `llms.txt` from the site's navigation and the first sentence of every page. A test compares them with those
+in the repository.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +17,14 @@ from typing import Any
 import yaml
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.start.settings.fields import SETTINGS, Setting
 
 DOCS = Path(__file__).parents[1]
 CONFIG = DOCS.parent / "mkdocs.yml"
+ARGUMENTS = DOCS / "reference" / "training-arguments.md"
+# heading of the part of the page that is written here, to its end
+_TABLE = "## Every field"
+_MARKS = {"supported": "🟢", "Trainer's own": "🟢", "some values": "🟡", "translated": "🟢", "no effect": "⚪"}
 
 
 def settings_page() -> str:
@@ -42,6 +49,37 @@ def settings_page() -> str:
     )
 
 
+def arguments_page() -> str:
+    """The page about `TrainingArguments`: what people wrote, then the table of every field."""
+    written = ARGUMENTS.read_text().partition(f"{_TABLE}\n")[0]
+    rows = [f"| {_MARKS[setting.state]} | `{name}` | {_state(setting)} |" for name, setting in SETTINGS.items()]
+    return "\n".join(
+        [
+            f"{written}{_TABLE}",
+            "",
+            "🟢 works as in `Trainer` · 🟡 some values, others are refused by name · ⚪ no effect, which one warning says.",
+            "`python docs/scripts/generated_pages.py` writes this table from the one that the checks at the start read.",
+            "",
+            "| | field | here |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _state(setting: Setting) -> str:
+    """The state of a field of `TrainingArguments` in words."""
+    if setting.values:
+        shown = [f"`{value!r}`" for value in setting.values if value not in ("", [])] or ["nothing"]
+        return f"only {' or '.join(shown)}; for others: {setting.note}"
+    where = {"evaluation": " in evaluation", "batches": " in training"}.get(setting.scope, "")
+    if setting.state == "no effect":
+        return f"no effect{where}: {setting.note}"
+    kind = "translated into " if setting.state == "translated" else ""
+    return kind + (setting.note or ("as in `Trainer`" if setting.state == "supported" else "`Trainer` alone reads it"))
+
+
 def _as_typed(value: Any) -> str:
     """A default as users type it."""
     if isinstance(value, bool):
@@ -60,7 +98,7 @@ def llms_page() -> str:
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
     for section, pages in sections(config["nav"]):
         lines += ["", f"## {section}", ""]
-        lines += [f"- [{title_of(page)}]({page}): {first_sentence((DOCS / page).read_text())}" for page in pages]
+        lines += [f"- [{title_of(text)}]({page}): {first_sentence(text)}" for page in pages for text in [text_of(page)]]
     return "\n".join(lines) + "\n"
 
 
@@ -82,9 +120,16 @@ def sections(nav: list[Any]) -> Iterator[tuple[str, list[str]]]:
         yield name, [inside] if isinstance(inside, str) else [next(iter(page.values())) for page in inside]
 
 
-def title_of(page: str) -> str:
+def text_of(page: str) -> str:
+    """The Markdown of a page, which may lie outside the docs; of a notebook, the first cell."""
+    source = site_config()["extra"]["outside"].get(page)
+    text = (DOCS / page if source is None else CONFIG.parent / source).read_text()
+    return "".join(json.loads(text)["cells"][0]["source"]) if source and source.endswith(".ipynb") else text
+
+
+def title_of(text: str) -> str:
     """The heading of a page, without backquotes."""
-    return (DOCS / page).read_text().splitlines()[0].removeprefix("# ").replace("`", "")
+    return text.splitlines()[0].removeprefix("# ").replace("`", "")
 
 
 def first_sentence(text: str) -> str:
@@ -96,7 +141,7 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.:])\s", plain)[0].removesuffix(":").removesuffix(".") + "."
 
 
-PAGES = {DOCS / "reference" / "settings.md": settings_page, DOCS / "llms.txt": llms_page}
+PAGES = {DOCS / "reference" / "settings.md": settings_page, ARGUMENTS: arguments_page, DOCS / "llms.txt": llms_page}
 
 
 def main() -> None:

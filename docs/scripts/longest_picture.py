@@ -31,7 +31,7 @@ def rows() -> list[LongestRow]:
 
 def main() -> None:
     found = rows()
-    figure = Figure(figsize=(10, 0.55 * len(found) + 1.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(9, 0.45 * len(found) + 0.9), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.barh(range(len(found)), [row.tokens for row in found], color="#4c78a8", height=0.7)
@@ -39,7 +39,7 @@ def main() -> None:
     axes.invert_yaxis()
     for place, row in enumerate(found):
         axes.text(row.tokens, place, f" {row.tokens:,} tokens, a step of {duration(row.step_s)}", va="center", fontsize=9)
-    axes.set_xlim(0, max(row.tokens for row in found) * 1.6)
+    axes.set_xlim(0, max(row.tokens for row in found) * 1.75)
     axes.set_title("Longest sequence on one H100, Llama 3.2 1B, all weights trained (predicted)", loc="left", fontsize=11)
     axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)

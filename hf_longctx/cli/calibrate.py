@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from hf_longctx.cli.launching import num_devices
+from hf_longctx.cli.terminal import explain
 
 _DEFAULT_SECONDS = 45.0
 # a rank counts as hanging this many seconds after the deadline, at which ranks end by themselves
@@ -22,8 +23,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine and write its hardware profile",
-        description="Measures decoder layers, exchanges of every degree and copies, fits the cost model, and prints its error "
-        "on chunks that were not used for the fit. Under torchrun or accelerate launch it runs on their ranks.",
+    )
+    explain(
+        parser,
+        "Measures decoder layers, exchanges of every degree and copies, fits the cost model, and prints its error on chunks that "
+        "were not used for the fit. Under torchrun or accelerate launch it runs on their ranks.",
+        *("hf-longctx calibrate --output hardware.json", "hf-longctx calibrate --model Qwen/Qwen3-8B --precision autocast"),
     )
     parser.add_argument(
         "--model", default="", help="a model's name, its config.json or folder; default: a small Llama (no weights are read)"
@@ -33,6 +38,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--ranks", type=int, help="processes to start; default: one per visible GPU, or 2 on CPU")
     parser.add_argument("--seconds", type=float, default=_DEFAULT_SECONDS, help="when to stop measuring (default: %(default)g)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=0,
+        help="runs of every chunk that count (default: 8 on CPU, 3 on CUDA); fewer leave time for longer chunks",
+    )
     parser.add_argument("--output", type=Path, help="the JSON file to write, for LongContextConfig(hardware=FILE)")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON and nothing else")
     # set by the process that starts the ranks, since the time limit counts from its own start
@@ -58,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if not options.seconds > 0:
         raise ValueError(f"--seconds is {options.seconds:g}; give a positive number, 45 for example")
+    if options.repeats < 0:
+        raise ValueError(f"--repeats is {options.repeats}; give at least 1, or leave it out")
     if options.ranks is not None and options.ranks < 1:
         raise ValueError(f"--ranks is {options.ranks}; at least 1 is needed")
     if options.ranks is not None and "WORLD_SIZE" in os.environ and options.ranks != int(os.environ["WORLD_SIZE"]):
@@ -78,6 +91,7 @@ def _num_ranks(asked: int | None) -> int:
 def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
     """Start this command as `num_ranks` ranks of this machine; returns the status of the first one that failed, or 0."""
     words = ["--seconds", str(options.seconds), "--stop-at", str(options.stop_at), "--model", options.model]
+    words += ["--repeats", str(options.repeats)]
     words += ["--precision", options.precision] if options.precision else []
     words += ["--output", str(options.output)] if options.output is not None else []
     words += ["--json"] if options.json else []
@@ -126,7 +140,8 @@ def _run_rank(options: argparse.Namespace) -> int:
 
     is_first = int(os.environ.get("RANK", "0")) == 0
     try:
-        calibration = calibrate(CalibrationRequest(options.model, options.precision or "", options.stop_at))
+        request = CalibrationRequest(options.model, options.precision or "", options.stop_at, options.repeats)
+        calibration = calibrate(request)
     except ValueError as error:
         # all ranks raise the same error, so one prints it
         if is_first:

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from hf_longctx.cli.launching import launch_command, recipes_folder
+from hf_longctx.cli.launching import brief, launch_command, recipes_folder
+from hf_longctx.cli.terminal import explain
 
 _RANKS = 2
 _NEXT = """try next:
@@ -25,7 +26,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "demo",
         help="train a small model on two CPU processes, in about two minutes, and see what a run leaves",
-        description="Trains a small Llama on the sources of Python's standard library, on two CPU processes. Downloads nothing.",
+    )
+    explain(
+        parser,
+        "Trains a small Llama on the sources of Python's standard library, on two CPU processes. Downloads nothing.",
+        *("hf-longctx demo", "hf-longctx demo --steps 5 --output /tmp/demo"),
+        one="the training failed, and said why",
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", default=Path("outputs/demo"), help="folder to write into (default: %(default)s)"
@@ -46,9 +52,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     settings = ["--output_dir", str(folder), "--max_steps", str(options.steps)]
     config = recipes_folder() / "configs" / "demo.yaml"
-    status = _wait(launch_command(_RANKS, [str(config), *settings]))
+    status = _wait(brief(launch_command(_RANKS, [str(config), *settings])))
     if status:
-        print(f"hf-longctx demo: the training ended with status {status}; its own messages are above", file=sys.stderr)
         return status
     minutes, seconds = divmod(round(time.monotonic() - started_s), 60)
     print(f"\ndone in {minutes} min {seconds} s" if minutes else f"\ndone in {seconds} s")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from hf_longctx.cli.terminal import explain
+
 _MARKS = {"ok": "ok  ", "note": "note", "fix": "FIX "}
 
 
@@ -13,7 +15,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "doctor",
         help="check versions, devices, links, pinned memory and kernels, and say what to fix",
-        description="Checks this machine and this installation. Ends with status 1 if something must be fixed before training.",
+    )
+    explain(
+        parser,
+        "Checks this machine and this installation.",
+        *("hf-longctx doctor", "hf-longctx doctor --json"),
+        one="something must be fixed before training",
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)

@@ -1,4 +1,8 @@
-"""Starts recipes on the ranks of one machine through `accelerate launch`, for `hf-longctx train` and `hf-longctx demo`."""
+"""Starts recipes on the ranks of one machine through `accelerate launch`, for `hf-longctx train` and `hf-longctx demo`.
+
+As a module, `python -m hf_longctx.cli.launching`, it is `accelerate launch` that ends with the message of the rank which failed,
+in place of the launcher's own traceback.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,11 @@ def launch_command(num_ranks: int, settings: list[str]) -> list[str]:
     return [*launch, "--num_processes", str(num_ranks), str(recipes_folder() / "sft.py"), *settings]
 
 
+def brief(command: list[str]) -> list[str]:
+    """Makes a launch end with the failed rank's message."""
+    return ["hf_longctx.cli.launching" if word == "accelerate.commands.launch" else word for word in command]
+
+
 def num_devices() -> int:
     """Number of visible GPUs; without a driver it is 0, and torch, which takes seconds to load, is not imported."""
     if not any(Path("/dev").glob("nvidia*")) and not Path("/dev/dxg").exists():
@@ -33,3 +42,27 @@ def num_devices() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def main() -> int:
+    """Become `accelerate launch` with the words of the command line; returns the exit status."""
+    import subprocess
+
+    from accelerate.commands.launch import main as launch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = failure.message.get("message") if isinstance(failure.message, dict) else None
+        print(said or f"rank {rank} ended with status {failure.exitcode}; its own messages are above", file=sys.stderr)
+        return max(1, failure.exitcode)
+    except subprocess.CalledProcessError as error:
+        # a single process has said why itself
+        return max(1, error.returncode)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

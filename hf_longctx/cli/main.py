@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from hf_longctx._version import __version__
-from hf_longctx.cli import calibrate, demo, doctor, report, train
+from hf_longctx.cli import calibrate, demo, doctor, replay, report, train
 from hf_longctx.cli.plan import add_plan_arguments, add_simulate_arguments, run_plan, run_simulate
+from hf_longctx.cli.terminal import explain
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,17 +37,19 @@ def build_parser() -> argparse.ArgumentParser:
     add_simulate_arguments(simulate)
     simulate.set_defaults(run=run_simulate)
     show = commands.add_parser("show", help="check a plan written as JSON and print its schedule")
+    explain(
+        show,
+        "Checks a plan and prints its schedule: groups, chunks and actions of every micro-batch.",
+        *("hf-longctx show forecast/plan.json", "hf-longctx show --json plan.json"),
+        one="the file is no plan, or breaks a rule",
+    )
     show.add_argument("plan", type=Path, help="a plan, as written by `hf-longctx plan --json` or plan_to_json")
+    show.add_argument("--json", action="store_true", help="print the checked plan as JSON and nothing else")
     show.set_defaults(run=_show)
     calibrate.add_parser(commands)
     train.add_parser(commands)
     report.add_parser(commands)
-    replay = commands.add_parser(
-        "replay", help="run the saved step of a run that stopped at a NaN, alone and as plain transformers"
-    )
-    replay.add_argument("folder", type=Path, help="the folder nonfinite-step-N in a run's output_dir")
-    replay.add_argument("--model", type=Path, help="a model folder, in place of the model that was saved with the step")
-    replay.set_defaults(run=_replay)
+    replay.add_parser(commands)
     return parser
 
 
@@ -83,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
+    from hf_longctx.plan.core.serialize import plan_to_json
     from hf_longctx.plan.core.validate import describe_plan, validate_plan
     from hf_longctx.sim.output.json_records import read_plan_file
 
@@ -91,18 +95,8 @@ def _show(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"{options.plan}: {error}", file=sys.stderr)
         return 1
-    print(describe_plan(plan))
+    print(plan_to_json(plan) if options.json else describe_plan(plan))
     return 0
-
-
-def _replay(options: argparse.Namespace) -> int:
-    from hf_longctx.hf.trainer.replay import replay
-
-    try:
-        return 0 if replay(options.folder, options.model) else 1
-    except (OSError, ValueError) as error:
-        print(f"hf-longctx replay: {error}", file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_longctx.cli.terminal import explain
+
 if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
     from hf_longctx.sim.capacity import DeviceMemory
@@ -56,22 +58,25 @@ def _finite(text: str) -> float:
 # readers of numbers: more ranks or tokens than these are mistakes, and would only take long to refuse
 _RANKS, _TOKENS, _SEQUENCES = _up_to(2**14), _up_to(2**31), _up_to(10**7)
 
-_PLAN_EPILOG = """examples:
-  hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100
-  hf-longctx plan --model Qwen/Qwen3-8B --gpus 8 --hardware h100 --lora-rank 16 --details
-  hf-longctx plan --list models
-  hf-longctx plan --model gpt-7b --lengths lognormal:6.963,1.6 --gpus 64 --hardware a100-40g
-  hf-longctx plan --model checkpoint --lengths chats.jsonl:messages --tokenizer checkpoint --gpus 8 --hardware h100
-  hf-longctx plan --model llama-3.1-70b --lengths lognormal:9,1.5 --gpus 64 --hardware h100 --global-batch 64 --ablation
-  hf-longctx plan --model checkpoint/config.json --lengths tokens.jsonl:input_ids --gpus 16 --hardware h200 --output forecast
-
-exit status: 0 answered; 1 it cannot be done, with what would help; 2 wrong options; 3 an error of this program
-"""
+_EXAMPLES = (
+    "hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100",
+    "hf-longctx plan --model Qwen/Qwen3-8B --gpus 8 --hardware h100 --lora-rank 16 --details",
+    "hf-longctx plan --list models",
+    "hf-longctx plan --model gpt-7b --lengths lognormal:6.963,1.6 --gpus 64 --hardware a100-40g",
+    "hf-longctx plan --model checkpoint --lengths chats.jsonl:messages --tokenizer checkpoint --gpus 8 --hardware h100",
+    "hf-longctx plan --model llama-3.1-70b --lengths lognormal:9,1.5 --gpus 64 --hardware h100 --global-batch 64 --ablation",
+    "hf-longctx plan --model checkpoint/config.json --lengths tokens.jsonl:input_ids --gpus 16 --hardware h200 --output forecast",
+)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `hf-longctx plan`."""
-    parser.epilog, parser.formatter_class = _PLAN_EPILOG, argparse.RawDescriptionHelpFormatter
+    explain(
+        parser,
+        "Answers how long a sequence may be and how many seconds a step takes, without a GPU.",
+        *_EXAMPLES,
+        one="it cannot be done, with what would help",
+    )
     parser.add_argument("--list", action=_List, choices=("models", "hardware"), help="print the names that are known, and end")
     what = parser.add_argument_group("what to train")
     what.add_argument(
@@ -99,7 +104,20 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=_SEQUENCES, default=_DEFAULT_STEPS, help="number of steps to plan and average over (default: %(default)s)"
     )
     what.add_argument("--seed", type=_TOKENS, default=0, help="seed of the shuffle and of sampled lengths (default: %(default)s)")
-    _add_machine_arguments(parser, is_required=True)
+    add_machine_arguments(parser, is_required=True)
+    how = add_how_arguments(parser)
+    how.add_argument(
+        "--ablation", action="store_true", help="also plan with pipelines: FlexSP, Seq1F1B, InfiniPipe and SPPO alone, and all"
+    )
+    out = _add_output_arguments(parser, "plan.json, report.txt, timeline.png, trace.json (Perfetto) and lengths.png")
+    out.add_argument("--details", action="store_true", help="print all tables, not only the answer (implied by --ablation)")
+    out.add_argument(
+        "--price-per-gpu-hour", type=_finite, metavar="USD", help="price of a GPU hour (default: a listed one, for some hardware)"
+    )
+
+
+def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
+    """Add the options of how plans train; returns their group."""
     how = parser.add_argument_group("how to train", "options that are left out are chosen by the program")
     how.add_argument(
         "--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states are held"
@@ -131,6 +149,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     how.add_argument(
+        "--layer-weights",
+        choices=("device", "host", "auto"),
+        default="device",
+        help="where shards of layers lie while a step computes; auto: on the host if the longest sequence needs it; for sharded "
+        "parameters (default: %(default)s)",
+    )
+    how.add_argument(
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
     )
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
@@ -145,27 +170,27 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--solver-time-limit", type=_finite, default=10.0, help="seconds per step for lp and milp (default: %(default)s)"
     )
     how.add_argument("--tokens-per-rank", type=_TOKENS, default=0, help="most tokens a rank holds (default: as memory allows)")
-    how.add_argument(
-        "--ablation", action="store_true", help="also plan with pipelines: FlexSP, Seq1F1B, InfiniPipe and SPPO alone, and all"
-    )
-    out = _add_output_arguments(parser, "plan.json, report.txt, timeline.png, trace.json (Perfetto) and lengths.png")
-    out.add_argument("--details", action="store_true", help="print all tables, not only the answer (implied by --ablation)")
-    out.add_argument(
-        "--price-per-gpu-hour", type=_finite, metavar="USD", help="price of a GPU hour (default: a listed one, for some hardware)"
-    )
+    return how
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `hf-longctx simulate`."""
+    explain(
+        parser,
+        "Runs a saved plan under a cost model: seconds, waiting and bytes of every rank.",
+        "hf-longctx simulate forecast/plan.json",
+        "hf-longctx simulate plan.json --model qwen3-8b --hardware h100 --output simulated",
+    )
     parser.add_argument("plan", type=Path, help="output of `hf-longctx plan --json`, or a bare plan (`plan_to_json`)")
     parser.add_argument("--model", help="price the plan for this model; needed for a bare plan")
     parser.add_argument("--dtype", default="", help="bfloat16 (default) or float32")
     parser.add_argument("--shard-ranks", type=_RANKS, default=0, help="ranks sharing one copy of sharded states (default: all)")
-    _add_machine_arguments(parser, is_required=False)
+    add_machine_arguments(parser, is_required=False)
     _add_output_arguments(parser, "timeline.png, trace.json (Perfetto) and report.txt")
 
 
-def _add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) -> None:
+def add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) -> None:
+    """Add the options of the machine; those of `plan`, which needs them, are more."""
     where = parser.add_argument_group("where to train")
     if is_required:
         where.add_argument("--gpus", type=_RANKS, required=True, help="number of ranks, one device each")
@@ -250,7 +275,7 @@ def _print_forecast(forecast: Forecast, price: Price | None, options: argparse.N
 
 def _model_folder(name: str) -> str:
     """The folder of a hub model in the local cache, or the name as it is."""
-    from hf_longctx.cli.hub_cache import cached_folder
+    from hf_longctx.sim.hub_cache import cached_folder
 
     return str(cached_folder(name) or name)
 
@@ -272,14 +297,15 @@ def _forecast(options: argparse.Namespace) -> Forecast:
         workload = read_workload(options.lengths, options.limit, wanted * options.steps, options.seed, counter)
     if counter is not None and not counter.was_used:
         raise ValueError("--tokenizer has no effect, since --lengths names no column of text or messages; leave it out")
-    scenario = build_scenario(_request(options, workload.longest if workload else 0))
+    scenario = build_scenario(request_of(options, workload.longest if workload else 0))
     batch = options.global_batch or min(wanted, workload.num_sequences if workload else wanted)
     if options.ablation and workload is None:
         raise ValueError("--ablation compares plans for sequences; give --lengths too")
     return make_forecast(scenario, workload, options.steps, batch, options.seed, options.ablation)
 
 
-def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
+def request_of(options: argparse.Namespace, longest_tokens: int) -> Request:
+    """The request of these options; raises ValueError for numbers that cannot be."""
     from hf_longctx.sim.scenario import Request
 
     if options.host_gib is not None and options.host_gib < 0:
@@ -307,6 +333,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         bf16_updates=options.bf16_updates,
         optim=options.optim,
         optimizer_states=options.optimizer_states,
+        layer_weights=options.layer_weights,
         host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )
 
@@ -377,6 +404,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         bf16_updates=file.costs is not None and not file.costs.model.has_master_weights,
         optim=_optimizer_of(file),
         optimizer_states="host" if file.costs is not None and file.costs.model.updates_on_host else "device",
+        layer_weights="host" if file.costs is not None and file.costs.model.layers_on_host else "device",
     )
     scenario = build_scenario(request, must_fit=False)
     return scenario.costs, scenario.memory

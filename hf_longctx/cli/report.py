@@ -7,15 +7,20 @@ import json
 import sys
 from pathlib import Path
 
+from hf_longctx.cli.terminal import explain
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command to the parser of all commands."""
     parser = commands.add_parser(
         "report",
         help="write a page about a run: loss, speed, predicted against measured, layouts, evaluations",
-        description="Writes one HTML file that needs no network, from the journal that every training keeps in its output "
-        "folder. Works while the training runs, too.",
-        epilog="example: hf-longctx report outputs/demo",
+    )
+    explain(
+        parser,
+        "Writes one HTML file that needs no network, from the journal that every training keeps in its output folder. Works "
+        "while the training runs, too.",
+        *("hf-longctx report outputs/demo", "hf-longctx report outputs/demo --output page.html --peak-tflops 989"),
     )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="the output_dir of a training")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page to write (default: RUN/report.html)")

@@ -1,15 +1,29 @@
-"""Prints reports: tables drawn by `rich` on a terminal, plain text elsewhere and where `rich` is not installed."""
+"""Prints reports: tables drawn by `rich` on a terminal, plain text elsewhere and where `rich` is not installed; and helps."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_longctx.sim.output.tables import Table
+
+
+_COLUMNS = 110
+
+
+def explain(parser: argparse.ArgumentParser, description: str, *examples: str, one: str = "an error that you can fix") -> None:
+    """Sets what `--help` of a command says around its options. one: what exit status 1 means."""
+    shown = "\n".join(f"  {example}" for example in examples)
+    statuses = f"exit status: 0 success; 1 {one}; 2 wrong options; 3 an error of this program; 130 Ctrl-C"
+    parser.description = textwrap.fill(description, _COLUMNS)
+    parser.epilog = f"example{'s' * (len(examples) > 1)}:\n{shown}\n\n{textwrap.fill(statuses, _COLUMNS)}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def is_rich() -> bool:

@@ -9,7 +9,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from hf_longctx.cli.launching import launch_command, num_devices, shipped
+from hf_longctx.cli.launching import brief, launch_command, num_devices, shipped
+from hf_longctx.cli.terminal import explain
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,10 +18,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "train",
         help="train by a recipe's settings, one process per GPU of this machine, or on the CPU",
-        description="Starts recipes/sft.py on this machine: one process per visible GPU; without GPUs, as many as the file's "
-        "expected_world_size says, or two. Several machines: see docs/guides/launching.md.",
         usage="hf-longctx train [--processes N] [--dry-run] CONFIG.yaml [--setting value ...]",
-        epilog="example: hf-longctx train recipes/configs/demo.yaml --max_steps 5",
+    )
+    explain(
+        parser,
+        "Starts recipes/sft.py on this machine: one process per visible GPU; without GPUs, as many as the file's "
+        "expected_world_size says, or two. Several machines: see docs/guides/launching.md.",
+        "hf-longctx train recipes/configs/demo.yaml --max_steps 5",
+        "hf-longctx train --processes 4 --dry-run recipes/configs/text.yaml --dataset documents.jsonl",
+        one="an error that you can fix, or that of the training",
     )
     parser.add_argument("--processes", type=int, metavar="N", help="number of ranks, in place of one per GPU")
     parser.add_argument("--dry-run", action="store_true", help="print the command and end")
@@ -40,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     print(shlex.join(command), flush=True)
     if not options.dry_run:
-        os.execv(command[0], command)
+        os.execv(command[0], brief(command))
     return 0
 
 

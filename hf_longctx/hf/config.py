@@ -179,15 +179,18 @@ class LongContextConfig:
     solver: Literal["auto", "greedy", "lp", "milp", "static"] = field(
         default="auto",
         metadata={
-            "help": "`auto`: exact for few sequences, else greedy. `greedy`: the fast planner. `lp` and `milp`: linear or "
-            "integer programs (HiGHS, else CBC) improve the greedy plan for `solver_time_limit_s`. `static`: one degree for "
-            "all groups, as a baseline."
+            "help": "`auto`: exact for few sequences, else greedy; where measured costs and the bound say that more than 2 % of "
+            "a step of at least a second could be gained, a process of its own improves the greedy plan by linear programs "
+            "until the step needs it, and the step's line says what it gained. `greedy`: the fast planner alone. `lp` and "
+            "`milp`: linear or integer programs (HiGHS, else CBC) improve the greedy plan for `solver_time_limit_s`. `static`: "
+            "one degree for all groups, as a baseline."
         },
     )
     solver_time_limit_s: float = field(
         default=10.0,
         metadata={
-            "help": "Seconds that `lp` and `milp` may take to plan one step; a step is planned while the one before it runs."
+            "help": "Seconds that linear and integer programs may take for one step; a step is planned while the one before it "
+            "runs."
         },
     )
     static_degree: int = field(
@@ -279,6 +282,16 @@ class LongContextConfig:
             " for the longest training sequence (at most `max_length`; a stream counts as that long), else `host` if its "
             "memory holds the states and more tokens then fit. The choice is made at start from numbers agreed on all ranks, "
             "and printed with them (docs/guides/memory.md).",
+        },
+    )
+    layer_weights: Literal["device", "host", "auto"] = field(
+        default="device",
+        metadata={
+            "help": "`host`: while forwards and backwards run, the shards of layers lie in host memory (the bytes of a rank's "
+            'shards, pinned; none beside `optimizer_states="host"`), and the device has those of two layers, copied one '
+            "layer ahead of their gathers. Between steps all shards are on the device. `auto`: `host` if the longest training "
+            "sequence does not fit otherwise and more tokens then do; a line says why. Needs "
+            '`parameters="sharded"` (docs/guides/memory.md).'
         },
     )
     self_test: bool = field(
@@ -408,6 +421,7 @@ KINDS: dict[str, Kind] = {
     "fp32_gradients": Flag(),
     "fp32_master_weights": Flag(),
     "optimizer_states": Word(("device", "host", "auto")),
+    "layer_weights": Word(("device", "host", "auto")),
     "self_test": Flag(),
     "on_nonfinite": Word(("stop", "skip")),
     "replica_check_steps": Whole(0, "it cannot be negative", is_optional=True, most=2**31),

@@ -40,6 +40,16 @@ from hf_longctx.plan.pipeline.activations.fit_group import make_room
 from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch
 from hf_longctx.plan.prediction.evaluate import Evaluation
 from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.prediction.step_memory import StepMemory
+
+# factor on the even share of tokens that a rank of a micro-batch may hold: groups are never quite even
+_SLACK = 1.15
+# steps of at most this many sequences are planned for several token limits
+_FEW_SEQUENCES = 16
+# share of the best token limit that ranks must be able to keep, for micro-batches that keep everything to be tried
+_WORTH_KEEPING = 1 / 3
+# steps of at most this many micro-batches are planned for one fewer, too
+_FEW_MICRO_BATCHES = 4
 
 
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
@@ -64,10 +74,15 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     else:
         check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
         problem = GroupingProblem.build(lengths, costs, config)
-        fitting, lower_bound_s = group_plans(step, problem, planning), problem.lower_bound_s() + costs.coefficients.step_s
+        fitting = group_plans(step, problem, planning)
     plan, run, solver = choose(fitting, planning)
+    gathers_s = planning.gathers_s(plan)
+    if plan.num_stages == 1:
+        chunks_s = run.step_s - run.once_s + gathers_s
+        lower_bound_s = run.once_s + least_step_s(problem, costs, config, chunks_s)
     estimate = Estimate(
         step_s=run.step_s,
+        gathers_s=gathers_s,
         lower_bound_s=lower_bound_s,
         peak_bytes=max(run.peak_bytes),
         host_bytes=max(run.host_bytes),
@@ -78,17 +93,41 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     return validate_plan(replace(plan, estimate=estimate), planning.limit_bytes(plan), planning.host_limit_bytes)
 
 
+def least_step_s(problem: GroupingProblem, costs: CostModel, config: PlannerConfig, most_s: float) -> float:
+    """Lower bound on the seconds of any plan's chunks, gathers counted; memory counts where it is limited.
+
+    most_s: seconds of the chunks of a plan that was found.
+    """
+    if config.activations is None:
+        return problem.lower_bound_s()
+    return StepMemory(problem, costs, config.activations).lower_bound_s(most_s)
+
+
 def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[StepPlan, Evaluation, str]:
     """Returns the plan predicted to be fastest, its predicted run, and its solver's name.
 
-    Only the prediction decides: it alone knows which groups span nodes and which ranks wait for which.
+    Only the prediction decides: it alone knows which groups span nodes and which ranks wait for which. Gathers of sharded weights
+    count.
     """
-    predicted = [(plan, planning.predict(plan), solver) for plan, solver in plans]
-    return min(predicted, key=lambda item: item[1].step_s)
+    plan, solver = min(plans, key=lambda item: planning.counted_s(item[0]))
+    return plan, planning.predict(plan), solver
 
 
 def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list[tuple[StepPlan, str]]:
     """Returns one-stage plans that fit, each with its solver's name; raises the first candidate's ValueError if none fits.
+
+    Where the most promising token limits leave no room, all others are tried.
+    """
+    try:
+        return _fitting_plans(step, problem, planning, tries_all=False)
+    except ValueError:
+        if planning.config.activations is None:
+            raise
+        return _fitting_plans(step, problem, planning, tries_all=True)
+
+
+def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, tries_all: bool) -> list[tuple[StepPlan, str]]:
+    """Returns the plans of `group_plans`; tries_all: for every token limit.
 
     Making room only adds seconds, so candidates are tried in the order of their seconds without it, and those that could not
     become faster than the best so far are left out.
@@ -98,11 +137,11 @@ def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list
     ordered, order = problem.longest_first()
     plans = [
         (build_plan(step, problem.lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks), solver)
-        for placed, solver in candidates_with_room(ordered, costs, config)
+        for placed, solver in candidates_with_room(ordered, costs, config, tries_all)
     ]
     if len(plans) == 1 or config.activations is None:
         return [(make_room(plan, planning), solver) for plan, solver in plans]
-    bounds_s = [planning.predict(plan).step_s for plan, _ in plans]
+    bounds_s = [planning.counted_s(plan) for plan, _ in plans]
     found: dict[int, tuple[StepPlan, str]] = {}
     errors: dict[int, ValueError] = {}
     best_s = math.inf
@@ -115,33 +154,48 @@ def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list
         except ValueError as error:
             errors[place] = error
             continue
-        best_s = min(best_s, planning.predict(found[place][0]).step_s)
+        best_s = min(best_s, planning.counted_s(found[place][0]))
     if not found:
         # the first candidate is the configured solver's, so its reason is the one to tell
         raise errors[0]
     return [found[place] for place in sorted(found)]
 
 
-def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
-    """Tries `candidates` for every per-rank token limit that could win: recomputing costs time, and so does a larger group.
+def candidates_with_room(
+    problem: GroupingProblem, costs: CostModel, config: PlannerConfig, tries_all: bool = False
+) -> list[tuple[PlacedLayout, str]]:
+    """Tries `candidates` for every per-rank token limit that could win: recomputing costs time, and so do more micro-batches.
 
-    Where every sequence fits on one rank with everything kept, only that limit is tried. Otherwise the limits are the tokens that
-    can be kept (or, if more, the fewest at which the longest sequence fits the largest group) and the most that policies make
-    room for, which allows smaller groups. Sequences that fit no group with everything kept are also planned apart from the
-    others.
+    Where every sequence fits on one rank with everything kept, only that limit is tried. Otherwise it is the number of tokens at
+    which gathers, fixed seconds and policies together probably take the fewest seconds (or, if more, the fewest tokens at which
+    the longest sequence fits the largest group). Few sequences are tried with less and with more, too, and any where nothing
+    else fits (`tries_all`). Sequences that fit no group with everything kept are also planned apart from the others.
     """
     budget = config.activations
     if budget is None or budget.kept_tokens >= problem.capacity or not problem.lengths:
         return candidates(problem, costs, config)
     longest, kept = max(problem.lengths), budget.kept_tokens
     needed = -(-longest // problem.degrees[-1])
-    limits = [max(kept, needed)] if longest <= kept else [max(kept, needed), problem.capacity]
+    least = max(kept, needed)
+    number = StepMemory(problem, costs, budget).fullness().number
+    # few micro-batches are less even than the estimate, so that one fewer is tried, too
+    numbers = [number, number - 1] if 1 < number <= _FEW_MICRO_BATCHES else [number]
+    full = [math.ceil(_SLACK * sum(problem.lengths) / problem.num_ranks / each) for each in numbers]
+    limits = [min(problem.capacity, max(least, each)) for each in full]
+    tries_all = tries_all or len(problem.lengths) <= _FEW_SEQUENCES
+    # without gathers, the number of micro-batches matters little beside their shapes
+    tries_all |= config.one_micro_batch or not problem.micro_batch_s
+    if tries_all or longest <= kept:
+        limits = [least, *limits]
+    if longest > kept and tries_all:
+        limits = [*limits, problem.capacity]
     found = [each for limit in dict.fromkeys(limits) for each in _candidates_or_none(problem, limit, costs, config)]
     if not found:
         # a single micro-batch must hold everything
         return candidates(problem, costs, config)
     num_long = sum(length > kept * problem.degrees[-1] for length in problem.lengths)
-    if kept and not config.one_micro_batch and 0 < num_long < len(problem.lengths):
+    is_worth = kept >= _WORTH_KEEPING * limits[0] or tries_all
+    if kept and is_worth and not config.one_micro_batch and 0 < num_long < len(problem.lengths):
         # sorted longest first
         long, others = range(num_long), range(num_long, len(problem.lengths))
         [(first, name), *_] = candidates(replace(problem.subproblem(long), capacity=needed), costs, config)

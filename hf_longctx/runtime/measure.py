@@ -44,8 +44,10 @@ _RATE_REPEATS = 6
 # mean seconds of the probes in `probe_grid`, as a fraction of the seconds of the largest
 _MEAN_SHARE = 0.45
 _ALONE = GroupShape(1)
-# bytes per rank of a timed exchange, and of a timed copy to the host
-_EXCHANGED_BYTES = 8 * 2**20
+# bytes per rank of a timed exchange, and of the one that tells how many of them a slow link carries in the seconds below
+_EXCHANGED_BYTES, _FIRST_BYTES = 8 * 2**20, 2**18
+_MOST_EXCHANGE_S = 0.5
+# bytes per rank of a timed copy to the host
 _COPIED_BYTES = 64 * 2**20
 
 
@@ -121,13 +123,14 @@ def _halved_lengths(tokens: int) -> tuple[int, ...]:
 class ChunkBench:
     """Times probes of one model, run by its executor with random tokens, until a deadline.
 
-    `stop_at_s`: the deadline, on rank 0's `time.monotonic`.
+    `stop_at_s`: the deadline, on rank 0's `time.monotonic`. `repeats`: runs of every probe that count, time permitting (0: as
+    many as a noisy machine needs).
     """
 
-    def __init__(self, executor: StepExecutor, num_layers: int, vocab_size: int, stop_at_s: float) -> None:
+    def __init__(self, executor: StepExecutor, num_layers: int, vocab_size: int, stop_at_s: float, repeats: int = 0) -> None:
         self.executor, self.pool = executor, executor.pool
         self.num_layers, self.vocab_size, self.stop_at_s = num_layers, vocab_size, stop_at_s
-        self.num_repeats = _NUM_CUDA_REPEATS if executor.device.type == "cuda" else _NUM_REPEATS
+        self.num_repeats = repeats or (_NUM_CUDA_REPEATS if executor.device.type == "cuda" else _NUM_REPEATS)
         self._inputs: dict[Probe, tuple[SequenceGroup, ChunkInputs]] = {}
 
     def run(self, probe: Probe, reduce: bool = False) -> dict[str, float]:
@@ -254,25 +257,41 @@ def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device
             return _typical_s(pool, exchange, device)
 
         # the block that a rank keeps for itself is not sent
-        sent_bytes = _EXCHANGED_BYTES // degree * (degree - 1)
-        message_s, seconds = exchange_s(64 * degree), exchange_s(_EXCHANGED_BYTES)
+        message_s = exchange_s(64 * degree)
+        num_bytes, seconds = _longest_timed(exchange_s)
+        sent_bytes = num_bytes // degree * (degree - 1)
         rates.append(ExchangeRate(degree, message_s, sent_bytes / max(seconds - message_s, 1e-9)))
     return tuple(rates)
+
+
+def _longest_timed(seconds_of: Callable[[int], float]) -> tuple[int, float]:
+    """Bytes of a timed exchange, and its seconds: so many that a slow link does not spend a calibration's time on them.
+
+    `seconds_of` gives all ranks the same number, so all of them exchange equally many.
+    """
+    seconds = seconds_of(_FIRST_BYTES)
+    num_bytes = min(_EXCHANGED_BYTES, int(_FIRST_BYTES * _MOST_EXCHANGE_S / seconds))
+    return (num_bytes, seconds_of(num_bytes)) if num_bytes > _FIRST_BYTES else (_FIRST_BYTES, seconds)
 
 
 def neighbour_rate(pool: GroupPool, device: torch.device) -> float:
     """Bytes per second that every rank sends to the next one while receiving as many. Collective over the pool."""
     following, previous = (pool.rank + 1) % pool.num_ranks, (pool.rank - 1) % pool.num_ranks
-    send = torch.zeros(_EXCHANGED_BYTES, dtype=torch.uint8, device=device)
-    received = torch.empty_like(send)
 
-    def pass_on() -> None:
-        sends = dist.P2POp(dist.isend, send, following, group=pool.everyone)
-        receives = dist.P2POp(dist.irecv, received, previous, group=pool.everyone)
-        for request in dist.batch_isend_irecv([sends, receives]):
-            request.wait()
+    def pass_on_s(num_bytes: int) -> float:
+        send = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        received = torch.empty_like(send)
 
-    return _EXCHANGED_BYTES / _typical_s(pool, pass_on, device)
+        def pass_on() -> None:
+            sends = dist.P2POp(dist.isend, send, following, group=pool.everyone)
+            receives = dist.P2POp(dist.irecv, received, previous, group=pool.everyone)
+            for request in dist.batch_isend_irecv([sends, receives]):
+                request.wait()
+
+        return _typical_s(pool, pass_on, device)
+
+    num_bytes, seconds = _longest_timed(pass_on_s)
+    return num_bytes / seconds
 
 
 def copy_rate(pool: GroupPool, device: torch.device) -> float:

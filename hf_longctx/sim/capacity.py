@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
 from hf_longctx.plan.core.types import GroupShape, Parameters
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
+from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 # tokens per tile of norms, MLP and loss: the default of a run
@@ -29,8 +30,8 @@ class DeviceMemory:
 
     usable_bytes: bytes for states, saved tensors and workspace. saved_bytes_per_token: bytes that a token saves for backward;
     they decide how many tokens fit only where they were measured. state_bytes_per_parameter: measured bytes of weights,
-    gradients and optimizer states (0: nothing was measured). lora_rank: rank of adapters on all matrices of the layers, with
-    everything else frozen (0: all weights are trained). host_bytes: host memory of each rank for saved tensors (0: none is
+    gradients and optimizer states (0: nothing was measured). lora_rank: rank of the model's adapters, for reports (0: all weights
+    are trained). host_bytes: host memory of each rank for saved tensors (0: none is
     counted). keeps_everything: plans recompute, offload and tile nothing, for example because the measured bytes per token
     already include recomputation.
     """
@@ -65,21 +66,22 @@ class DeviceMemory:
         return -(-whole // shard_ranks) + gathered
 
     def host_states(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes that optimizer states take in the host memory of a rank."""
+        """Bytes that optimizer states, and shards of layers, take in the host memory of a rank."""
         return self._byte_model.host_states(parameters, shard_ranks)
 
     @property
-    def trained_model(self) -> ModelSpec:
-        """The model with its adapters."""
-        return replace(self.model, adapters=AdapterSpec.lora(self.model, self.lora_rank)) if self.lora_rank else self.model
-
-    @property
     def _byte_model(self) -> ByteModel:
-        return ByteModel(self.trained_model)
+        return ByteModel(self.model)
 
     def left_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes that the states leave on a rank."""
+        """Bytes that the states leave on a rank; 0 if they do not fit when nothing computes."""
+        if self.resting_bytes(parameters, shard_ranks) > self.usable_bytes:
+            return 0
         return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks))
+
+    def resting_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes of the states on a rank when nothing computes, if shards of layers lie on the host otherwise; else 0."""
+        return self._byte_model.resting(parameters, shard_ranks)
 
     def tokens_per_rank(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> int:
         """Most tokens that a rank can hold besides the states if everything is kept; 0 if the states alone do not fit.
@@ -89,7 +91,7 @@ class DeviceMemory:
         left_bytes = self.left_bytes(parameters, shard_ranks)
         if self.is_measured:
             return left_bytes // self.saved_bytes_per_token
-        return ByteModel(self.model).kept_tokens(left_bytes, is_shared)
+        return self._byte_model.kept_tokens(left_bytes, is_shared)
 
     def budget(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> ActivationBudget | None:
         """Bytes that policies may use besides the states, as in a run on these devices; None if everything is kept."""
@@ -115,7 +117,7 @@ class DeviceMemory:
         """Bytes besides the states on a rank that holds `num_tokens` tokens with everything kept."""
         if self.is_measured:
             return num_tokens * self.saved_bytes_per_token
-        return ByteModel(self.model).kept_bytes(num_tokens, is_shared)
+        return self._byte_model.kept_bytes(num_tokens, is_shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class Placement:
     """Placement of a job; together with the model and its device it decides how long a sequence may be.
 
     max_tokens_per_rank: a limit set by the user, below what memory allows (0: none). ranks_per_node: as in `ClusterSpec`.
+    most_positions: positions of a model that nothing extends (0: they can be extended, or the model needs none).
     """
 
     num_ranks: int
@@ -132,6 +135,7 @@ class Placement:
     method: GroupMethod
     max_tokens_per_rank: int = 0
     ranks_per_node: int = 8
+    most_positions: int = 0
 
     @property
     def is_shared(self) -> bool:
@@ -155,8 +159,9 @@ class Placement:
         return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting
 
     def longest_tokens(self, memory: DeviceMemory) -> int:
-        """Tokens of the longest sequence that fits, alone in a group of the largest degree."""
-        return self.degrees[-1] * self.tokens_per_rank(memory)
+        """Tokens of the longest sequence that fits and has positions, alone in a group of the largest degree."""
+        fitting = self.degrees[-1] * self.tokens_per_rank(memory)
+        return min(fitting, self.most_positions) if self.most_positions else fitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +232,8 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
         changes.append((f"states sharded over all ranks: --shard-ranks {num_ranks}", memory, whole))
     if memory.model.bytes_per_element > 2 and not memory.is_measured:
         model = replace(memory.model, bytes_per_element=2)
+        if memory.lora_rank:
+            model = replace(model, adapters=lora_adapters(model, memory.lora_rank))
         halved = replace(memory, model=model, saved_bytes_per_token=saved_token_bytes(model))
         changes.append(("weights and activations in bf16: --dtype bfloat16", halved, placement))
     on_host = replace(memory, model=replace(memory.model, updates_on_host=True))
@@ -235,6 +242,8 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
     if not (is_placed or memory.is_measured) and left_on_host >= 0:
         on_host = replace(on_host, host_bytes=left_on_host)
         changes.append(("optimizer states in host memory: --optimizer-states host", on_host, placement))
+    option = "weights of layers in host memory: --layer-weights host"
+    changes += [(option, away, placement) for away in _layers_away(memory, placement)]
     if memory.model.has_master_weights and memory.model.bytes_per_element == 2 and not memory.is_measured:
         narrow = replace(memory, model=replace(memory.model, has_master_weights=False))
         changes.append(("weights updated in bf16, which loses small updates: --bf16-updates", narrow, placement))
@@ -247,10 +256,28 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
     return changes
 
 
+def _layers_away(memory: DeviceMemory, placement: Placement) -> Iterator[DeviceMemory]:
+    """Memory if shards of layers lie on the host while a step computes, where they may and it has room for them."""
+    model = memory.model
+    if placement.parameters != "sharded" or model.layers_on_host or memory.is_measured or not can_leave(model):
+        return
+    away = replace(memory, model=replace(model, layers_on_host=True))
+    # host memory of the states was left out before
+    more = away.host_states("sharded", placement.shard_ranks) - memory.host_states("sharded", placement.shard_ranks)
+    if memory.host_bytes >= more:
+        yield replace(away, host_bytes=memory.host_bytes - more)
+
+
+def can_leave(model: ModelSpec) -> bool:
+    """Whether shards of the model's layers can lie on the host: those of weights in four bits and of spread experts cannot."""
+    return model.packed.is_empty and not model.experts.are_spread
+
+
 def _adapters(memory: DeviceMemory) -> Iterator[tuple[str, DeviceMemory]]:
     """Memory if only adapters are trained: over the weights as they are (LoRA), and over weights of four bits (QLoRA)."""
-    frozen = replace(memory.model, has_master_weights=False, updates_on_host=False)
     rank = memory.lora_rank or _LORA_RANK
+    frozen = replace(memory.model, has_master_weights=False, updates_on_host=False)
+    frozen = replace(frozen, adapters=lora_adapters(frozen, rank))
     if not memory.lora_rank:
         yield f"adapters over frozen weights (LoRA): --lora-rank {rank}", replace(memory, model=frozen, lora_rank=rank)
     if frozen.packed.is_empty and not frozen.experts.num_experts:
@@ -275,6 +302,7 @@ def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_to
         shard_ranks=num_ranks if is_shared else placement.shard_ranks,
         parameters="sharded" if placement.num_ranks == 1 else placement.parameters,
     )
-    if wider.longest_tokens(memory) >= num_tokens or num_ranks >= placement.num_ranks << _MAX_DOUBLINGS:
+    wanted = min(num_tokens, placement.most_positions or num_tokens)
+    if wider.longest_tokens(memory) >= wanted or num_ranks >= placement.num_ranks << _MAX_DOUBLINGS:
         return wider
     return wider_job(memory, placement, 2 * num_ranks, num_tokens)

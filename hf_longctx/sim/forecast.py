@@ -14,10 +14,10 @@ from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.weight_seconds import weight_seconds
+from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
 from hf_longctx.sim.capacity import Remedy, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
-from hf_longctx.sim.longest import Budget, LongestRow, longest_rows, with_frozen_weights
+from hf_longctx.sim.longest import Budget, LongestRow, longest_rows
 from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
 from hf_longctx.sim.others.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.others.rivals import Choice, Rivals
@@ -100,19 +100,22 @@ class Forecast:
         return _mean([least for least, _ in ranges]), _mean([most for _, most in ranges])
 
     @property
-    def gather_s(self) -> float:
-        """Mean seconds of a step's gathers and reduce-scatters, as if nothing else ran meanwhile."""
-        return _mean([step.execution.weights.gather_s for step in self.steps])
+    def weights(self) -> WeightSeconds:
+        """Mean seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile."""
+        found = [step.execution.weights for step in self.steps]
+        parts = [[each.gather_s, each.sum_s, each.update_s, each.hidden_s, each.away_s] for each in found]
+        gather_s, *others_s = (_mean(list(column)) for column in zip(*parts, strict=True))
+        return WeightSeconds((gather_s,), *others_s)
 
     @property
-    def sum_s(self) -> float:
-        """Mean seconds of a step's sum of gradients over copies of the weights."""
-        return _mean([step.execution.weights.sum_s for step in self.steps])
+    def gap(self) -> float:
+        """Mean seconds above the lower bound, as a share of it, with the gathers that count."""
+        return self.counted_s / self.lower_bound_s - 1
 
     @property
-    def update_s(self) -> float:
-        """Mean seconds of a step's optimizer."""
-        return _mean([step.execution.weights.update_s for step in self.steps])
+    def counted_s(self) -> float:
+        """Mean seconds by which plans were compared, with the gathers that count."""
+        return _mean([step.plan.estimate.counted_s for step in self.steps])
 
     @property
     def lower_bound_s(self) -> float:
@@ -247,9 +250,15 @@ def _reshaped(plan: StepPlan, shapes: dict[int, GroupShape]) -> StepPlan:
 
 
 def _check_longest(scenario: Scenario, workload: Workload, longer: Sequence[Remedy]) -> None:
-    room = scenario.longest_tokens
+    room, most = scenario.longest_tokens, scenario.placement.most_positions
     if workload.longest <= room:
         return
+    if most and workload.longest > most:
+        raise ValueError(
+            f"the longest of {workload.num_sequences:,} sequences has {workload.longest:,} tokens, but {scenario.model_name} has "
+            f"{most:,} positions, which nothing extends; leave longer ones out with --limit {min(room, most)}, or use a model "
+            f"with rotary embeddings"
+        )
     too_long = int(workload.counts[workload.lengths > room].sum())
     enough = [f"{one.change} (holds {one.longest_tokens:,})" for one in longer if one.longest_tokens >= workload.longest]
     more = wider_job(scenario.memory, scenario.placement, 2 * scenario.placement.num_ranks, workload.longest)
@@ -274,23 +283,18 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     device_bytes = memory.usable_bytes - states
     reruns = may_rerun(memory.model, placement.parameters)
     shape = placement.largest_shape(memory.model)
-    budget = Budget(shape.degree, device_bytes, memory.host_bytes, not memory.lora_rank, reruns, shape.ulysses)
+    budget = Budget(shape.degree, device_bytes, memory.host_bytes, reruns, shape.ulysses)
     rows = longest_rows(scenario.costs, budget)
     # the first one keeps everything
     return rows[:1] if scenario.kept_because else rows
 
 
 def _at_limit(scenario: Scenario) -> StepForecast:
-    """A step with the longest sequence that a run would accept, planned as a run would; adapters spare gradients of weights."""
+    """A step with the longest sequence that a run would accept, planned as a run would."""
     memory, costs = scenario.memory, scenario.costs
     plan = plan_step(0, (scenario.longest_tokens,), costs, scenario.planner_config)
-    use = memory_use(plan, execute_plan(plan, costs), costs, memory, scenario.budget)
-    if memory.lora_rank:
-        weights = weight_seconds(plan, replace(costs, model=memory.trained_model))
-        execution = replace(execute_plan(plan, with_frozen_weights(costs)), weights=weights)
-    else:
-        execution = execute_plan(plan, costs)
-    return StepForecast(plan, execution, use, ())
+    execution = execute_plan(plan, costs)
+    return StepForecast(plan, execution, memory_use(plan, execution, costs, memory, scenario.budget), ())
 
 
 def _machine(scenario: Scenario) -> Machine:

@@ -33,14 +33,13 @@ class LongestRow:
 class Budget:
     """Memory of one group of `degree` ranks: device bytes that states leave free, host bytes of each rank (0: none is counted).
 
-    trains_weights: false for LoRA, whose frozen weights have no gradients. reruns: layers may run once more to make the next
-    layer's input, see `may_rerun`. block_ranks: ranks that split heads, in blocks that form a ring (0: all ranks).
+    reruns: layers may run once more to make the next layer's input, see `may_rerun`. block_ranks: ranks that split heads, in
+    blocks that form a ring (0: all ranks).
     """
 
     degree: int
     device_bytes: int
     host_bytes: int
-    trains_weights: bool = True
     reruns: bool = False
     block_ranks: int = 0
 
@@ -107,14 +106,8 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
     return tuple(found)
 
 
-def with_frozen_weights(costs: CostModel) -> CostModel:
-    """Costs of a backward without gradients of weights, which are half of its matrix products."""
-    backward = replace(costs.coefficients.backward, token_s=costs.coefficients.backward.token_s / 2)
-    return replace(costs, coefficients=replace(costs.coefficients, backward=backward))
-
-
 def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
-    degree, load = budget.degree, Load.document(1, costs.model.num_layers, budget.trains_weights)
+    degree, load = budget.degree, Load.document(1, costs.model.num_layers)
     load = replace(load, is_shared=degree > 1, num_blocks=budget.shape.num_blocks, block_ranks=budget.shape.ulysses)
     tokens = ByteModel(costs.model).longest(
         budget.device_bytes, budget.host_bytes, lambda count: (switches.policy(costs, count),), load, switches.loss_tile
@@ -126,7 +119,6 @@ def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
 
 def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_tokens: int) -> float:
     """Seconds of a step with one sequence: forward, backward, recomputation, exposed copies, and the fixed time of a step."""
-    costs = costs if budget.trains_weights else with_frozen_weights(costs)
     shape = costs.best_shape(budget.degree, num_tokens)
     stage = StagePlan(0, (LayerRange(0, costs.model.num_layers),), (Action("F", 0, 0), Action("B", 0, 0)), (policy,))
     chunk = Chunk(0, (Span(0, 0, num_tokens),))

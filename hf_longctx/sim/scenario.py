@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
+from hf_longctx.plan.core.configs.fields import has_position_table
 from hf_longctx.plan.core.configs.kept import kept_reason
 from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import (
@@ -26,10 +27,11 @@ from hf_longctx.plan.core.planner_config import (
 from hf_longctx.plan.core.serialize import parse_json
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
-from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
-from hf_longctx.plan.memory.states_place import StatesPlace
-from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies
+from hf_longctx.plan.memory.lora import lora_adapters
+from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
+from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 # optimizer -> bytes of both moments per parameter, with an fp32 scale for 256 elements; 0: those of the weights it updates
@@ -54,7 +56,8 @@ class Request:
     quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
     the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
     are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optim: the optimizer. optimizer_states: "host"
-    keeps its states in host memory, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
+    keeps its states in host memory, "auto" only if the longest sequence needs that. layer_weights: "host" keeps shards of layers
+    there while a step computes, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
     node, which its ranks share. name: what to call the model in place of `model`.
     """
 
@@ -79,6 +82,7 @@ class Request:
     bf16_updates: bool = False
     optim: str = "adamw_torch"
     optimizer_states: str = "device"
+    layer_weights: str = "device"
     network_gbit: float = 0.0
     name: str = ""
 
@@ -120,6 +124,11 @@ class Scenario:
         return self.placement.longest_tokens(self.memory)
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens of the longest sequence that fits, whatever positions the model has."""
+        return replace(self.placement, most_positions=0).longest_tokens(self.memory)
+
+    @property
     def planner_config(self) -> PlannerConfig:
         """Planner settings of a run on these devices."""
         degrees, limit_s = self.placement.degrees, self.solver_time_limit_s
@@ -133,6 +142,10 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"{request.optim} keeps its moments on the device; leave --optimizer-states {request.optimizer_states} out, or use "
             f"--optim adamw_torch"
         )
+    if request.layer_weights != "device" and not request.parameters:
+        request = replace(request, parameters="sharded")
+    if request.layer_weights == "auto":
+        return _with_chosen_layers(request, must_fit)
     if request.optimizer_states == "auto":
         return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
@@ -143,6 +156,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"the costs of {request.model} on {request.hardware} were measured, over the network of that run; --slow-network has "
             f"no effect, leave it out"
         )
+    if request.lora_rank < 0:
+        raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
     model, notes = _model(request, profile.spec.name, calibration)
     if request.expert_ranks:
         request, model = _spread(request, model)
@@ -153,10 +168,6 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if request.network_gbit:
         cluster = _with_network(request.network_gbit, cluster, notes)
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
-    if request.lora_rank < 0:
-        raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
-    if request.lora_rank and request.longest_tokens:
-        notes.append("seconds and workspace of planned steps are those of training all weights; their states are those of LoRA")
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep")
     kept_because = _kept_because(request.model, notes)
@@ -183,9 +194,11 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
     check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
     placement = _placement(request, memory, degrees, notes)
+    if request.layer_weights == "host":
+        _check_layers_leave(memory, placement)
     if (host_states := memory.host_states(placement.parameters, placement.shard_ranks)) > memory.host_bytes:
         raise ValueError(
-            f"--optimizer-states host needs {host_states / _GIB:.1f} GiB of host memory on each rank, which has "
+            f"{_on_host(request)} {host_states / _GIB:.1f} GiB of host memory on each rank, which has "
             f"{memory.host_bytes / _GIB:.1f} GiB; give more with --host-gib, use more ranks, or leave it out"
         )
     memory = replace(memory, host_bytes=memory.host_bytes - host_states)
@@ -240,6 +253,20 @@ def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
     return replace(chosen, notes=(*chosen.notes, place.line()))
 
 
+def _with_chosen_layers(request: Request, must_fit: bool) -> Scenario:
+    """The scenario with shards of layers on the device or the host, as a run chooses; a note says why."""
+    on_device = build_scenario(replace(request, layer_weights="device"), must_fit=False)
+    host_tokens, problem = 0, ""
+    try:
+        host_tokens = build_scenario(replace(request, layer_weights="host"), must_fit=False).longest_tokens
+    except ValueError as error:
+        problem = str(error)
+    wanted = request.longest_tokens or on_device.costs.model.max_positions
+    place = LayersPlace(wanted, on_device.longest_tokens, host_tokens, problem)
+    chosen = build_scenario(replace(request, layer_weights="host" if place.on_host else "device"), must_fit)
+    return replace(chosen, notes=(*chosen.notes, place.line()))
+
+
 def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
     """The spec of a named shape, of a config.json, or of the folder of a checkpoint."""
     path = _config_path(name_or_path)
@@ -289,6 +316,13 @@ def _kept_because(name_or_path: str, notes: list[str]) -> str:
     return reason
 
 
+def _most_positions(name_or_path: str, model: ModelSpec) -> int:
+    """Positions of a model that nothing extends, so that a run refuses longer sequences; 0 if they can be extended."""
+    path = _config_path(name_or_path)
+    is_limited = model.learned_positions if path is None else has_position_table(_read_config(path))
+    return model.max_positions if is_limited else 0
+
+
 def _short_name(name: str) -> str:
     """A name on the Hub without its owner: "Qwen/Qwen3-8B" becomes "Qwen3-8B"."""
     return name.rpartition("/")[2]
@@ -317,6 +351,7 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
         # adapters are fp32 themselves
         has_master_weights=not (request.bf16_updates or request.lora_rank),
         updates_on_host=request.optimizer_states == "host",
+        layers_on_host=request.layer_weights == "host",
         moment_bytes=MOMENT_BYTES[request.optim],
     )
     model = replace(model, saves_kv_once=_shares_calls(model, hardware))
@@ -333,7 +368,12 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
             f"bytes are those of transformers' torch code, which runs them"
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
-    return _quantised(request, model), notes
+    return _with_adapters(request, _quantised(request, model)), notes
+
+
+def _with_adapters(request: Request, model: ModelSpec) -> ModelSpec:
+    """`model` with the adapters that the request asks for."""
+    return replace(model, adapters=lora_adapters(model, request.lora_rank)) if request.lora_rank else model
 
 
 def _shares_calls(model: ModelSpec, hardware: str) -> bool:
@@ -422,7 +462,7 @@ def _measured_or_assumed(
         calibration.saved_bytes_per_token,
         calibration.state_bytes_per_parameter,
     )
-    return calibration.coefficients, memory
+    return with_adapters(calibration.coefficients, model), memory
 
 
 def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...], notes: list[str]) -> Placement:
@@ -435,6 +475,7 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
     parameters = _as_parameters(wanted)
     per_node = request.ranks_per_node or min(8, request.num_ranks)
     whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank, per_node)
+    whole = replace(whole, most_positions=_most_positions(request.model, memory.model))
     if parameters != "replicated":
         return replace(whole, shard_ranks=shard_ranks)
     sharded = replace(whole, parameters="sharded", shard_ranks=shard_ranks)
@@ -455,6 +496,30 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
         return whole
     notes.append(f"states are sharded over {shard_ranks} ranks: replicated, {_replicated_instead(memory, 0)}")
     return sharded
+
+
+def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
+    """Raise ValueError if shards of layers cannot lie on the host while a step computes."""
+    if placement.parameters != "sharded" or placement.shard_ranks == 1:
+        raise ValueError(
+            f"--layer-weights host needs parameters that two or more ranks share, sharded in every forward and backward, not "
+            f"{placement.parameters} ones over {placement.shard_ranks} rank(s); add --parameters sharded and ranks, or leave it "
+            f"out"
+        )
+    if memory.is_measured:
+        raise ValueError(
+            "--layer-weights host: the model's memory was measured with all weights on the device; leave it out, or name another "
+            "hardware"
+        )
+    if not can_leave(memory.model):
+        raise ValueError("--layer-weights host moves neither weights in four bits nor experts that are spread; leave it out")
+
+
+def _on_host(request: Request) -> str:
+    """Options that need host memory, with their verb."""
+    named = {"--optimizer-states host": request.optimizer_states, "--layer-weights host": request.layer_weights}
+    found = [option for option, place in named.items() if place == "host"]
+    return f"{' and '.join(found)} {'need' if len(found) > 1 else 'needs'}"
 
 
 def _replicated_instead(memory: DeviceMemory, longest_tokens: int) -> str:
@@ -480,6 +545,12 @@ def _check_fits(scenario: Scenario) -> None:
     memory, placement = scenario.memory, scenario.placement
     states = memory.state_bytes(placement.parameters, placement.shard_ranks)
     over = f" over {placement.shard_ranks} ranks" if placement.shard_ranks > 1 else ""
+    resting = memory.resting_bytes(placement.parameters, placement.shard_ranks)
+    if resting > memory.usable_bytes:
+        raise ValueError(
+            f"{scenario.model_name} fits at no degree: between steps, weights of layers come back from the host, and states then "
+            f"take {resting / _GIB:.1f} GiB on each rank, but only {memory.usable_bytes / _GIB:.1f} are usable; use more ranks"
+        )
     advice = "; ".join(f"{one.change} (up to {one.longest_tokens:,} tokens)" for one in remedies(memory, placement))
     device = scenario.costs.cluster.hardware.name
     raise ValueError(

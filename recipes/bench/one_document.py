@@ -6,8 +6,10 @@ engine and group pool.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
@@ -92,10 +95,10 @@ def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
     return sum(device for device, _ in found), sum(host for _, host in found)
 
 
-def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec, trains_weights: bool = True) -> int:
+def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec) -> int:
     """Predicted peak bytes of the plan's chunks on the device, without weights, gradients and optimizer states."""
     group, stage = plan.rounds[0]
-    return ByteModel(spec).moments(group, stage, trains_weights=trains_weights).most.peak
+    return ByteModel(spec).moments(group, stage).most.peak
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,28 @@ def plain_step(model: Any, ids_1T: Tensor) -> Tensor:
 def checkpointed_layer_bytes(model: ModelSpec) -> int:
     """Bytes per token that one layer saves when it is replayed from its input, as Hugging Face does."""
     return class_bytes(model, "layer_input")
+
+
+def keep_attention(model: Any) -> None:
+    """Turns on torch's selective checkpointing: what attention returns is kept, and all else recomputed."""
+    kept = partial(create_selective_checkpoint_contexts, _keeps_attention)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": kept})
+
+
+def _keeps_attention(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    is_attention = "_scaled_dot_product" in str(operator)
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_attention_by_trl(model: Any) -> None:
+    """Turns on TRL's selective checkpointing, as `SFTTrainer` does for `gradient_checkpointing_kwargs={"selective": True}`."""
+    importlib.import_module("trl.models").enable_selective_activation_checkpointing(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"selective": True})
+
+
+def selective_layer_bytes(model: ModelSpec, element_bytes: int) -> int:
+    """Bytes per token that one layer saves if attention is kept: its output in the model's dtype, its log-sum-exp in fp32."""
+    return checkpointed_layer_bytes(model) + model.num_heads * (model.head_dim * element_bytes + 4)
 
 
 def plain_saved_bytes(model: Any, ids_1T: Tensor) -> int:

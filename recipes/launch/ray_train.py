@@ -2,8 +2,9 @@
 
     python recipes/launch/ray_train.py --workers 16 --gpu --restarts 3 recipes/configs/text.yaml --dataset my.jsonl
 
-After the options of this script come the settings of the recipe. Every node must see `output_dir` under the same path: ranks save
-there themselves, and Ray learns the path of each checkpoint as a metric, but copies none. Needs `pip install "ray[train]"`.
+After the options of this script come the settings of the recipe. Every node must see `output_dir` under the same path: it is also
+Ray's storage of the run, so the checkpoints that ranks save there are reported to Ray where they lie, and nothing is copied.
+Needs `pip install "ray[train]"`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, CheckpointUploadMode, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_longctx.recipes.settings import given_settings
 
 
 class ReportToRay(TrainerCallback):
@@ -24,9 +27,14 @@ class ReportToRay(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         metrics = {**(state.log_history[-1] if state.log_history else {}), "step": state.global_step}
-        folder = Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}"
-        # no Checkpoint object: Ray takes one only from a folder below its own storage, or copies it there
-        ray.train.report({**metrics, "checkpoint": str(folder)})
+        folder = Path(str(args.output_dir)).absolute() / f"checkpoint-{state.global_step}"
+        # one rank names the folder, in which all have saved
+        saved = Checkpoint.from_directory(folder) if state.is_world_process_zero else None
+        ray.train.report(metrics, checkpoint=saved, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
+# Ray's list of reported checkpoints in a run's folder
+_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -46,18 +54,25 @@ def main() -> None:
     parser.add_argument("--workers", type=int, required=True, help="number of ranks")
     parser.add_argument("--gpu", action="store_true", help="give each rank a GPU")
     parser.add_argument("--restarts", type=int, default=3, help="how often to start again after a failure")
-    parser.add_argument("--storage", default="outputs/ray", help="folder for Ray's own records, in view of all nodes")
     options, settings = parser.parse_known_args()
+    # the default of TrainingArguments, which is not read here: the driver may lack the workers' devices
+    output_dir = Path(given_settings(settings).get("output_dir", "trainer_output")).absolute()
+    # a list that names a checkpoint which save_total_limit has deleted since would stop Ray; the recipe finds the newest itself
+    (output_dir / _SNAPSHOT).unlink(missing_ok=True)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"settings": settings, "folder": str(Path.cwd())},
         torch_config=TorchConfig(backend="nccl" if options.gpu else "gloo"),
         scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
         run_config=RunConfig(
-            storage_path=str(Path(options.storage).absolute()), failure_config=FailureConfig(max_failures=options.restarts)
+            # reported folders must lie below storage_path/name
+            storage_path=str(output_dir.parent),
+            name=output_dir.name,
+            failure_config=FailureConfig(max_failures=options.restarts),
         ),
     )
-    trainer.fit()
+    result = trainer.fit()
+    print(f"newest checkpoint that Ray knows: {result.checkpoint.path if result.checkpoint else 'none'}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ CONFIG = {
 # name -> (arguments of `calibrate`, text of the error)
 REFUSED = {
     "no time": (["--seconds", "0"], "--seconds is 0; give a positive number"),
+    "fewer than no repeats": (["--repeats", "-1"], "--repeats is -1; give at least 1"),
     "time that is no number": (["--seconds", "nan"], "--seconds is nan; give a positive number"),
     "no ranks": (["--ranks", "0"], "--ranks is 0; at least 1 is needed"),
     "no folder to write to": (["--output", "missing/hardware.json"], "the folder missing does not exist; create it first"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -114,13 +115,22 @@ def test_doctor_needs_no_pinned_memory_on_a_cpu() -> None:
     assert [each.text for each in examine() if each.name == "gpu"]
 
 
-def test_every_command_has_help_that_starts_fast() -> None:
-    commands = ["demo", "doctor", "plan", "simulate", "show", "calibrate", "train", "report", "replay"]
-    assert all(command in build_parser().format_help() for command in commands)
-    code = "import sys; from hf_longctx.cli.main import main\ntry: main([sys.argv[1], '--help'])\nexcept SystemExit: pass\n"
+COMMANDS = ("demo", "doctor", "plan", "simulate", "show", "calibrate", "train", "report", "replay")
+
+
+def test_every_command_has_help_with_an_example_and_starts_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        assert re.search(rf"example.*hf-longctx {command}", text, re.DOTALL) and "exit status: 0" in " ".join(text.split())
+    help_text = build_parser().format_help()
+    assert all(re.search(rf"^ +{command}\s+\w", help_text, re.MULTILINE) for command in COMMANDS)
+    code = "import sys; from hf_longctx.cli.main import main\nfor command in sys.argv[1:]:\n"
+    code += "    try: main([command, '--help'])\n    except SystemExit: pass\n"
     code += (
         "heavy = {'torch', 'numpy', 'transformers', 'plotly', 'jinja2'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
     )
-    for command in ("demo", "doctor", "train", "report"):
-        ended = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, timeout=60, check=False)
-        assert ended.returncode == 0, ended.stderr
+    ended_run = subprocess.run([sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, timeout=60, check=False)
+    assert ended_run.returncode == 0, ended_run.stderr

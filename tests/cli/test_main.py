@@ -10,6 +10,7 @@ import pytest
 
 from hf_longctx import __version__
 from hf_longctx.cli.main import build_parser, main
+from hf_longctx.plan.core.serialize import plan_from_json
 
 FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
 # files with other suffixes are not plans
@@ -30,6 +31,12 @@ def test_show_prints_groups_chunks_and_schedule(capsys) -> None:
     assert "layout <4>,<2>,<2,1,1>" in out or "layout <4>,<2>,<1,1,2>" in out
     assert "group (0, 1) ulysses: 0: 1[0:8000]; 1: 2[0:6000]" in out
     assert "stage 0: 0F0 0F1 0B0 0B1" in out
+
+
+def test_show_writes_the_checked_plan_as_json(capsys) -> None:
+    text = (FIXTURES / "nested.json").read_text()
+    assert main(["show", "--json", str(FIXTURES / "nested.json")]) == 0
+    assert plan_from_json(capsys.readouterr().out) == plan_from_json(text)
 
 
 # name -> (edit of a good plan's text, text of the error)

@@ -545,6 +545,7 @@ def test_the_next_step_names_an_optimizer_of_few_bits(options: str, words: str, 
     [
         ("--parameters sharded --optimizer-states host", "parameters sharded optimizer_states host host_gib 101"),
         ("--parameters sharded --optimizer-states auto", "parameters sharded host_gib 116"),
+        ("--layer-weights host", "parameters sharded layer_weights host host_gib 114"),
         (
             "--hardware a100-40g --parameters sharded --optimizer-states auto --host-gib 64",
             "parameters sharded optimizer_states host host_gib 48",

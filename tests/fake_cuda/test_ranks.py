@@ -6,6 +6,8 @@ wait for itself, nor for one that waits for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.models.reference import TOLERANCE, random_rows
 from helpers.models.tiny_models import ModelCase
@@ -22,6 +24,7 @@ from hf_longctx.plan.core.types import StepPlan
 
 LAYERS = 2
 CASE = ModelCase(promoted=True, num_layers=LAYERS)
+ON_HOST = "layers on the host"
 OFFLOADED = replayed(0.0, host=1.0, input_host=1.0)
 PLANS: dict[str, StepPlan] = {
     "ring": same_policy(plan_of([[(2, (0, 1))]], [13, 22], 2, ulysses=1), OFFLOADED, replayed(), tile_tokens=8),
@@ -29,6 +32,7 @@ PLANS: dict[str, StepPlan] = {
         plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="sharded"), OFFLOADED, replayed()
     ),
     "gathered": plan_of([[(1, (0,)), (1, (1,))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="gathered_per_round"),
+    ON_HOST: plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="sharded"),
     "early sums": plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2),
     "stages": pipeline_plan(
         [19, 11], [[(1, [[each] for each in cut(0, [8, 6, 5])])], [(1, [[(1, 0, 11)]])]], 2, num_layers=LAYERS
@@ -39,8 +43,10 @@ PLANS: dict[str, StepPlan] = {
 def found_by(pool: RankPool, name: str, *removals: Removal, drains: bool = False) -> list[Found]:
     """Findings of both ranks in steps of a plan, while lines of the package are taken out. drains: see `steps_on_device`."""
     plan = PLANS[name]
-    rows = random_rows(list(plan.lengths))
-    return pool.run(steps_on_device, CASE, plan_to_json(plan), rows, removals, drains, timeout_s=280.0)
+    rows, on_host = random_rows(list(plan.lengths)), name == ON_HOST
+    # the device has the shards of two layers
+    case = replace(CASE, num_layers=2 * LAYERS) if on_host else CASE
+    return pool.run(steps_on_device, case, plan_to_json(plan), rows, removals, drains, on_host, timeout_s=280.0)
 
 
 @pytest.mark.parametrize("drains", [False, True])

@@ -18,7 +18,7 @@ from fake_cuda.machine.device import FakeDevice
 from fake_cuda.machine.removals import Removal, removed
 from fake_cuda.test_host_updates import num_wrong
 from fake_cuda.test_offload import wrong_values
-from fake_cuda.test_ranks import found_by
+from fake_cuda.test_ranks import ON_HOST, found_by
 
 
 def wrong_updates(device: FakeDevice) -> int:
@@ -29,6 +29,7 @@ def wrong_updates(device: FakeDevice) -> int:
 _COPIES = partial(Removal, "runtime.core.host_copies")
 _HOST = partial(Removal, "runtime.activations.host_tier")
 _UPDATES = partial(Removal, "runtime.parameters.host_steps")
+_SHARDS = partial(Removal, "runtime.parameters.on_host.layer_shards")
 _LINKS = partial(Removal, "runtime.process_groups.links")
 
 # purpose of a line -> the line, and what goes wrong without it
@@ -93,6 +94,15 @@ ONE_PROCESS: dict[str, tuple[Removal, Callable[[FakeDevice], int]]] = {
 TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
     "a ring reads what has arrived": (Removal("runtime.attention.ring", "request.wait()"), "ring"),
     "a step reads gradients that are summed": (Removal("runtime.parameters.early_sums", "self._work.wait()"), "early sums"),
+    "shards have left before their memory is given back": (
+        _SHARDS("for ticket in tickets:\n            self._copies.wait(ticket)"),
+        ON_HOST,
+    ),
+    "a gather reads shards that are there": (_SHARDS("self._copies.wait(slot.ticket)"), ON_HOST),
+    "whoever reads shards finds them back": (
+        _SHARDS("for ticket in returning:\n            self._copies.wait(ticket)"),
+        ON_HOST,
+    ),
     "a stage reads what has arrived": (
         _LINKS("        work.wait()\n        return buffer", "        return buffer"),
         (scenarios.received_and_read, 2),

@@ -188,6 +188,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "fp32_gradients": False,
         "fp32_master_weights": False,
         "optimizer_states": "auto",
+        "layer_weights": "host",
         "self_test": False,
         "on_nonfinite": "skip",
         "replica_check_steps": 5,

@@ -50,6 +50,7 @@ _KNOWN = {
     "NeedleTask(": ("evaluation", 1),
     "BitsAndBytesConfig(": ("four_bits", 1),
     "load_pipeline_stage(": ("stages", 4),
+    "MuonWithAdamW": ("muon", 1),
 }
 
 
@@ -112,7 +113,7 @@ def stand_ins(folder: str) -> dict[str, Any]:
 
         # TRL takes bf16 by default, and then asks for a GPU or for this
         names |= {"SFTTrainer": trl.SFTTrainer, "SFTConfig": partial(trl.SFTConfig, use_cpu=True)}
-        names["sft_args"] = trl.SFTConfig(**arguments, assistant_only_loss=True, max_length=None, gradient_checkpointing=False)
+        names["sft_args"] = trl.SFTConfig(**arguments, assistant_only_loss=True, max_length=None)
     return names
 
 

@@ -28,26 +28,28 @@ plan.groups.programs  plan.prediction
 plan.pipeline.activations
 plan.pipeline
 plan.planner
-plan.stage_count
-sim.text_lines
+plan.stage_count  plan.anytime
+sim.text_lines  sim.hub_cache
 sim.workloads  sim.capacity  sim.prices
 sim.scenario  sim.execution  sim.longest
 sim.memory_use  sim.others
-sim.forecast
+sim.forecast  sim.run_replay
 sim.output
 runtime.core
 runtime.parameters  runtime.tiles  runtime.dropout  runtime.fused
-runtime.activations
+runtime.activations  runtime.optimizers
 runtime.attention
 runtime.states
 runtime.states.scans
 runtime.process_groups
 runtime.execution
 runtime.measure
-hf.ranks  hf.models  hf.setting_kinds
+hf.ranks
+hf.models  hf.setting_kinds
 hf.config  hf.checkpoints
 hf.planning
 hf.data
+hf.start.settings
 hf.start
 hf.log_probs
 hf.self_test  hf.calibration

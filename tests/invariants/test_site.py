@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -34,7 +35,19 @@ def test_generated_pages_are_up_to_date(file: Path) -> None:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     listed = [page for _, pages in PAGES.sections(PAGES.site_config()["nav"]) for page in pages]
-    assert sorted(listed) == sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
+    outside = PAGES.site_config()["extra"]["outside"]
+    assert sorted(listed) == sorted([*(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")), *outside])
+    # each page of a recipe is there
+    assert sorted(outside.values()) == sorted(
+        str(file.relative_to(ROOT)) for kind in ("md", "ipynb") for file in (ROOT / "recipes").rglob(f"*.{kind}")
+    )
+
+
+def test_notebooks_are_kept_with_what_their_cells_draw() -> None:
+    for path in (ROOT / "recipes").rglob("*.ipynb"):
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        shown = ["".join(cell["source"]) for cell in cells if any("image/png" in o.get("data", {}) for o in cell["outputs"])]
+        assert shown == [source for cell in cells for source in ["".join(cell["source"])] if source.startswith("Image(")] != []
 
 
 def test_every_message_that_the_docs_explain_is_one_of_the_code() -> None:
@@ -61,3 +74,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "img" / "step.png").exists() and not (tmp_path / "scripts").exists()
+    notebook = (tmp_path / "recipes" / "notebook" / "index.html").read_text()
+    pictures = re.findall(r'src="\.\./(notebook_\d\.png)"', notebook)
+    assert len(pictures) == 2 and all((tmp_path / "recipes" / name).stat().st_size > 1000 for name in pictures)

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths
+from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.staged_step import pipeline_s
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options

@@ -99,6 +99,8 @@ class Shape:
             found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(self.lora), task_type="CAUSAL_LM"))
             for name, parameter in found.named_parameters():
                 parameter.data = parameter.data.double() if "lora_" in name else parameter.data
+            # the first layer saves as much as others, as if there were layers below it
+            found.enable_input_require_grads()
             model = found
         model.train()
         patch_model(model)
@@ -155,7 +157,7 @@ def predicted(
     shape: Shape, dtype: torch.dtype, documents: tuple[int, ...], policy: ActivationPolicy | None, tiles_loss: bool = False
 ) -> tuple[ChunkBytes, int]:
     """Predicted bytes, and those of them that exist before the step starts: token ids and labels."""
-    load = Load(sum(documents), documents, shape.layers, tiles_loss=tiles_loss, trains_weights=not shape.lora)
+    load = Load(sum(documents), documents, shape.layers, tiles_loss=tiles_loss)
     return ByteModel(shape.spec(dtype)).chunk(load, policy), 16 * sum(documents)
 
 
@@ -225,6 +227,17 @@ ADAPTED = {
     "hidden": (replace(WIDE_HIDDEN, heads=4, lora=HEADS), offloading(head_pieces=2), 256, WHOLE),
     "hidden-mlp": (replace(WIDE_HIDDEN, heads=4, lora=(*HEADS, *MLP)), offloading(head_pieces=2), 256, WHOLE),
     "mlp": (replace(WIDE_MLP, lora=MLP), offloading(), 256, WHOLE),
+    "mlp-kept": (replace(WIDE_MLP, lora=MLP), offloading(mlp=0.5), 256, WHOLE),
+    "mlp-kept-heads": (replace(WIDE_MLP, lora=HEADS), offloading(mlp=0.0), 256, WHOLE),
+    "plain": (Shape(lora=(*HEADS, *MLP)), PLAIN, 0, WHOLE),
+    "plain-two": (Shape(lora=("q_proj", "v_proj")), PLAIN, 0, WHOLE),
+    "plain-mlp": (replace(WIDE_MLP, lora=(*HEADS, *MLP)), PLAIN, 0, WHOLE),
+    "plain-mlp-two": (replace(WIDE_MLP, lora=("q_proj", "v_proj")), PLAIN, 0, WHOLE),
+    "plain-heads": (replace(WIDE_HEADS, lora=(*HEADS, *MLP)), PLAIN, 0, WHOLE),
+    "plain-heads-two": (replace(WIDE_HEADS, lora=("q_proj", "v_proj")), PLAIN, 0, WHOLE),
+    "plain-hidden": (replace(WIDE_HIDDEN, lora=(*HEADS, *MLP)), PLAIN, 0, WHOLE),
+    "plain-hidden-two": (replace(WIDE_HIDDEN, lora=("q_proj", "v_proj")), PLAIN, 0, WHOLE),
+    "plain-packed-two": (Shape(lora=("q_proj", "v_proj")), PLAIN, 0, PACKED),
 }
 # cases that another element size changes: tensors that stay fp32 in norms and loss, tiles, shares on the host, heads, packs
 HALF_WIDTH = [
@@ -262,15 +275,17 @@ def test_adapters_in_pieces_and_tiles_take_no_more_than_predicted(name: str, mon
     for user in ("plan.memory.head_pieces", "runtime.activations.adapted_projection"):
         monkeypatch.setattr(f"hf_longctx.{user}.ADAPTER_ELEMENTS", 2**15)
     shape, one, tile_tokens, documents = ADAPTED[name]
-    policy = ActivationPolicy(0, 0, (one,) * shape.layers, tile_tokens)
+    policy = None if one is PLAIN else ActivationPolicy(0, 0, (one,) * shape.layers, tile_tokens)
     held, _, *peaks = measured(shape, torch.float32, documents, policy)
     found, before = predicted(shape, torch.float32, documents, policy)
     device = found.device - before
     assert device == pytest.approx(held, rel=0.01)
     # in a tile, outputs of adapters are counted beside all that they save
     most = 1.25 if name == "mlp" else 1.1
-    for workspace, peak in zip((found.forward_workspace, found.backward_workspace), peaks, strict=True):
-        assert 0.97 * peak <= device + workspace <= most * peak
+    # outputs of adapters outside MLPs, twice as wide as the model here, are not counted in the forward of layers that keep them
+    least = (0.94 if policy is None else 0.97), 0.97
+    for share, workspace, peak in zip(least, (found.forward_workspace, found.backward_workspace), peaks, strict=True):
+        assert share * peak <= device + workspace <= most * peak
 
 
 def check_bytes(

@@ -27,6 +27,7 @@ from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.spread_experts import spread_experts
@@ -173,3 +174,20 @@ def check_mean(model: ModelSpec, shape: GroupShape) -> None:
         # ranks differ, since the last piece of the document stays with one block
         assert sum(one[is_backward] for one in exact) / shape.degree == pytest.approx(mean.num_bytes)
         assert mean.network_bytes == 0
+
+
+# windows shorter than a piece, as long as several, as all but the whole document, and longer; a layer without a window beside
+@pytest.mark.parametrize("window", [1, 5, 16, 40, 63, 64, 200])
+@pytest.mark.parametrize("shape", [GroupShape(4, 2), GroupShape(4), GroupShape(3), GroupShape(8)], ids=str)
+def test_bytes_that_windows_save_are_subtracted(shape: GroupShape, window: int) -> None:
+    model = replace(spec_of(ModelCase(num_heads=8, num_kv_heads=4)), num_layers=3, windows=(window, None, window))
+    num_tokens = 8 * shape.num_blocks
+    exact = sent_bytes(model, shape, Chunk(0, (Span(0, 0, num_tokens),)))
+    cluster = ClusterSpec(8, 8, GENERIC_CPU)
+    # a second per byte, and no tiles that could hide one
+    passes = PassCoefficients(0.0, 0.0, 0.0, link_byte_s=1.0)
+    costs = CostModel(model, cluster, CostCoefficients(passes, passes, 0.0, "by hand"))
+    for is_backward in (False, True):
+        mean = mean_traffic(model, cluster, shape, num_tokens, is_backward).num_bytes
+        sent = mean - costs.chunk_hidden_s(Chunk(0, (Span(0, 0, num_tokens),)), shape, is_backward)
+        assert sent == pytest.approx(sum(one[is_backward] for one in exact) / shape.degree)

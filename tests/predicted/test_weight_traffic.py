@@ -206,6 +206,22 @@ def test_seconds_are_those_of_the_bytes_and_a_step_with_them_lies_between_two_en
     assert least == pytest.approx(max(run.step_s, exchange_s + seconds)) and exchange_s > 0
 
 
+def test_shards_on_the_host_are_copied_before_gathers_and_leave_once() -> None:
+    costs = hand_costs(2, 2)
+    plan = plan_of([[(1, (0,)), (1, (1,))], [(2, (2, 3))]], [8, 8, 6, 5], 2, parameters="sharded")
+    away = replace(costs, model=replace(costs.model, layers_on_host=True))
+    found, plain = weight_seconds(plan, away), weight_seconds(plan, costs)
+    # by hand: half of two bf16 layers, for a forward and a backward of two micro-batches
+    copy_s = 2 * costs.model.layer_weights * 2 / 2 / costs.cluster.hardware.copy_bytes_per_s
+    assert found.gather_s - plain.gather_s == pytest.approx(2 * 2 * copy_s) and found.away_s == pytest.approx(2 * copy_s)
+    run = evaluate_plan(plan, costs)
+    ends = [each.range_s(run.step_s, run.once_s, run.ranks) for each in (found, plain)]
+    assert ends[0][1] - ends[1][1] == pytest.approx(6 * copy_s) and ends[0][0] - ends[1][0] >= 2 * copy_s
+    # weights that are whole, or gathered once, have nothing there
+    whole = replace(hand_costs(2, 2, "replicated", 1), model=away.model)
+    assert weight_seconds(replace(plan, parameters="replicated"), whole).away_s == 0
+
+
 def test_only_hops_between_nodes_use_the_network() -> None:
     weights = StageWeights(1, 800, 0, 1600, 800)
     one_node, two = (round_traffic(weights, ClusterSpec(8, near, GENERIC_CPU), "gathered_per_round", 8, 1) for near in (8, 4))

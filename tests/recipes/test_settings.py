@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from helpers.models.any_model import build_any
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.recipes import sft
-from hf_longctx.recipes.settings import read_settings
-from hf_longctx.recipes.sft import RecipeArguments, load_model
+from hf_longctx.recipes.settings import given_settings, read_settings
+from hf_longctx.recipes.sft import RecipeArguments, check_fit, load_model, with_adapters, with_cuts
 
 ALL = (RecipeArguments, LongContextConfig, TrainingArguments)
 FILE = """
@@ -122,6 +123,16 @@ def test_positions_of_a_checkpoint_are_extended_before_it_is_loaded(tmp_path: Pa
     assert loaded["yarn"].config.max_position_embeddings == 256 and loaded[None].config.max_position_embeddings == 64
 
 
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_classes_without_sdpa_or_with_towers_are_loaded_and_adapted(tmp_path: Path, name: str) -> None:
+    build_any(name).save_pretrained(tmp_path)
+    recipe, settings, _ = read_settings(ALL, ["--dataset", "x", "--model_name_or_path", str(tmp_path), "--lora_rank", "2"])
+    model = with_adapters(load_model(recipe, settings), recipe)
+    adapted = {name.partition(".layers.")[0] for name, weight in model.named_parameters() if weight.requires_grad}
+    # not the towers, which rows of text never reach
+    assert adapted == {f"base_model.model.model{'' if name == 'GptOssForCausalLM' else '.language_model'}"}
+
+
 def test_positions_of_random_weights_are_not_extended(config_file: str) -> None:
     with pytest.raises(SystemExit, match="rope_scaling extends a checkpoint; with model_config"):
         read_settings(ALL, [config_file, "--rope_scaling", "yarn"])
@@ -146,9 +157,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         read_settings(ALL, [str(tmp_path / "list.yaml")])
 
 
-@pytest.mark.parametrize(
-    "name", ["demo.yaml", "text.yaml", "chat.yaml", "single_gpu_long.yaml", "pipeline.yaml", "extend_demo.yaml"]
-)
+@pytest.mark.parametrize("name", ["demo.yaml", "text.yaml", "single_gpu_long.yaml", "pipeline.yaml", "extend_demo.yaml"])
 def test_shipped_configs_are_valid(name: str) -> None:
     path = Path(__file__).parents[2] / "recipes" / "configs" / name
     recipe, config, _ = read_settings(ALL, [str(path)])
@@ -159,7 +168,7 @@ def test_shipped_paths_are_found_from_every_folder(tmp_path: Path, monkeypatch: 
     configs = Path(__file__).parents[2] / "recipes" / "configs"
     monkeypatch.chdir(tmp_path)
     base = read_settings(ALL, [str(configs / "extend_demo.yaml")])[0].model_name_or_path
-    template = read_settings(ALL, [str(configs / "chat.yaml")])[0].chat_template
+    template = read_settings(ALL, [str(configs.parent / "tasks" / "chat" / "config.yaml")])[0].chat_template
     assert (Path(base) / "model.safetensors").is_file() and Path(template).is_file()
     # the user's own folder wins
     (tmp_path / "recipes" / "copy_base").mkdir(parents=True)
@@ -208,3 +217,32 @@ def test_aliases_that_repeat_a_few_values_are_read(tmp_path: Path) -> None:
     path.write_text("dataset: x\nmodel_name_or_path: &name y\ntokenizer: *name\nneedle_lengths: &n [16, 32]\ndegrees: [1, 2]\n")
     recipe, _, _ = read_settings(ALL, [str(path), "--use_cpu", "true"])
     assert recipe.tokenizer == "y" and recipe.needle_lengths == [16, 32]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--text_column", "text"], "split"),
+        (["--messages_column", "messages"], "truncate"),
+        (["--prompt_column", "a", "--completion_column", "b"], "truncate"),
+    ],
+)
+def test_long_rows_are_cut_as_suits_the_data_unless_the_settings_say_it(config_file: str, words: list[str], expected) -> None:
+    recipe, config, _ = read_settings(ALL, [config_file, *words])
+    assert config.long_sequences == "error" and with_cuts(config, recipe).long_sequences == expected
+    assert "long_sequences" not in given_settings([config_file, *words])
+    assert "long_sequences" in given_settings([config_file, "--long_sequences=error"])
+    given = given_settings([config_file, "--max_length", "7", "--max_length=8", "--bf16", "--output_dir", "out"])
+    assert (given["max_length"], given["use_cpu"], given["bf16"], given["output_dir"]) == ("8", "True", "true", "out")
+
+
+def test_a_length_beyond_the_models_positions_is_refused_before_data_is_read(config_file: str) -> None:
+    def check(model_config: str) -> None:
+        words = ["--model_config", model_config, "--max_length", "9000", "--dataset", "nowhere.jsonl"]
+        recipe, config, _ = read_settings(ALL, [config_file, *words])
+        check_fit(recipe, config, ByT5Tokenizer(extra_ids=0))
+
+    with pytest.raises(SystemExit, match=r"settings: max_length 9000 is above the model's max_position_embeddings 2048"):
+        check('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}')
+    with pytest.raises(SystemExit, match=r"settings: .*hidden size \(8\) is not a multiple"):
+        check('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 32}')

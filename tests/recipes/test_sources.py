@@ -12,6 +12,7 @@ from helpers.models.chats import byte_tokenizer, conversation
 from transformers import ByT5Tokenizer, TrainingArguments
 
 from hf_longctx import DataError, LongContextConfig
+from hf_longctx.recipes import sources
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sft import RecipeArguments
 from hf_longctx.recipes.sources import Documents, Source, load_tokens
@@ -196,3 +197,30 @@ def test_settings_that_cannot_be_meant_are_refused_in_one_line(words: list[str],
     with pytest.raises(SystemExit, match=f"settings: .*{message}") as error:
         settings(*words)
     assert "\n" not in str(error.value)
+
+
+def test_a_document_that_is_too_long_or_a_template_is_refused_before_anything_is_tokenised(folder: Path, monkeypatch) -> None:
+    whole = []
+    monkeypatch.setattr(
+        sources._Opened,
+        "tokenised",
+        lambda self, tokenizer: whole.append(self) or self._encoded(self.documents, tokenizer, self.order),
+    )
+    longest = max(map(len, load(Source("lines.txt")).train["input_ids"]))
+    whole.clear()
+    assert load_tokens([Source("lines.txt")], byte_tokenizer(), 0, most_tokens=longest).train
+    assert len(whole) == 1
+    with pytest.raises(
+        DataError, match=rf"lines.txt: row \d+ has {longest} tokens, above max_length {longest - 1}; set long_seq"
+    ):
+        load_tokens([Source("lines.txt")], byte_tokenizer(), 0, most_tokens=longest - 1)
+    # the first set would take its time, and the second cannot be read
+    with pytest.raises(DataError, match=r"chatml\.jinja"):
+        load_tokens([Source("lines.txt"), Source("chats.jsonl", messages_column="messages")], byte_tokenizer("{{ 1 }}"), 0)
+    assert len(whole) == 1
+
+
+def test_a_longest_row_without_an_answer_says_nothing_about_others(folder: Path) -> None:
+    rows = [{"messages": conversation("long " * 50)}, {"messages": conversation("a", "b")}]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(load(Source("asked.jsonl", messages_column="messages")).train) == 1

@@ -18,6 +18,7 @@ from hf_longctx.runtime.measure import (
     ChunkBench,
     Probe,
     Timing,
+    _longest_timed,
     copy_rate,
     exchange_rates,
     neighbour_rate,
@@ -65,11 +66,26 @@ def test_the_largest_chunk_is_chosen_so_that_all_fit_into_the_time() -> None:
     assert 0.5 * budget_s < 9 * seconds <= 1.2 * budget_s
 
 
-def tiny_bench(pool: GroupPool, seconds: float) -> ChunkBench:
+def test_fewer_repeats_leave_time_for_longer_chunks() -> None:
+    pool = GroupPool((1,), timeout_s=1.0)
+    assert tiny_bench(pool, 1.0).num_repeats == 8 and tiny_bench(pool, 1.0, repeats=2).num_repeats == 2
+    assert target_seconds(30, 60.0, num_repeats=2) == pytest.approx(3 * target_seconds(30, 60.0, num_repeats=8))
+
+
+@pytest.mark.parametrize("bytes_per_s,expected", [(1e5, 2**18), (4e6, 2_000_000), (1e12, 8 * 2**20)])
+def test_slow_links_are_timed_with_fewer_bytes(bytes_per_s: float, expected: int) -> None:
+    timed: list[int] = []
+    num_bytes, seconds = _longest_timed(lambda size: timed.append(size) or size / bytes_per_s)
+    assert num_bytes == pytest.approx(expected, rel=1e-5) and num_bytes / seconds == pytest.approx(bytes_per_s)
+    # nothing is timed that takes longer than half a second, but the first bytes, which nobody knows yet
+    assert all(size == 2**18 or size <= 0.5 * bytes_per_s for size in timed)
+
+
+def tiny_bench(pool: GroupPool, seconds: float, repeats: int = 0) -> ChunkBench:
     model = build_model(ModelCase(dtype=torch.float32))
     patch_model(model)
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, CPU)
-    return ChunkBench(executor, 2, VOCAB_SIZE, time.monotonic() + seconds)
+    return ChunkBench(executor, 2, VOCAB_SIZE, time.monotonic() + seconds, repeats)
 
 
 def measured_on_rank(seconds: float) -> tuple[int, tuple[Timing, ...], float]:

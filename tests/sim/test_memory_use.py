@@ -23,6 +23,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
@@ -149,7 +150,7 @@ def test_states_of_adapters_are_those_of_the_memory_model() -> None:
     plan = hand_made()
     costs = replace(cost_model(1), parameters="replicated", shard_ranks=1)
     run = execute_plan(plan, costs)
-    lora = replace(MEMORY, lora_rank=1)
+    lora = replace(MEMORY, model=replace(MEMORY.model, adapters=lora_adapters(MEMORY.model, 1)), lora_rank=1)
     less = MEMORY.state_bytes("replicated", 1) - lora.state_bytes("replicated", 1)
     assert less > 0 and MEMORY.state_bytes("replicated", 1) == ByteModel(costs.model).states(costs.parameters, costs.shard_ranks)
     [whole], [adapters] = (peak_bytes(plan, run, costs, memory) for memory in (MEMORY, lora))

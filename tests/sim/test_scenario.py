@@ -7,13 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hf_longctx.plan.cost.cost_model import default_coefficients
+from hf_longctx.plan.cost.cost_model import backward_share, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
+from hf_longctx.plan.memory.lora import lora_adapters
+from hf_longctx.sim.capacity import remedies
+from hf_longctx.sim.forecast import make_forecast
+from hf_longctx.sim.output.summary import forecast_summary, run_settings
+from hf_longctx.sim.output.text import forecast_text
 from hf_longctx.sim.scenario import MOMENT_BYTES, Request, build_scenario, read_model
+from hf_longctx.sim.workloads import Workload
 
 GPT = Request("gpt-7b", "a100-40g", 64, method="ulysses")
 SMALL = Request("llama-3.2-1b", "h100", 8)
@@ -197,13 +204,49 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
 
-def test_plans_of_adapters_say_what_they_are_priced_as() -> None:
-    lora = replace(SMALL, lora_rank=8)
-    assert not any("those of training all weights" in note for note in build_scenario(lora).notes)
-    planned = build_scenario(replace(lora, longest_tokens=1000))
-    assert any("those of training all weights" in note for note in planned.notes)
-    # saved activations are those of training all weights, but the states are smaller
-    assert planned.tokens_per_rank > build_scenario(SMALL).tokens_per_rank
+def test_plans_of_adapters_are_priced_and_counted_with_them() -> None:
+    whole, lora = build_scenario(SMALL), build_scenario(replace(SMALL, lora_rank=8))
+    assert lora.costs.model == lora.memory.model and lora.costs.model.adapters == lora_adapters(lora.costs.model, 8)
+    assert lora.tokens_per_rank > whole.tokens_per_rank
+    # half of the backward's products, and those of small matrices beside the others
+    shares = [
+        found.token_s / every.token_s
+        for found, every in (
+            (lora.costs.coefficients.forward, whole.costs.coefficients.forward),
+            (lora.costs.coefficients.backward, whole.costs.coefficients.backward),
+        )
+    ]
+    small = lora.costs.model.num_layers * lora.costs.model.adapters.layer_parameters / whole.costs.model.token_products
+    assert shares == pytest.approx([1 + small, 0.5 + small])
+
+
+def test_no_sequence_is_longer_than_a_position_table(tmp_path: Path) -> None:
+    config = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 512, "n_inner": None, "vocab_size": 64}
+    found = {}
+    for kind in ("gpt2", "gpt_neox"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+        found[kind] = build_scenario(Request(str(tmp_path), "h100", 2))
+    table, rotary = found["gpt2"], found["gpt_neox"]
+    assert table.longest_tokens == 512 < table.tokens_per_rank < min(table.held_tokens, rotary.longest_tokens)
+    # more memory is no remedy
+    assert not remedies(table.memory, table.placement)
+    forecast = make_forecast(table, None, 1, 1, 0)
+    assert forecast.at_limit.plan.lengths == (512,)
+    said = f"the model has 512 positions, which nothing extends; memory alone would hold {table.held_tokens:,} tokens"
+    assert said in forecast_text(forecast) and said in forecast_summary(forecast)
+    assert run_settings(table)["max_length"] == "512" and "rope_scaling" not in run_settings(table)
+    lengths = Workload("test", np.array([100, 600]), np.array([1, 1]), 600)
+    with pytest.raises(ValueError, match=r"has 600 tokens, but .* has 512 positions, which nothing extends; .* --limit 512"):
+        make_forecast(table, lengths, 1, 1, 0)
+    assert build_scenario(GPT).placement.most_positions == 192_000
+
+
+def test_measured_seconds_are_halved_alike() -> None:
+    whole, lora = (build_scenario(replace(GPT, lora_rank=rank)).costs for rank in (0, 8))
+    assert whole.coefficients.is_measured and lora.coefficients == with_adapters(whole.coefficients, lora.model)
+    found = lora.coefficients.backward.token_s / whole.coefficients.backward.token_s
+    assert found == pytest.approx(backward_share(lora.model) * lora.model.token_products / whole.model.token_products)
+    assert 0.5 < found < 0.52 and lora.coefficients.backward.pair_s == whole.coefficients.backward.pair_s
 
 
 def test_attention_under_adapters_runs_in_pieces_but_not_over_weights_of_four_bits() -> None:
@@ -239,11 +282,11 @@ def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
     # scales are replicated on every rank; embedding and head are unchanged
     for scenario, held in ((whole, 2 * layer), (packed, layer // 2)):
         weights = 80 * held + 2 * 2 * 128256 * 8192
-        # LoRA of rank 16: two matrices beside each of the seven, with gradients of 2 bytes and two moments of 4
+        # LoRA of rank 16: two matrices beside each of the seven, in fp32, with gradients and two moments
         adapter = 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
-        adapters = 80 * adapter * (2 + 2 + 8)
+        adapters = 80 * adapter * (4 + 4 + 8)
         # the weights and adapters of two layers, and gradients of the adapters
-        gathered = 2 * held + 2 * 2 * 128256 * 8192 + 2 * adapter * (2 + 2)
+        gathered = 2 * held + 2 * 2 * 128256 * 8192 + 2 * adapter * (4 + 4)
         beside = 0 if held > layer else 80 * scales + 2 * 28672 * 8192
         assert scenario.memory.state_bytes("sharded", 8) == -(-(weights + adapters) // 8) + gathered + beside
     # experts in transformers are not linear modules
@@ -310,3 +353,58 @@ def test_moments_of_few_bits_take_fewer_bytes_and_stay_on_the_device() -> None:
     for place in ("host", "auto"):
         with pytest.raises(ValueError, match=f"leave --optimizer-states {place} out, or use --optim adamw_torch"):
             build_scenario(replace(request, optim="adamw_torch_8bit", optimizer_states=place))
+
+
+def test_a_model_whose_shards_fill_the_device_trains_with_those_of_layers_on_the_host() -> None:
+    request = Request("llama-3.1-70b", "h100", 8, optimizer_states="host", host_bytes=200 * 2**30, parameters="sharded")
+    with pytest.raises(ValueError, match=r"fits at no degree.*--layer-weights host \(up to 4\d\d,\d\d\d tokens\)"):
+        build_scenario(request)
+    plain = build_scenario(request, must_fit=False)
+    away = build_scenario(replace(request, layer_weights="host"))
+    assert away.costs.model.layers_on_host and 4e5 < away.longest_tokens < 4.5e5
+    # all layers but two, in bf16; states on the host have memory for them already
+    spec, states = away.costs.model, [each.memory.state_bytes("sharded", 8) for each in (plain, away)]
+    assert states[0] - states[1] == pytest.approx((spec.num_layers - 2) * spec.layer_weights * 2 / 8, rel=1e-6)
+    assert plain.memory.host_bytes == away.memory.host_bytes
+    # adapters have their own there
+    frozen = [
+        build_scenario(replace(request, optimizer_states="device", lora_rank=16, layer_weights=place))
+        for place in ("device", "host")
+    ]
+    moved = spec.num_layers * spec.layer_weights * 2 / 8
+    assert frozen[0].memory.host_bytes - frozen[1].memory.host_bytes == pytest.approx(moved, rel=0.02)
+    assert frozen[1].memory.left_bytes("sharded", 8) > frozen[0].memory.left_bytes("sharded", 8)
+
+
+KEPT_LAYERS = {
+    "whole weights": ({"parameters": "replicated"}, "needs parameters that two or more ranks share"),
+    "one rank": ({"num_ranks": 1}, "needs parameters that two or more ranks share"),
+    "gathered at once": ({"parameters": "gathered_per_round"}, "needs parameters that two or more ranks share"),
+    "four bits": ({"lora_rank": 8, "quantize": "nf4"}, "moves neither weights in four bits"),
+    "no room on the host": ({"host_bytes": 2**30}, "--layer-weights host needs 1.6 GiB of host memory on each rank"),
+    "no room between steps": (
+        {"model": "llama-3.1-70b", "num_ranks": 2, "lora_rank": 8},
+        "between steps, weights of layers come back from the host",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_LAYERS)
+def test_layers_that_cannot_lie_on_the_host_are_refused_with_the_reason(name: str) -> None:
+    changes, message = KEPT_LAYERS[name]
+    with pytest.raises(ValueError, match=message):
+        build_scenario(replace(Request("llama-3.1-8b", "h100", 8, layer_weights="host"), **changes))
+
+
+def test_layers_move_to_the_host_from_the_first_token_without_room() -> None:
+    request = replace(SMALL, host_bytes=2**38, parameters="sharded", optimizer_states="host")
+    most = build_scenario(request).longest_tokens
+    for longest, on_host in ((most, False), (most + 1, True)):
+        chosen = build_scenario(replace(request, layer_weights="auto", longest_tokens=longest))
+        assert chosen.costs.model.layers_on_host == on_host
+        assert f"the longest sequence has {longest:,} tokens, and {most:,} fit with all weights on the" in chosen.notes[-1]
+    # without room on the host they stay, and the note says why
+    kept = build_scenario(
+        replace(request, layer_weights="auto", longest_tokens=most + 1, host_bytes=0, optimizer_states="device")
+    )
+    assert not kept.costs.model.layers_on_host and "layers cannot lie on the host: --layer-weights host needs" in kept.notes[-1]

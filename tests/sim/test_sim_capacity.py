@@ -8,6 +8,7 @@ import pytest
 from helpers.plans.forecasts import MEMORY, MODEL, TOKEN_BYTES
 
 from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
+from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies, rooms, wider_job
 
@@ -69,6 +70,7 @@ def test_adapters_are_remedies_by_the_bytes_of_their_states() -> None:
     lora, qlora = (next(tokens for change, tokens in found.items() if f"({name})" in change) for name in ("LoRA", "QLoRA"))
     # frozen weights have no copies, gradients and moments
     frozen = replace(half, has_master_weights=False)
+    frozen = replace(frozen, adapters=lora_adapters(frozen, 16))
     memory = replace(DeviceMemory.by_formula(frozen, 2**28), lora_rank=16)
     assert lora == REPLICATED.longest_tokens(memory)
     packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False)

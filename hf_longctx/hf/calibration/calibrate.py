@@ -53,11 +53,13 @@ class CalibrationRequest:
     model: a name in the catalogue, a config.json, or a folder with one; "" means a small Llama.
     precision: "float32", "bfloat16" or "autocast"; "" means float32 on CPU, and float32 weights under bf16 autocast on CUDA.
     stop_at_s: wall-clock time (`time.time()`) at which to stop, so ranks that start late measure less.
+    repeats: runs of every chunk that count; fewer leave time for longer chunks (0: as many as a noisy machine needs).
     """
 
     model: str = ""
     precision: str = ""
     stop_at_s: float = 0.0
+    repeats: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     pool = GroupPool(degrees, _TIMEOUT_S, control_group(_TIMEOUT_S))
     cluster = replace(cluster, hardware=measure_rates(pool, degrees, cluster, device))
     stop_at_s = time.monotonic() + request.stop_at_s - time.time()
-    bench = _bench(model, spec, pool, device, stop_at_s)
+    bench = _bench(model, spec, pool, device, stop_at_s, request.repeats)
     head_costs = None
     if config.num_hidden_layers > few.num_hidden_layers:
         head_costs = _measure_head(config, device, precision, pool, cluster, stop_at_s)
@@ -135,9 +137,11 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     return Calibration(costs, timings, fit, held_out, profile)
 
 
-def _bench(model: PreTrainedModel, spec: ModelSpec, pool: GroupPool, device: torch.device, stop_at_s: float) -> ChunkBench:
+def _bench(
+    model: PreTrainedModel, spec: ModelSpec, pool: GroupPool, device: torch.device, stop_at_s: float, repeats: int = 0
+) -> ChunkBench:
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, device)
-    return ChunkBench(executor, spec.num_layers, spec.vocab_size, stop_at_s)
+    return ChunkBench(executor, spec.num_layers, spec.vocab_size, stop_at_s, repeats)
 
 
 def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec, device: torch.device) -> HardwareSpec:

@@ -29,7 +29,7 @@ from hf_longctx.hf.checkpoints.manifest import (
     read_manifest,
     read_record,
 )
-from hf_longctx.hf.checkpoints.sharded import INDEX_FILE, SHARDS_FOLDER, WEIGHTS_FILE
+from hf_longctx.hf.checkpoints.sharded import INDEX_FILE, SHARDS_FOLDER, WEIGHTS_FILE, WHOLE_FOLDER
 from hf_longctx.hf.checkpoints.staging import is_whole, recover, step_of
 from hf_longctx.hf.checkpoints.unpickling import METADATA_FILE, archive_fault, metadata_fault
 from hf_longctx.hf.models.adapters import ADAPTER_FILE
@@ -286,7 +286,7 @@ def _plain_findings(folder: Path) -> list[Finding]:
             found.append(
                 Finding("optimizer", f"{SHARDS_FOLDER}/{METADATA_FILE} is missing, so not all ranks have written their shards")
             )
-    elif not (folder / "optimizer.bin").is_file():
+    elif not (folder / "optimizer.bin").is_file() and not (folder / WHOLE_FOLDER).is_dir():
         found += _torch_findings(folder, "optimizer.pt", "optimizer")
     found += _torch_findings(folder, "scheduler.pt", "scheduler")
     ranks = [re.fullmatch(r"rng_state_(\d+)\.pth", path.name) for path in folder.iterdir()]

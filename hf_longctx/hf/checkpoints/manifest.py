@@ -26,7 +26,7 @@ _BLOCK_BYTES = 2**23
 # parts that a resumed run reads -> their files; other files of a checkpoint (tokenizer, model card) are for people and programs
 _PARTS = {
     "weights": r"(pytorch_)?model(-new)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_model\.(safetensors|bin)",
-    "optimizer": r"optimizer\.(pt|bin)|optimizer_shards/.*|scaler\.pt",
+    "optimizer": r"optimizer\.(pt|bin)|optimizer_(shards|whole)/.*|scaler\.pt",
     "scheduler": r"scheduler\.pt",
     "rng": r"rng_state(_\d+)?\.pth",
     "state": re.escape(STATE_FILE),

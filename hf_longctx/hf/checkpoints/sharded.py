@@ -23,10 +23,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.unpickling import load_shards
+from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps, owns_weight
 from hf_longctx.runtime.parameters.low_bit import is_low_bit, own_moment
 from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, host_state
 
 SHARDS_FOLDER = "optimizer_shards"
+# states of an optimizer that updates whole weights, each on the rank that owns it: one file for each rank
+WHOLE_FOLDER = "optimizer_whole"
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -205,8 +208,13 @@ def has_optimizer_shards(folder: str) -> bool:
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Reads what `save_optimizer` wrote, on any number of ranks, for sharded or whole parameters. Collective over all ranks.
 
-    Master weights that the checkpoint lacks are made from the weights.
+    Master weights that the checkpoint lacks are made from the weights. Raises ValueError for an optimizer whose states are whole.
     """
+    if has_whole_steps(optimizer):
+        raise ValueError(
+            f"{folder} holds shards of an optimizer's states, but {type(optimizer).__name__} updates whole weights; resume with "
+            f"the optimizer of its run, or start from its weights with a fresh optimizer"
+        )
     states = optimizer_states(model, optimizer)
     load_shards(states, Path(folder) / SHARDS_FOLDER, optional=MASTER_WEIGHT)
     set_optimizer_states(model, optimizer, states)
@@ -237,12 +245,101 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             optimizer.param_groups.insert(index, group)
 
 
+def save_whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Writes the states of the weights that this rank owns, by name, and its shards of master weights, to a file of its own.
+
+    A rank whose states another copy of the weights has too writes an empty file.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, Any] = {"states": {}, "masters": {}, "groups": []}
+    for group in optimizer.param_groups:
+        found["groups"].append({name: value for name, value in group.items() if name != "params"})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, parameter in enumerate(parameters):
+        name, states = names[id(parameter)], dict(optimizer.state.get(parameter, {}))
+        if not _is_first_copy(parameter):
+            continue
+        if isinstance(master := states.pop(MASTER_WEIGHT, None), DTensor):
+            found["masters"][name] = (master.device_mesh.get_local_rank(master.device_mesh.ndim - 1), master.to_local().cpu())
+        elif master is not None:
+            states[MASTER_WEIGHT] = master
+        if states and owns_weight(optimizer, place):
+            on_device = [key for key, value in states.items() if isinstance(value, Tensor) and value.device.type != "cpu"]
+            values = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in states.items()}
+            found["states"][name] = {"values": values, "on_device": on_device}
+    path = Path(folder) / WHOLE_FOLDER
+    path.mkdir(parents=True, exist_ok=True)
+    torch.save(found, path / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.pt")
+
+
+def _is_first_copy(parameter: Tensor) -> bool:
+    """Whether this rank writes for the ranks with equal shards, or, for a weight without shards, for all ranks."""
+    if not isinstance(parameter, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    mesh = parameter.device_mesh
+    return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim - 1))
+
+
+def has_whole_states(folder: str) -> bool:
+    """Whether this checkpoint has states from `save_whole_states`."""
+    return (Path(folder) / WHOLE_FOLDER).is_dir()
+
+
+def load_whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Reads what `save_whole_states` wrote, on any number of ranks, for sharded or whole parameters.
+
+    Raises ValueError for an optimizer that updates shards, or one of another class.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not has_whole_steps(optimizer) and any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ValueError(
+            f"{folder} holds the states of an optimizer that updates whole weights, but {type(optimizer).__name__} updates "
+            f"shards; resume with the optimizer of its run, or start from its weights with a fresh optimizer"
+        )
+    files = sorted((Path(folder) / WHOLE_FOLDER).glob("rank-*.pt"))
+    saved = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
+    states = {name: value for each in saved for name, value in each["states"].items()}
+    masters: dict[str, dict[int, Tensor]] = {}
+    for each in saved:
+        for name, (number, shard) in each["masters"].items():
+            masters.setdefault(name, {})[number] = shard
+    groups = saved[0]["groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{folder} has {len(groups)} groups of weights, but {type(optimizer).__name__} has {len(optimizer.param_groups)}; "
+            f"resume with the optimizer of its run"
+        )
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update(settings)
+    for place, parameter in enumerate(parameters):
+        name = names[id(parameter)]
+        found: dict[str, Any] = {}
+        if name in states and (not has_whole_steps(optimizer) or owns_weight(optimizer, place)):
+            on_device = states[name]["on_device"]
+            for key, value in states[name]["values"].items():
+                found[key] = (
+                    value.to(parameter.device if key in on_device else "cpu", copy=True) if isinstance(value, Tensor) else value
+                )
+        if name in masters:
+            whole = torch.cat([shard for _, shard in sorted(masters[name].items())])
+            found[MASTER_WEIGHT] = sharded_like(parameter, whole.view(parameter.shape).to(parameter.device))
+        if found:
+            optimizer.state[parameter] = found
+
+
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
     """Reads the `optimizer.pt` of a run with replicated parameters through host memory; every rank keeps its own states."""
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if is_whole := has_whole_steps(optimizer):
+        saved["state"] = {index: states for index, states in saved["state"].items() if owns_weight(optimizer, index)}
     for index, states in saved["state"].items():
         parameter = parameters[index]
+        if is_whole:
+            if isinstance(master := states.get(MASTER_WEIGHT), Tensor):
+                states[MASTER_WEIGHT] = sharded_like(parameter, master)
+            continue
         for name, value in states.items():
             if is_low_bit(value):
                 states[name] = own_moment(optimizer, name, value, parameter)

@@ -25,8 +25,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hf_longctx.hf.data.assistant_turns import UnprovenError, assistant_spans, marked_template
+from hf_longctx.hf.ranks.launch import on_first_rank
+from hf_longctx.hf.ranks.refusals import RefusedRun
 
 logger = logging.getLogger(__name__)
+logger.addFilter(on_first_rank)
 
 Message = dict[str, Any]
 
@@ -41,14 +44,15 @@ _ROLES = {
 }
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _REMEDY = (
+    "for a ChatML template (<|im_start|>) set chat_template to recipes/configs/chatml.jinja, which has markers; for another, "
     "install TRL 1.16, which brings training templates for the stock templates of many models, or copy the template to a file, "
     "put {% generation %} before the assistant's text and {% endgeneration %} after it (after the end token, too), and set "
-    "chat_template to that file; recipes/configs/chatml.jinja is one for ChatML"
+    "chat_template to that file"
 )
 _QUESTIONS, _ANSWERS = ("Zebra", "Quagga"), ("Marmot", "Lemur")
 
 
-class DataError(ValueError):
+class DataError(RefusedRun):
     """Raised for data or a tokenizer that cannot be trained on; the message says what was found, what is allowed, what to do."""
 
 

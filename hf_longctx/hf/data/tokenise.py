@@ -27,9 +27,16 @@ from hf_longctx.hf.data.chat import (
     render_chat,
 )
 from hf_longctx.hf.data.scan import LOSS_WEIGHTS, PACKED, WEIGHTS, column_problem, mask_problems
+from hf_longctx.hf.ranks.launch import on_first_rank
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
+logger.addFilter(on_first_rank)
+
+
+class NothingToLearn(DataError):
+    """Raised where no row has anything that training learns."""
+
 
 Batch = dict[str, list[Any]]
 Rows = dict[str, list[list[int]]]
@@ -249,7 +256,7 @@ def _mapped(dataset: Dataset, encoder: Callable[[Batch, list[int]], Rows], featu
         desc="tokenise",
     )
     if not len(tokens):
-        raise DataError(f"none of the {len(dataset)} rows has any {needed}, so there is nothing to learn; check the column")
+        raise NothingToLearn(f"none of the {len(dataset)} rows has any {needed}, so there is nothing to learn; check the column")
     if num_left_out := len(dataset) - len(tokens):
         logger.warning("%d of %d rows are left out, because they have no %s", num_left_out, len(dataset), needed)
     return tokens

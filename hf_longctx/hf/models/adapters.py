@@ -216,23 +216,20 @@ def hidden_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
-def adapter_spec(model: Any, is_autocast: bool = False) -> AdapterSpec:
-    """The most that adapters add to any layer of `model`, and what they add to its embedding and head; zeros without adapters.
+def trained_sizes(model: Any) -> AdapterSpec:
+    """The trained weights of the layer of `model` with the most, and of its embedding and head; zeros without adapters.
 
-    `model` may be one pipeline stage. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights.
+    `model` may be one pipeline stage.
     """
     if not is_adapted(model):
         return AdapterSpec()
     base = base_of(model)
-    layers = text_layers(base)
-    sizes = [_trained(layer) for layer in layers] or [(0, 0)]
-    hidden = hidden_dtype(model)
+    sizes = [_trained(layer) for layer in text_layers(base)] or [(0, 0)]
     head = head_of(base)
     first, last = _trained(base.get_input_embeddings()), (0, 0) if head is None else _trained(head)
     return AdapterSpec(
         layer_parameters=max(count for count, _ in sizes),
         layer_bytes=max(num_bytes for _, num_bytes in sizes),
-        layer_saved_bytes=max((saved_bytes([layer], hidden, is_autocast) for layer in layers), default=0),
         first_parameters=first[0],
         first_bytes=first[1],
         last_parameters=last[0],
@@ -241,24 +238,19 @@ def adapter_spec(model: Any, is_autocast: bool = False) -> AdapterSpec:
 
 
 def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
-    """The maximum of each number over `specs`, but the minimum of what pieces of heads and token tiles leave away."""
-    least = ("attention_saved_bytes", "mlp_saved_bytes")
-    found = ((min if field.name in least else max)(getattr(spec, field.name) for spec in specs) for field in fields(AdapterSpec))
-    return AdapterSpec(*found)
+    """The maximum of each number over `specs`; what one of them reads is read."""
+    return AdapterSpec(*(max(getattr(spec, field.name) for spec in specs) for field in fields(AdapterSpec)))
 
 
-def saved_bytes(modules: Iterable[nn.Module], hidden: torch.dtype, is_autocast: bool) -> int:
-    """Bytes per token that adapters in some modules save for backward; hidden: dtype of hidden states."""
-    return sum(_saved_bytes(each, hidden, is_autocast) for module in modules for each in module.modules())
+def lora_layers(module: nn.Module) -> dict[str, Any]:
+    """Modules inside `module` that are projections with an adapter, by name; an embedding's adapter looks rows up."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, LoraLayer) and _ADAPTER in each.lora_A}
 
 
-def tile_bytes(mlps: Iterable[nn.Module], hidden: torch.dtype, is_autocast: bool) -> int:
+def tile_bytes(layers: Sequence[Any], hidden: torch.dtype, is_autocast: bool) -> int:
     """Bytes that adapters in MLPs take for every token of a tile: what they save, and two outputs before they are added."""
-    layers: list[Any] = [
-        each for mlp in mlps for each in mlp.modules() if isinstance(each, LoraLayer) and _ADAPTER in each.lora_A
-    ]
     widest = max((each.out_features * each.lora_B[_ADAPTER].weight.element_size() for each in layers), default=0)
-    return sum(_saved_bytes(each, hidden, is_autocast) for each in layers) + 2 * int(widest)
+    return sum(saved_bytes(each, hidden, is_autocast) for each in layers) + 2 * int(widest)
 
 
 def cut_bytes(modules: Iterable[nn.Module]) -> int:
@@ -277,24 +269,26 @@ def _trained(module: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
 
 
-def _saved_bytes(module: nn.Module, hidden: torch.dtype, is_autocast: bool) -> int:
-    """Bytes per token that an adapter on `module` saves for backward, besides what the module itself saves.
+def copies_input(layer: Any, hidden: torch.dtype, is_autocast: bool) -> bool:
+    """Whether the adapter of a projection saves a copy of its input: in another dtype than `hidden`, or with some of it dropped.
 
-    An adapter saves a copy of its input in its own dtype, if that differs from `hidden` or some of it is dropped, and the output
-    of its first matrix; under autocast both in bf16, as the matrix reads and makes them. DoRA also saves the product with the
-    frozen weight, the output of the adapter, and the sum of both.
+    hidden: dtype of hidden states. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights.
     """
-    if not isinstance(module, LoraLayer):
-        return 0
-    layer: Any = module
-    if _ADAPTER not in layer.lora_A:
-        # an embedding's adapter looks rows up
-        return 0
+    dtype = layer.lora_A[_ADAPTER].weight.dtype
+    is_rounded = is_autocast and min(2, hidden.itemsize) != hidden.itemsize
+    return dtype != hidden or is_rounded or isinstance(layer.lora_dropout[_ADAPTER], nn.Dropout)
+
+
+def saved_bytes(layer: Any, hidden: torch.dtype, is_autocast: bool) -> int:
+    """Bytes per token that the adapter of a projection saves for backward; what it reads without a copy is not its own.
+
+    It saves a copy of its input (`copies_input`) and the output of its first matrix, under autocast in bf16, as the matrix reads
+    and makes them. DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
+    """
     first = layer.lora_A[_ADAPTER].weight
     element = max(first.element_size(), hidden.itemsize)
-    is_copied = first.dtype != hidden or isinstance(layer.lora_dropout[_ADAPTER], nn.Dropout)
     kept_element = min(2, first.element_size()) if is_autocast else first.element_size()
-    copied = layer.in_features * kept_element if is_copied else 0
+    copied = layer.in_features * kept_element if copies_input(layer, hidden, is_autocast) else 0
     products = 3 * layer.out_features * element if layer.use_dora[_ADAPTER] else 0
     kept: int = copied + first.shape[0] * kept_element + products
     return kept

@@ -5,21 +5,27 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_longctx.hf.models.adapters import (
     base_of,
+    copies_input,
     cut_bytes,
     hidden_dtype,
     is_adapted,
+    largest_adapters,
+    lora_layers,
     read_projection,
     saved_bytes,
     tile_bytes,
+    trained_sizes,
 )
 from hf_longctx.hf.models.fused.find import runs_heads_alike
 from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.states.patching import mixers_of, num_calls
 from hf_longctx.hf.models.wrapped.text import text_layers, text_part
+from hf_longctx.plan.core.model_spec import AdapterSpec
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem
 from hf_longctx.runtime.core.binding import is_bound
@@ -36,6 +42,12 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "norm_1", "norm
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 # attributes of `self_attn` that project to queries, keys and values: three modules, or one module for all three
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+# names of matrices outside MLPs -> fields of `AdapterSpec` for what an adapter on them reads; any other may read everything
+_READS = {
+    **{name: {"reads_first_norm"} for names in _PROJECTIONS for name in names},
+    "o_proj": {"reads_attention"},
+}
+_UNKNOWN_READS = {"reads_first_norm", "reads_attention", "reads_second_norm", "reads_product"}
 
 
 def has_plain_projections(model: nn.Module) -> bool:
@@ -71,19 +83,42 @@ def tiles_norms(model: nn.Module) -> bool:
     return all(modules.norms for modules in map(_modules_of, text_layers(model)))
 
 
-def adapter_parts(model: nn.Module, is_autocast: bool) -> dict[str, int]:
-    """The fields of `AdapterSpec` that say what pieces of heads and token tiles of MLPs leave away in every layer."""
-    layers = [_modules_of(layer) for layer in text_layers(model)] if is_adapted(model) else []
-    if not layers:
-        return {}
-    hidden = hidden_dtype(model)
-    projections = [[each for name, each in _named(layer.attention) if name in PROJECTIONS] for layer in layers]
-    return {
-        "attention_saved_bytes": min(saved_bytes(each, hidden, is_autocast) for each in projections),
-        "mlp_saved_bytes": min(saved_bytes(layer.mlps, hidden, is_autocast) for layer in layers),
-        "cut_bytes": max(map(cut_bytes, projections)),
-        "tile_bytes": max(tile_bytes(layer.mlps, hidden, is_autocast) for layer in layers),
-    }
+def adapter_spec(model: nn.Module, is_autocast: bool = False) -> AdapterSpec:
+    """The most that adapters add to any layer of `model`, and what they add to its embedding and head; zeros without adapters.
+
+    `model` may be one pipeline stage. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights.
+    """
+    spec = trained_sizes(model)
+    if not is_adapted(model):
+        return spec
+    hidden, num_hidden = hidden_dtype(model), base_of(model).config.get_text_config().hidden_size
+    return largest_adapters([spec, *(_layer_adapters(each, hidden, num_hidden, is_autocast) for each in text_layers(model))])
+
+
+def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_autocast: bool) -> AdapterSpec:
+    """Sizes that the adapters of one layer save, and inputs that they read without a copy, by names and places of projections.
+
+    num_hidden: elements of a hidden state.
+    """
+    modules = _modules_of(layer)
+    in_mlps = {id(each): each for mlp in modules.mlps for each in lora_layers(mlp).values()}
+    outside = {name: each for name, each in lora_layers(layer).items() if id(each) not in in_mlps}
+    reads: set[str] = set()
+    for name, each in outside.items():
+        if not copies_input(each, hidden, is_autocast):
+            reads |= _READS.get(name.rpartition(".")[2], _UNKNOWN_READS)
+    for each in in_mlps.values():
+        if not copies_input(each, hidden, is_autocast):
+            first = {"reads_second_norm"} if each.in_features == num_hidden else set()
+            last = {"reads_product"} if each.out_features == num_hidden else set()
+            reads |= first | last or _UNKNOWN_READS
+    return AdapterSpec(
+        attention_saved_bytes=sum(saved_bytes(each, hidden, is_autocast) for each in outside.values()),
+        mlp_saved_bytes=sum(saved_bytes(each, hidden, is_autocast) for each in in_mlps.values()),
+        cut_bytes=cut_bytes([each for name, each in _named(modules.attention) if name in PROJECTIONS]),
+        tile_bytes=tile_bytes(list(in_mlps.values()), hidden, is_autocast),
+        **dict.fromkeys(reads, True),
+    )
 
 
 def _named(module: nn.Module | None) -> list[tuple[str, nn.Module]]:

@@ -21,8 +21,10 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES
+from hf_longctx.hf.ranks.launch import on_first_rank
 
 logger = logging.getLogger(__name__)
+logger.addFilter(on_first_rank)
 
 RopeScaling = Literal["yarn", "linear", "dynamic", "longrope", "none"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.models.adapters import adapter_spec, base_of, hidden_dtype
+from hf_longctx.hf.models.adapters import base_of, hidden_dtype
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
 from hf_longctx.hf.models.heads.logits import logit_change
-from hf_longctx.hf.models.layers import adapter_parts, cuts_heads, final_norm, has_plain_projections, tiles_mlps, tiles_norms
+from hf_longctx.hf.models.layers import adapter_spec, cuts_heads, final_norm, has_plain_projections, tiles_mlps, tiles_norms
 from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import decoder_layers, layer_windows
@@ -55,7 +55,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         tiles_mlps=tiles_mlps(model),
         tiles_norms=tiles_norms(model),
         tiles_final_norm=final_norm(model) is not None,
-        adapters=replace(adapter_spec(model, is_autocast), **adapter_parts(model, is_autocast)),
+        adapters=adapter_spec(model, is_autocast),
         packed=packed_spec(model),
         capped_bytes=_capped_bytes(model, spec),
         windows=with_states(layer_windows(model), spec.states),

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 
+from hf_longctx.hf.planning.improving import Improving
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import StepPlan
@@ -40,10 +41,14 @@ def is_slow(config: PlannerConfig) -> bool:
 
 @dataclass(frozen=True)
 class Draft:
-    """The plans that a step may run: the fast planner's plan or error, and the future of the slow solver's plan, if any."""
+    """The plans that a step may run: the fast planner's plan or error, and the future of the slow solver's plan, if any.
+
+    improving: the program that improves the fast plan until the step needs it, if that is worth while.
+    """
 
     fast: StepPlan | Exception
     slow: Future[StepPlan] | None = None
+    improving: Improving | None = None
 
 
 class DraftPlanner:
@@ -99,6 +104,8 @@ class DraftPlanner:
             return slow.result()
         if isinstance(fast, Exception):
             raise fast from error
+        if draft.improving is not None:
+            return draft.improving.stop()
         if slow is None:
             return fast
         return self._late(fast, slow) if is_late else self._failed(fast, error)

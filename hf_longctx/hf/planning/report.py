@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +13,11 @@ from typing import Any
 
 from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.planning.console import Console
+from hf_longctx.hf.planning.outlook import outlook
 from hf_longctx.hf.planning.refit import CostRefit
 from hf_longctx.hf.planning.run_journal import RunJournal
 from hf_longctx.hf.planning.source import PlanSource
@@ -41,12 +34,14 @@ from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, 
 class RunReport(TrainerCallback):
     """Listens to finished steps: prints them, keeps the cost model fitted, writes summary and timeline at the end.
 
-    `opening` is printed once, when training begins. `on_step_end` and `on_train_end` are collective on the pool's control
+    `opening` is printed once, when the first training begins or before that by `open`: its first two lines tell plans and
+    memory. `on_step_end` and `on_train_end` are collective on the pool's control
     group, so every rank needs this callback.
     """
 
     def __init__(self, config: LongContextConfig, source: PlanSource, opening: str = "") -> None:
         self.config, self.source, self.opening = config, source, opening
+        self.console, self._has_opened = Console(config.report_steps), False
         self._pending: list[tuple[StepPlan, StepResult]] = []
         self._last: deque[StepRecord] = deque(maxlen=max(1, config.timeline_steps))
         # bounded, for runs that never log
@@ -60,6 +55,15 @@ class RunReport(TrainerCallback):
         # label tokens of the present optimizer step over all ranks, each counted once
         self.num_labels = 0
 
+    def open(self, args: TrainingArguments, train_loader: Any) -> None:
+        """Prints on rank 0, once, what the run will do; a script that evaluates before it trains calls it first."""
+        if self._has_opened or not self.config.report_steps or self.source.pool.rank or not self.opening:
+            return
+        self._has_opened = True
+        lines = self.opening.splitlines()
+        ahead = outlook(self.source, args, train_loader, self.config.timeline_steps)
+        tqdm.write("\n".join([*lines[:2], *ahead, *lines[2:]]))
+
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
         """Takes a finished plan from the trainer; its results are read when the step ends, so that reading delays no work."""
         self._pending.append((plan, result))
@@ -70,10 +74,10 @@ class RunReport(TrainerCallback):
         self._journal.begin(args, state, kwargs.get("model"), self.opening)
         # ranks need different times to read checkpoints and open trackers, so all of them wait here, as in on_save
         PartialState().wait_for_everyone()
-        if self.config.report_steps and state.is_world_process_zero and self.opening:
-            tqdm.write(self.opening)
+        self.open(args, kwargs.get("train_dataloader"))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.console.flush()
         self._journal.step_begins()
 
     def on_log(
@@ -85,6 +89,8 @@ class RunReport(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         self._journal.logs(args, state, logs or {})
+        if state.is_world_process_zero:
+            self.console.logs(state.global_step, logs or {})
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []
@@ -112,12 +118,15 @@ class RunReport(TrainerCallback):
                 self._errors.append(record.error)
             fitted = self._refit.add(record.measured(self.source.costs), record.ends_step)
             if self.config.report_steps and state.is_world_process_zero:
-                tqdm.write(record.line(state.global_step) + (f"\n{fitted}" if fitted else ""))
+                is_last = place == len(pending) - 1
+                self.console.step(record.line(state.global_step), is_last and control.should_log, fitted)
+        self.console.step_ends()
         self._journal.step_ends(args, state, records, self.num_labels)
 
     def say(self, line: str) -> None:
         """Prints a line between those of the steps, on one rank."""
         if self.config.report_steps and self.source.pool.rank == 0:
+            self.console.flush()
             tqdm.write(line)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -126,6 +135,7 @@ class RunReport(TrainerCallback):
         PartialState().wait_for_everyone()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.console.flush()
         if self.config.report_steps and state.is_world_process_zero and self._errors:
             tqdm.write(self._summary())
         if state.is_world_process_zero and (replaced := self._replaced_plans()):
@@ -174,7 +184,8 @@ class RunReport(TrainerCallback):
             metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps
             if all(record.gap is not None for record in records):
                 bound_s = sum(record.plan.estimate.lower_bound_s for record in records) / num_steps
-                metrics["plan_gap"] = metrics["predicted_step_s"] / bound_s - 1
+                counted_s = sum(record.plan.estimate.counted_s for record in records) / num_steps
+                metrics["plan_gap"] = counted_s / bound_s - 1
         if errors:
             metrics["prediction_error"] = median(errors)
         return {**metrics, **self._replaced_plans()}
@@ -224,18 +235,6 @@ class RunReport(TrainerCallback):
         (folder / "timeline.json").write_text(chrome_trace(_in_a_row(steps)))
         tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
         return panels
-
-
-def leave_out_bar(trainer: Trainer, config: LongContextConfig) -> None:
-    """Leaves the progress bar out where standard error is no terminal, since lines of steps tell the progress there.
-
-    In a file, the bar would be printed anew before and after every line.
-    """
-    # a subclass is the user's own
-    bars = [callback for callback in trainer.callback_handler.callbacks if type(callback) is ProgressCallback]
-    if config.report_steps and not sys.stderr.isatty() and bars:
-        trainer.remove_callback(bars[0])
-        trainer.add_callback(PrinterCallback)
 
 
 def _without_reduction(plan: StepPlan, costs: CostModel) -> StepPlan:

@@ -165,6 +165,7 @@ def _step_facts(record: StepRecord, costs: CostModel) -> dict[str, Any]:
         "layout": plan.folded_layout,
         "group_tokens": _group_tokens(plan),
         "lengths": _length_counts(plan.lengths),
+        "sequences": list(plan.lengths),
         "solver": estimate.solver,
         "solve_s": estimate.solve_s,
         "seconds": seconds,

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow
+from hf_longctx.hf.planning.improving import Improving, is_worth_improving
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
@@ -121,8 +122,14 @@ class PlanSource:
         known = lengths() if callable(lengths) else lengths
 
         def draft() -> Draft:
-            if self._explores(explore) or not is_slow(self.config):
+            if self._explores(explore):
                 return Draft(self.solve(number, known, explore))
+            if not is_slow(self.config):
+                costs, config = self.costs, self.config
+                plan = self.drafts.planner(number, known, costs, config)
+                # plans of an evaluation, which explore nothing, are needed at once
+                is_worth = explore and is_worth_improving(plan, config)
+                return Draft(plan, improving=Improving(plan, costs, config) if is_worth else None)
             return self.drafts.draft(number, known, self.costs, self.config)
 
         return self.drafts.submit(draft)

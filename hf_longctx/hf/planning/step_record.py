@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.hf.planning.ahead import is_stand_in
+from hf_longctx.hf.planning.improving import is_improved
 from hf_longctx.hf.planning.refit import MeasuredPlan, Samples
 from hf_longctx.hf.planning.samples import pass_samples
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -101,10 +102,13 @@ class StepRecord:
         estimate, count = self.plan.estimate, len(self.plan.micro_batches)
         place = f" ({self.place + 1}/{self.count})" if self.count > 1 else ""
         predicted = "" if self.error is None else f"predicted {estimate.step_s:5.3g} s, "
+        # one rank alone has neither padding nor groups
+        padding = f"padding {self.padding_share:4.1%} | " if self.plan.num_ranks > 1 else ""
+        layout = f" {self.plan.folded_layout}" if self.plan.num_ranks > 1 else ""
         return (
             f"step {step:4d}{place} | loss {self.loss:7.4f} | {predicted}measured {self.measured_s:5.3g} s | "
-            f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
-            f"{count} micro-batch{'' if count == 1 else 'es'} {self.plan.folded_layout}{self._quality}{self._idle}{self._bytes}"
+            f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | {padding}"
+            f"{count} micro-batch{'' if count == 1 else 'es'}{layout}{self._quality}{self._idle}{self._bytes}"
         )
 
     @property
@@ -116,12 +120,13 @@ class StepRecord:
         estimate = self.plan.estimate
         if self.plan.num_ranks == 1 or estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
             return None
-        return max(0.0, estimate.step_s / estimate.lower_bound_s - 1)
+        return estimate.gap
 
     @property
     def _quality(self) -> str:
         gap = "" if self.gap is None else f" | within {self.gap:.1%} of optimal"
-        return f"{gap} | {self.plan.estimate.solver}" if is_stand_in(self.plan) else gap
+        is_told = is_stand_in(self.plan) or is_improved(self.plan)
+        return f"{gap} | {self.plan.estimate.solver}" if is_told else gap
 
     @property
     def _idle(self) -> str:

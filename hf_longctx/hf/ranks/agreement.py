@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hf_longctx.hf.ranks.heartbeats import Heartbeats
 from hf_longctx.hf.ranks.lost_ranks import RollCall, connect, lost_message, rank_0_holds_store
+from hf_longctx.hf.ranks.refusals import RefusedRun
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 # beginnings of the messages with which gloo and NCCL end a collective; other errors may speak of connections too
@@ -68,7 +69,7 @@ def sums_over_ranks(values: Sequence[float], group: dist.ProcessGroup | None) ->
 
 
 def raise_together(problems: list[str], group: dist.ProcessGroup | None, headline: str = "this run cannot start") -> None:
-    """Raises ValueError on every rank, with the problems of all ranks, if any rank has one; so no rank waits for another."""
+    """Raises RefusedRun on every rank, with the problems of all ranks, if any rank has one; so no rank waits for another."""
     lines: dict[str, list[int]] = {}
     for rank, found in enumerate(gather_objects(problems, group)):
         for problem in found:
@@ -80,7 +81,7 @@ def raise_together(problems: list[str], group: dist.ProcessGroup | None, headlin
         f"- {problem}" + ("" if len(ranks) == num_ranks else f" (on rank {', '.join(map(str, ranks))})")
         for problem, ranks in lines.items()
     ]
-    raise ValueError(f"{headline}:\n" + "\n".join(text))
+    raise RefusedRun(f"{headline}:\n" + "\n".join(text))
 
 
 def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:

@@ -300,9 +300,9 @@ class SelfTest:
         precision = str(self.dtype).removeprefix("torch.") + (" with four-bit weights unpacked" if self.is_packed else "")
         precision += "" if self.working is None else " and the run's precision"
         return (
-            f"self-test passed in {seconds:.1f} s: plans ({'; '.join(probe.name for probe in probes)}) against the plain model, "
-            f"layers {layers}{whole}{shortened}, {loss}{sum(self.lengths)} tokens in {precision}, largest error "
-            f"{worst:.1e}"
+            f"self-test passed in {seconds:.1f} s: largest error {worst:.1e} against the plain model\n"
+            f"  plans ({'; '.join(probe.name for probe in probes)}), layers {layers}{whole}{shortened}, "
+            f"{loss}{sum(self.lengths)} tokens in {precision}"
         )
 
 

@@ -140,7 +140,8 @@ class Specimen:
             move_scales(owned, device)
             if setup.costs.model.experts.num_ranks > 1:
                 spread_experts(spread_experts_of(owned), block_mesh(mesh), device)
-            shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, place.fp32_gradients)
+            on_host = setup.costs.model.layers_on_host
+            shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, place.fp32_gradients, on_host)
         for model in {id(each): each for each in (self.model, owned)}.values():
             if mesh is None or model is not owned:
                 model.to(device)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
@@ -24,56 +24,35 @@ from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
-from hf_longctx.hf.start.stages import Ranges, loaded_ranges
+from hf_longctx.hf.start.settings.fields import refused_values
+from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, trainer_problems, trl_class
 from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.planner_config import check_degrees
+from hf_longctx.plan.pipeline.stage_layers import Ranges
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
-# argument -> the values that are supported, and the remedy for others
-_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "fp16": ((False,), "its loss scaling is not supported; use bf16=True or float32"),
-    "bf16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
-    "fp16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
-    "gradient_checkpointing": (
-        (False, None),
-        "set it to False (TRL's default is True): plans recompute where memory is short (activations='auto')",
-    ),
-    "activation_checkpointing": ((False, None), "leave it out: plans recompute where memory is short (activations='auto')"),
-    "deepspeed": ((None, ""), "start without a DeepSpeed config and set LongContextConfig(parameters='sharded')"),
-    "torch_compile": ((False,), "leave it out, and set LongContextConfig(compile_layers=True), which compiles parts of layers"),
-    "average_tokens_across_devices": ((True,), "leave it True: a step's loss is the mean over the label tokens of all ranks"),
-    "auto_find_batch_size": ((False,), "leave it out; tokens_per_rank bounds memory"),
-    "parallelism_config": ((None,), "leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
-    "dataloader_in_order": ((True,), "leave it True: plans must be used in order on every rank"),
-}
-
-# argument -> its default; other values have no effect on evaluation under plans, which returns losses only
-_EVALUATION_ARGUMENTS: dict[str, Any] = {
-    "eval_accumulation_steps": None,
-    "eval_do_concat_batches": True,
-    "label_names": None,
-    "batch_eval_metrics": False,
-}
-
-# arguments without effect, since the executor, not DDP, sums gradients
-_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-
-# optimizers that update element by element, so that every rank can update its shards alone
-_SHARDED_OPTIMIZERS = (
-    *("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop"),
-)
+# optimizers that cannot run on shards, not even on whole weights that ranks own: what they keep is more than states of weights
+_NEVER_SHARDED = ("galore", "apollo", "lomo", "adamw_torch_xla", "adamw_torch_npu_fused")
+# optimizers that update element by element, and so their shards alone
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop")
 
 # torchao's optimizers, which keep moments in so many bits
 _LOW_BITS = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 4}
+
+# FSDP where the trainer's own loop or a trainer that is built already would shard
+_ONLY_OURS = (
+    "shards parameters without the planner knowing; leave it out, or use LongContextTrainer, which translates it into "
+    "LongContextConfig(parameters=...)"
+)
 
 _TRAINER_ARGUMENTS = {
     "data_collator": "plans decide what is packed together; leave it out and pass a dataset with input_ids and labels",
     "compute_metrics": "its own loop would need whole logits; leave it out, since it logs metrics of its own",
     "compute_loss_func": "pass the loss of a token as token_loss=..., of which a step takes the mean over label tokens",
-    "model_init": "pass a model",
+    "model_init": "pass a model; LongContextTrainer takes it, and searches hyperparameters with it",
     "preprocess_logits_for_metrics": "leave it out, since logits never exist as a whole: compute_metrics gets the likeliest "
     "token, the log-probability of the label and the entropy of every label token",
 }
@@ -91,34 +70,19 @@ def argument_problems(
     compile_layers: the run's setting of this name.
     """
     problems = version_problems() + liger_problems(args, compile_layers, draws_batches)
-    for name, (allowed, remedy) in _ARGUMENTS.items():
-        value = getattr(args, name, allowed[0])
-        if value not in allowed:
-            problems.append(f"{name}={value!r} is not supported yet; {remedy}")
+    problems += refused_values(args)
     if args.fsdp:
-        settings: Any = args.fsdp_config
-        asked = str((settings or {}).get("reshard_after_forward", args.fsdp)).lower()
+        problems.append(f"fsdp={args.fsdp!r} {_ONLY_OURS}")
+    if accumulation := getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
         problems.append(
-            f"fsdp={args.fsdp!r} shards parameters without the planner knowing (and does nothing on CPU); {_own_sharding(asked)}"
+            f"accelerator_config gradient_accumulation_kwargs={accumulation!r} is not supported; set gradient_accumulation_steps"
         )
-    if draws_batches and getattr(args.accelerator_config, "split_batches", False):
-        problems.append("accelerator_config split_batches=True has no effect on planned steps; leave it out")
-    for name in _DDP_ARGUMENTS:
-        if draws_batches and getattr(args, name, None) is not None:
-            problems.append(f"{name}={getattr(args, name)!r} has no effect here, since DDP is not used; leave it out")
     if (name := optimizer_name(args)) in ("lomo", "adalomo") or "layerwise" in name:
         problems.append(f"optim={name!r} steps inside backward, before gradients are summed over ranks; choose another optimizer")
     if args.n_gpu > 1:
         problems.append(
             f"one process sees {args.n_gpu} GPUs and would use DataParallel; start one process per GPU with "
             f"`accelerate launch --multi_gpu --num_processes {args.n_gpu}`"
-        )
-    if draws_batches and str(getattr(args, "train_sampling_strategy", "random")).rsplit(".", 1)[-1] not in (
-        "random",
-        "sequential",
-    ):
-        problems.append(
-            f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect here; leave it out, plans balance lengths"
         )
     for name, remedy in _TRAINER_ARGUMENTS.items():
         if name == "compute_metrics" and draws_batches:
@@ -141,20 +105,27 @@ def run_problems(
             given.pop(name, None)
     problems = argument_problems(args, given, not keeps_loader, config.compile_layers) + trainer_problems(trainer, args, config)
     problems += placement_problems(model, config, args, trainer_arguments)
-    has_tokens = trainer_arguments.get("compute_metrics") is not None and len(given) == len(trainer_arguments)
-    return problems if keeps_loader else problems + evaluation_problems(args, has_tokens)
+    problems += layer_weights_problems(model, config, args.world_size)
+    has_metrics = trainer_arguments.get("compute_metrics") is not None
+    has_tokens = has_metrics and len(given) == len(trainer_arguments)
+    return problems if keeps_loader else problems + evaluation_problems(args, has_metrics, has_tokens)
 
 
-def evaluation_problems(args: TrainingArguments, has_tokens: bool = False) -> list[str]:
+def evaluation_problems(args: TrainingArguments, has_metrics: bool, has_tokens: bool = False) -> list[str]:
     """Problems with trainer settings about predictions, of which an evaluation under plans makes fewer.
 
-    has_tokens: whether `compute_metrics` gets arrays of tokens, with which their ids may be included.
+    has_metrics: whether there is a `compute_metrics`, without which none of them matters. has_tokens: whether it gets arrays of
+    tokens, with which their ids may be included.
     """
-    problems = [
-        f"{name}={getattr(args, name)!r} has no effect here, since no logits are gathered in an evaluation; leave it out"
-        for name, default in _EVALUATION_ARGUMENTS.items()
-        if getattr(args, name, default) != default
-    ]
+    problems: list[str] = []
+    if not has_metrics:
+        return problems
+    for name, value in (("batch_eval_metrics", False), ("eval_do_concat_batches", True)):
+        if getattr(args, name, value) != value:
+            problems.append(
+                f"{name}={not value} is not supported with compute_metrics, which gets the arrays of the whole set at once; "
+                f"leave {name} out"
+            )
     for name in args.include_for_metrics or []:
         if name == "inputs" and has_tokens:
             continue
@@ -189,22 +160,13 @@ def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[
         )
     # the fsdp argument sets the same variable and is a problem of its own
     if launch.uses_fsdp and not args.fsdp:
-        offload = "; parameters cannot be offloaded to the CPU yet (FSDP_OFFLOAD_PARAMS)" if launch.fsdp_offload else ""
+        problems.append(f"the accelerate configuration's FSDP {_ONLY_OURS}")
+    if launch.uses_parallelism:
         problems.append(
-            f"the accelerate configuration asks for FSDP, which shards parameters without the planner knowing (and does nothing "
-            f"on CPU); use distributed_type MULTI_GPU without it: {_own_sharding(launch.fsdp_reshard)}{offload}"
+            "the accelerate configuration has a parallelism_config, which divides models or sequences without the planner "
+            "knowing; leave it out: group sizes are chosen per step (LongContextConfig.degrees)"
         )
     return problems
-
-
-def _own_sharding(asked: str) -> str:
-    """The setting of LongContextConfig that means the same as an FSDP configuration."""
-    if "hybrid" in asked:
-        return "leave it out and set LongContextConfig(parameters='sharded', shard_ranks=...) to the ranks of a node"
-    if asked in ("no_shard", "3"):
-        return "leave it out, parameters='replicated' is the default of LongContextConfig"
-    gathered = asked in ("false", "shard_grad_op", "2")
-    return f"leave it out and set LongContextConfig(parameters={'gathered_per_round' if gathered else 'sharded'!r})"
 
 
 _REPLACED_IN_TRAINING = {
@@ -332,11 +294,37 @@ def placement_problems(
         problems += spread_problems(model, config.expert_ranks)
     # a class that the user passes takes the place of `optim`
     is_named, name = trainer_arguments.get("optimizer_cls_and_kwargs") is None, optimizer_name(args)
-    if is_named and name not in _SHARDED_OPTIMIZERS:
+    if is_named and any(each in name for each in _NEVER_SHARDED):
         problems.append(
-            f"optim={name!r} is not tested with parameters={config.parameters!r}; use one of {', '.join(_SHARDED_OPTIMIZERS)}, "
-            f"or parameters='replicated'"
+            f"optim={name!r} is not supported with parameters={config.parameters!r}; use one of {', '.join(_ELEMENTWISE)}, "
+            f"adafactor, or parameters='replicated'"
         )
+    elif is_named and name not in _ELEMENTWISE and (config.stages != 1 or config.optimizer_states == "host"):
+        other = f"stages={config.stages!r}" if config.stages != 1 else f"optimizer_states={config.optimizer_states!r}"
+        problems.append(
+            f"optim={name!r} updates whole weights, which parameters={config.parameters!r} with {other} do not give it; leave "
+            f"one of them out, or use one of {', '.join(_ELEMENTWISE)}"
+        )
+    return problems
+
+
+def layer_weights_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
+    """Reasons why shards of layers cannot lie on the host while a step computes."""
+    if config.layer_weights == "device":
+        return []
+    needs, remedy = f"layer_weights={config.layer_weights!r}", "leave layer_weights out"
+    shared, problems = config.shard_ranks or num_ranks, []
+    if config.parameters != "sharded" or shared == 1:
+        problems.append(
+            f"{needs} needs parameters='sharded' over two or more ranks, and there are parameters={config.parameters!r} over "
+            f"{shared}; change them, or {remedy}"
+        )
+    if config.stages != 1:
+        problems.append(f"{needs} is not tested with stages={config.stages!r}; set stages=1, or {remedy}")
+    if config.expert_ranks is not None:
+        problems.append(f"{needs} would leave experts on the device with expert_ranks={config.expert_ranks}; {remedy}")
+    if four_bit_layers(model):
+        problems.append(f"{needs} cannot move weights in four bits, which have scales beside them; {remedy}")
     return problems
 
 
@@ -519,20 +507,12 @@ def _lending_problems(model: Any, config: LongContextConfig, loaded: Ranges | No
     return problems
 
 
-def setup_problems(
-    model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
-) -> list[str]:
-    """Problems with the model, and with how model, tokenizer, config and world size fit together."""
-    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
-        return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
-    problems = model_problems(model)
-    if problems and problems[0].startswith(("model class", "adapters")):
-        return problems
-    problems += user_code_problems(model, config)
-    text = model.config.get_text_config()
-    positions = max_positions(model)
+def fit_problems(model_config: PretrainedConfig, processing_class: Any, config: LongContextConfig) -> list[str]:
+    """Problems with `max_length` and the tokenizer for a model of this config, which need not be loaded yet."""
+    problems, text = [], model_config.get_text_config()
+    positions = max_positions(model_config)
     if config.max_length is not None and config.max_length > positions and has_limit(text) and not grows(text):
-        padding = f" (those after the one of its padding token, {first - 1})" if (first := first_position(model)) else ""
+        padding = f" (those after the one of its padding token, {first - 1})" if (first := first_position(model_config)) else ""
         problems.append(
             f"max_length {config.max_length} is above the model's max_position_embeddings {positions}{padding}; lower "
             f"max_length, or load the model with a config that extend_positions(config, {config.max_length}) made"
@@ -543,6 +523,20 @@ def setup_problems(
             f"the tokenizer has {vocabulary} tokens, the model's vocabulary {text.vocab_size}; use the model's own "
             f"tokenizer or call model.resize_token_embeddings({vocabulary})"
         )
+    return problems
+
+
+def setup_problems(
+    model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
+) -> list[str]:
+    """Problems with the model, and with how model, tokenizer, config and world size fit together."""
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
+    problems = model_problems(model)
+    if problems and problems[0].startswith(("model class", "adapters")):
+        return problems
+    problems += user_code_problems(model, config)
+    problems += fit_problems(model.config, processing_class, config)
     try:
         check_degrees(degrees, stage_ranks(config, num_ranks), least_heads(model), config.method)
     except ValueError as error:

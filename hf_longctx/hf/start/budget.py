@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
-from hf_longctx.hf.start.stages import Ranges
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators, usable_bytes
+from hf_longctx.plan.pipeline.stage_layers import Ranges
 
 # share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: what
 # plans need of it is pinned, at some tenths of a second per GiB
@@ -48,12 +50,19 @@ def activation_budget(
     usable_bytes, available_bytes, total_bytes = rank_memory(config, costs, ranges, degrees, device, control)
     byte_model = ByteModel(costs.model)
     states = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
-    reference = reference_bytes * states // max(1, byte_model.states())
+    # a reference model stays on the device
+    kept = ByteModel(replace(costs.model, layers_on_host=False)).most_states(ranges, costs.parameters, costs.shard_ranks)
+    reference = reference_bytes * kept // max(1, byte_model.states())
     left_bytes = max(0, usable_bytes - states - reference)
     host_states = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks, on_host=True)
+    if (resting := byte_model.resting(costs.parameters, costs.shard_ranks)) + reference > usable_bytes:
+        raise ValueError(
+            f"layer_weights='host': between steps, weights of layers come back, and states then take {resting / 2**30:.1f} GiB, "
+            f"of which a rank has {usable_bytes / 2**30:.1f} GiB; use more ranks"
+        )
     if host_states > available_bytes:
         raise ValueError(
-            f"optimizer_states='host' needs {host_states / 2**30:.1f} GiB of host memory on every rank, and a node has "
+            f"{_named_places(costs.model)} {host_states / 2**30:.1f} GiB of host memory on every rank, and a node has "
             f"{available_bytes / 2**30:.1f} GiB available for each of its {cluster.ranks_per_node} ranks; use more ranks with "
             f"parameters='sharded', or leave it out"
         )
@@ -70,6 +79,12 @@ def activation_budget(
             f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
         )
     return byte_model.budget(left_bytes, host_bytes, config.tile_tokens, is_shared=degrees[-1] > 1)
+
+
+def _named_places(spec: ModelSpec) -> str:
+    """Settings that need host memory, with their verb."""
+    states = ["optimizer_states='host'"] * spec.updates_on_host + ["layer_weights='host'"] * spec.layers_on_host
+    return f"{' and '.join(states)} {'need' if len(states) > 1 else 'needs'}"
 
 
 def rank_memory(

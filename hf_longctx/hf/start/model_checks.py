@@ -78,7 +78,8 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         problems.append(
             "activation (gradient) checkpointing is enabled on the model, but plans decide what is recomputed; call "
-            "model.gradient_checkpointing_disable()"
+            "model.gradient_checkpointing_disable(), or, with gradient_checkpointing=True in the arguments, pass the callback in "
+            "callbacks=[...] in place of add_callback"
         )
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         problems.append("the model is compiled, which is not supported yet; pass a model that is not compiled")

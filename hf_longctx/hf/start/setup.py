@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, ra
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import activation_budget, describe_states, rank_memory
-from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
+from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, default_degrees
@@ -42,7 +42,8 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
-from hf_longctx.plan.memory.states_place import StatesPlace
+from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
+from hf_longctx.plan.pipeline.stage_layers import Ranges, balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
@@ -145,6 +146,7 @@ def choose_setup(
         spec,
         has_master_weights=config.fp32_master_weights,
         updates_on_host=config.optimizer_states == "host",
+        layers_on_host=config.layer_weights == "host",
         saves_kv_once=_shares_calls(spec, args, model),
     )
     if family_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
@@ -163,10 +165,55 @@ def choose_setup(
     costs = CostModel(spec, cluster, coefficients)
     max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()
     basis = _SetupBasis(config, model, args, degrees, control, costs, max_length, rows, reference_bytes)
-    if config.optimizer_states != "auto":
+    return _setup_with_states(basis) if config.layer_weights != "auto" else _setup_with_layers(basis)
+
+
+def _setup_with_layers(basis: _SetupBasis) -> RunSetup:
+    """The setup with shards of layers on the device, or on the host if that makes room for the longest sequence. Collective.
+
+    Raises ValueError, with both reasons, if neither place leaves room for a token.
+    """
+    setups, rooms, problems = _rooms(basis, lambda free, on_host: _setup_with_states(free.with_layers(on_host)))
+    if not setups:
+        raise ValueError(f"layer_weights='auto' finds no room. On the device: {problems[0]}. On the host: {problems[1]}")
+    place = LayersPlace(_wanted_tokens(basis, setups[0]), rooms[0], rooms[1], problems[1])
+    chosen = _setup_with_states(basis.with_layers(place.on_host))
+    return replace(chosen, states_line="\n".join(filter(None, (chosen.states_line, place.line()))))
+
+
+def _setup_with_states(basis: _SetupBasis) -> RunSetup:
+    """The setup with the optimizer's states where the settings say, or where the run chooses. Collective."""
+    if basis.config.optimizer_states != "auto":
         return _staged_setup(basis)
     place = _states_place(basis)
     return replace(_staged_setup(basis.with_states(place.on_host)), states_line=place.line())
+
+
+def _rooms(basis: _SetupBasis, setup_of: Callable[[_SetupBasis, bool], RunSetup]) -> tuple[list[RunSetup], list[int], list[str]]:
+    """Setups with something on the device and on the host, where possible; longest sequences and problems of both. Collective."""
+    # a limit that the user sets is trusted elsewhere, so look at what memory alone holds
+    free = replace(basis, config=replace(basis.config, tokens_per_rank=None))
+    setups: list[RunSetup] = []
+    rooms: list[int] = []
+    problems: list[str] = []
+    for on_host in (False, True):
+        room, problem = 0, ""
+        try:
+            setups.append(setup_of(free, on_host))
+            room = setups[-1].room_tokens
+        except ValueError as error:
+            problem = str(error)
+        rooms.append(min(gather_objects(room, basis.control)))
+        problems.append(problem)
+    return setups, rooms, problems
+
+
+def _wanted_tokens(basis: _SetupBasis, setup: RunSetup) -> int:
+    """Tokens of the longest sequence of the training set that the settings let a run train; collective."""
+    wanted = min(basis.max_length, _longest_row(basis, setup.placeholders))
+    if basis.config.tokens_per_rank is not None:
+        wanted = min(wanted, basis.config.tokens_per_rank * setup.planner.degrees[-1] * setup.num_stages)
+    return wanted
 
 
 def _moment_bytes(config: LongContextConfig, model: PreTrainedModel, args: TrainingArguments) -> float:
@@ -183,21 +230,7 @@ def _states_place(basis: _SetupBasis) -> StatesPlace:
 
     Raises ValueError, with both reasons, if neither place leaves room for a token.
     """
-    config, control = basis.config, basis.control
-    # a limit that the user sets is trusted elsewhere, so look at what memory alone holds
-    free = replace(basis, config=replace(config, tokens_per_rank=None))
-    rooms: list[int] = []
-    problems: list[str] = []
-    setups: list[RunSetup] = []
-    for on_host in (False, True):
-        room, problem = 0, ""
-        try:
-            setups.append(_staged_setup(free.with_states(on_host)))
-            room = setups[-1].room_tokens
-        except ValueError as error:
-            problem = str(error)
-        rooms.append(min(gather_objects(room, control)))
-        problems.append(problem)
+    setups, rooms, problems = _rooms(basis, lambda free, on_host: _staged_setup(free.with_states(on_host)))
     if not setups:
         raise ValueError(f"optimizer_states='auto' finds no room. On the device: {problems[0]}. On the host: {problems[1]}")
     setup = setups[0]
@@ -208,10 +241,9 @@ def _states_place(basis: _SetupBasis) -> StatesPlace:
         )
         for on_host in (False, True)
     )
-    usable, free_on_host, _ = rank_memory(config, like, setup.ranges, setup.planner.degrees, basis.args.device, control)
-    wanted = min(basis.max_length, _longest_row(basis, setup.placeholders))
-    if config.tokens_per_rank is not None:
-        wanted = min(wanted, config.tokens_per_rank * setup.planner.degrees[-1] * setup.num_stages)
+    ranks = setup.ranges, setup.planner.degrees, basis.args.device, basis.control
+    usable, free_on_host, _ = rank_memory(basis.config, like, *ranks)
+    wanted = _wanted_tokens(basis, setup)
     return StatesPlace(wanted, rooms[0], rooms[1], states, usable, host_states, free_on_host, problems[1])
 
 
@@ -270,6 +302,10 @@ class _SetupBasis:
     def with_states(self, on_host: bool) -> _SetupBasis:
         """Basis of the same run with the optimizer's states on the host, or on the device."""
         return replace(self, costs=replace(self.costs, model=replace(self.costs.model, updates_on_host=on_host)))
+
+    def with_layers(self, on_host: bool) -> _SetupBasis:
+        """Basis of the same run with shards of layers on the host while a step computes, or on the device."""
+        return replace(self, costs=replace(self.costs, model=replace(self.costs.model, layers_on_host=on_host)))
 
     def with_stages(self, ranges: Ranges) -> RunSetup:
         """The setup with these layer ranges on the stages. Collective."""
@@ -339,6 +375,7 @@ class _SetupBasis:
             has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty
             is_placed = costs.model.updates_on_host or costs.model.moment_bytes
             on_host = "" if is_placed else ", or optimizer_states='host'"
+            on_host += ", or layer_weights='host'" if costs.parameters == "sharded" and not costs.model.layers_on_host else ""
             rounded = ", or fp32_master_weights=False, which loses small updates" if has_copies else ""
             raise ValueError(
                 f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; set "
@@ -445,7 +482,7 @@ def open_plan_source(
 
 
 def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
-    """The text that a run prints once: its operators for attention and scans, and from how many tokens on it recomputes."""
+    """The text that a run prints once: ranks, kinds of plans, memory, and operators for attention and scans."""
     dtype = _attention_dtype(args, model)
     scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
     advice = [
@@ -524,29 +561,52 @@ def threads_advice(costs: CostModel, device_type: str, num_threads: int, num_cor
 
 
 def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
+    return "\n".join((_plans_line(setup, args), _memory_line(setup), _attention_line(setup, args, dtype)))
+
+
+def _plans_line(setup: RunSetup, args: TrainingArguments) -> str:
+    """Ranks, and the kinds of plans that they may get."""
+    costs, planner = setup.costs, setup.planner
+    if (num_ranks := costs.cluster.num_ranks) == 1:
+        return f"plans for 1 rank on {args.device.type}: micro-batches within its memory, whose long sequences may be sliced"
+    degrees = [f"{each:,}" for each in ([planner.static_degree] if planner.static_degree else planner.degrees)]
+    line = f"plans for {num_ranks} ranks on {args.device.type}: sequence groups of {' or '.join(degrees)}"
+    if setup.num_stages > 1:
+        line += f" in {setup.num_stages} pipeline stages"
+        if (num_parts := len(setup.ranges[0])) > 1:
+            line += f", interleaved with {num_parts} layer ranges each"
+        if planner.lend_stages:
+            line += ", which lend their ranks where that is predicted to be faster"
+    shared = "" if costs.parameters == "replicated" else f" over {costs.shard_ranks} ranks"
+    return f"{line}; parameters {costs.parameters.replace('_', ' ')}{shared}"
+
+
+def _memory_line(setup: RunSetup) -> str:
+    """Bytes of a rank, and the most tokens that it may hold."""
+    most = setup.planner.tokens_per_rank
+    states = ByteModel(setup.costs.model).most_states(setup.ranges, setup.costs.parameters, setup.costs.shard_ranks)
+    line = f"memory of a rank: {states / 2**30:.2f} GiB of weights, gradients and optimizer states"
+    if (budget := setup.planner.activations) is None:
+        return f"{line}; everything is kept, up to {most:,} tokens on a rank"
+    host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""
+    return (
+        f"{line}; everything is kept up to {min(budget.kept_tokens, most):,} tokens on a rank, recomputed as needed up to "
+        f"{most:,}, in {budget.device_bytes / 2**30:.1f} GiB beside the model{host}"
+    )
+
+
+def _attention_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
     spec = setup.costs.model
     is_masked = spec.drops_weights or not spec.index.is_empty
     head_dim = max(spec.head_dim, spec.value_head_dim)
     name = attention_backend(args.device, dtype, head_dim, spec.caps_scores, is_masked)
-    line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
-    if spec.caps_scores or spec.value_head_dim or is_masked:
-        line = f"attention: {name} for all tiles"
     if spec.saves_kv_once:
         flash = active_flash() or "FlashAttention 2"
         line = f"attention: {flash} of torch for documents of up to {PACKED_TOKENS:,} tokens, several in one call; "
-        line += f"{name} for longer ones and for tiles of rings and slices"
-    if (num_parts := len(setup.ranges[0])) > 1:
-        line = f"{line} | {setup.num_stages} stages interleaved, {num_parts} layer ranges each"
-    if setup.planner.lend_stages:
-        line = f"{line} | {setup.num_stages} stages that lend their ranks where that is predicted to be faster"
-    if (budget := setup.planner.activations) is None:
-        return f"{line} | everything is kept, up to {setup.planner.tokens_per_rank:,} tokens on a rank"
-    host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""
-    return (
-        f"{line} | everything is kept up to {min(budget.kept_tokens, setup.planner.tokens_per_rank):,} tokens on a rank, "
-        f"recomputed as needed up to {setup.planner.tokens_per_rank:,}, in {budget.device_bytes / 2**30:.1f} GiB beside the "
-        f"model{host}"
-    )
+        return line + f"{name} for longer ones and for tiles of rings and slices"
+    if spec.caps_scores or spec.value_head_dim or is_masked:
+        return f"attention: {name} for all tiles"
+    return f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
 
 
 # arguments that may differ between ranks: folders, names and verbosity

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import replace
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
@@ -20,12 +19,8 @@ from hf_longctx.hf.models.heads.kinds import CLASSIFIERS
 from hf_longctx.hf.models.spec import cluster_spec, config_spec
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.pipeline.orders import layer_ranges
-
-# layer ranges of every stage
-Ranges = tuple[tuple[LayerRange, ...], ...]
+from hf_longctx.plan.pipeline.stage_layers import Ranges, balanced_ranges
 
 _SAMPLED_ROWS = 256
 
@@ -46,31 +41,6 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
         lengths = [min(size, max_length) for size in sizes if size] or lengths
     found: list[int] = gather_objects(lengths, control)[0]
     return tuple(found)
-
-
-def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], num_parts: int = 1) -> Ranges:
-    """Layers of every stage, in `num_parts` ranges each, balanced for sequences of these lengths.
-
-    The head with the loss counts as the number of layers that takes as many seconds. Raises ValueError for too few layers.
-    """
-    if num_stages == 1:
-        return ((LayerRange(0, costs.model.num_layers),),)
-    chunk, shape = Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(lengths))), GroupShape(1)
-    # leave the constant cost of a chunk out of the cost of a layer, since a run has fewer chunks than sequences
-    per_token = replace(
-        costs,
-        coefficients=replace(
-            costs.coefficients,
-            forward=replace(costs.coefficients.forward, chunk_s=0.0),
-            backward=replace(costs.coefficients.backward, chunk_s=0.0),
-        ),
-    )
-    layer_s = sum(per_token.part_s(chunk, shape, is_backward, 1, has_head=False) for is_backward in (False, True))
-    head_s = sum(per_token.part_s(chunk, shape, is_backward, 0, has_head=True) for is_backward in (False, True))
-    if layer_s <= 0:
-        # a fit to very small chunks may find constant costs only
-        return layer_ranges(costs.model.num_layers, num_stages, num_parts)
-    return layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=head_s / layer_s)
 
 
 def load_pipeline_stage(

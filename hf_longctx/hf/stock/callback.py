@@ -336,6 +336,8 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, token_loss: Tok
         run = planned.longctx_run
         undo.callback(run.close)
         planned._report()
+        planned._translated(callback.config, args)
+        planned._tell_settings()
         undo.callback(trainer.remove_callback, run.report)
         undo.callback(trainer.remove_callback, planned._stop)
         undo.callback(trainer.remove_callback, ReplicaCheck)
@@ -370,6 +372,8 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
             f"parameters={config.parameters!r} would leave a sharded model in a stock trainer; use LongContextTrainer, or "
             f"parameters='replicated'"
         )
+    elif config.layer_weights != "device":
+        problems.append(f"layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'; leave it out")
     if config.stages != 1:
         problems.append(
             f"stages={config.stages!r} would leave each rank with a part of the model, which a stock trainer cannot evaluate or "
@@ -422,6 +426,8 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
             f"parameters={config.parameters!r} needs LongContextTrainer, since here the trainer's own DDP holds the parameters; "
             f"use it, or leave parameters out"
         )
+    elif config.layer_weights != "device":
+        problems.append(f"layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'; leave it out")
     if config.compile_layers:
         problems.append("compile_layers=True needs plans of whole steps; call attach(trainer), or use LongContextTrainer")
     if config.tokens_per_step is not None:

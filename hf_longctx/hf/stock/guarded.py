@@ -18,6 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.loader_workers import keep_workers
+from hf_longctx.hf.start.settings.translate import without_checkpointing
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 
 # attributes that the mixin sets on a trainer
@@ -43,7 +44,7 @@ class GuardedMixin(CheckpointMixin):
         if callback not in self.callback_handler.callbacks:
             take_back(self)
             return self.train(resume_from_checkpoint, *args, **kwargs)
-        with ExitStack() as undo:
+        with ExitStack() as undo, without_checkpointing(self.args, callback.config):
             control = callback.guard(self, undo)
             folder = self._choose_checkpoint(resume_from_checkpoint, callback.config, control)
             return super().train(folder, *args, **kwargs)

@@ -71,6 +71,7 @@ class CheckpointMixin(_TrainerBase):
         rank if one of them cannot write this checkpoint, or could not write the one before; of that, nothing is left.
         """
         self._finish_saving()
+        self._switch_optimizer("eval")
         run_dir, run, state = Path(super()._get_output_dir(trial)), self.longctx_run, self.state
         self._replicas.before_save(cast(nn.Module, self.model), state.global_step)
         staged = StagedCheckpoint(run_dir, state.global_step, run.control, self.longctx_config.async_save)
@@ -91,6 +92,15 @@ class CheckpointMixin(_TrainerBase):
             rotate(staged.final, self.args.save_total_limit, state.best_model_checkpoint)
         # one rank alone deletes and uploads, which may take longer than the others' next exchange would wait
         PartialState().wait_for_everyone()
+
+    def _switch_optimizer(self, mode: str) -> None:
+        """Switches schedule-free optimizers to "train" or "eval", since they hold two sets of weights; ignores all others.
+
+        The set of "eval" is the one to evaluate and to save. The next training step switches back.
+        """
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
 
     def _fill(self, staged: StagedCheckpoint, model: nn.Module, trial: Any) -> Contents:
         """Lets `Trainer` save into the folder of `staged`, and adds the data record; returns what the manifest is to say.

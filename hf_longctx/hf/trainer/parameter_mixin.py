@@ -32,6 +32,7 @@ from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import OPTIMIZER_FILE, Placement
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.runtime.optimizers.whole_steps import needs_whole_weights, step_on_whole_weights
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.low_bit import has_low_bit_moments, seed_steps, settle_moments, widen_shards
 from hf_longctx.runtime.parameters.master_weights import (
@@ -42,6 +43,7 @@ from hf_longctx.runtime.parameters.master_weights import (
     keep_master_weights,
     why_no_master_weights,
 )
+from hf_longctx.runtime.parameters.sharded import layer_shards
 
 SCHEDULER_FILE = "scheduler.pt"
 
@@ -82,6 +84,7 @@ class ParameterMixin(CheckpointMixin):
             if rounds_by_chance(self.args):
                 seed_steps(plain, self.args.seed)
         on_host = self.longctx_run.setup.costs.model.updates_on_host
+        self._step_on_whole_weights(plain, on_host)
         if not on_host and not (config.fp32_master_weights and has_half_weights(plain)):
             return optimizer
         if reason := why_no_master_weights(plain):
@@ -93,14 +96,30 @@ class ParameterMixin(CheckpointMixin):
             raise ValueError(
                 f"no fp32 copies of weights can be kept: {reason}. Use another optimizer such as adamw_torch, {instead}"
             )
-        keep_master_weights(plain, on_host)
+        shards = layer_shards(self.model)
+        keep_master_weights(plain, on_host, home_of=None if shards is None else shards.home_of)
         return optimizer
+
+    def _step_on_whole_weights(self, plain: torch.optim.Optimizer, on_host: bool) -> None:
+        """Lets an optimizer that may be wrong on shards update whole weights; raises ValueError where it cannot."""
+        weights = (weight for group in plain.param_groups for weight in group["params"])
+        if not any(isinstance(weight, DTensor) for weight in weights) or not needs_whole_weights(plain):
+            return
+        if on_host or self._placement.num_stages > 1:
+            setting = f"optimizer_states={self.longctx_config.optimizer_states!r}" if on_host else "pipeline stages"
+            raise ValueError(
+                f"{type(plain).__name__} needs whole weights, which sharded parameters with {setting} do not give it; leave one "
+                f"of them out, or use optim='adamw_torch'"
+            )
+        step_on_whole_weights(plain)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as `Trainer` does; collective over all ranks if parameters are sharded or in stages.
 
         With stages all ranks must see the same folder.
         """
+        if self._held is None:
+            self._switch_optimizer("eval")
         # done here, on all ranks, since some versions of `Trainer` call `_save` on the writing rank alone
         is_joined = self._staged is None or not self._staged.in_memory
         self._whole_weights = self._placement.save(self.model, self._folder(output_dir), self.args.should_save, is_joined)

@@ -23,11 +23,14 @@ from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
 from hf_longctx.hf.checkpoints.sharded import (
     gather_weights,
     has_optimizer_shards,
+    has_whole_states,
     load_optimizer,
     load_weights,
     load_whole_optimizer,
+    load_whole_states,
     renamed_weights,
     save_optimizer,
+    save_whole_states,
 )
 from hf_longctx.hf.checkpoints.staged import (
     join_stages,
@@ -42,6 +45,7 @@ from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps
 from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
 from hf_longctx.runtime.parameters.sharded import block_mesh, free_gathered, is_sharded, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -117,6 +121,9 @@ class ReplicatedPlacement:
 
     def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
         """Reads the states of a run with sharded parameters, at any number of ranks."""
+        if has_whole_states(folder):
+            load_whole_states(model, optimizer, folder)
+            return True
         if not has_optimizer_shards(folder):
             return False
         load_optimizer(model, optimizer, folder)
@@ -128,12 +135,14 @@ class Shards:
     """The ranks of `mesh`, among which every parameter is divided, and how to divide a model among them.
 
     spreads_experts: each rank of a block gets whole experts, to which tokens travel, in place of a shard of all experts.
+    layers_on_host: shards of layers lie on the host while a step computes.
     """
 
     mesh: DeviceMesh
     device: torch.device
     fp32_gradients: bool
     spreads_experts: bool = False
+    layers_on_host: bool = False
 
     def divide(self, model: Any) -> None:
         """Shards a whole `model` layer by layer, and reads weights that are still to be read.
@@ -145,7 +154,7 @@ class Shards:
             if self.spreads_experts:
                 spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
             without_placeholders(model)
-            shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients)
+            shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients, self.layers_on_host)
         free_gathered(model)
         read_deferred(model, self.device)
 
@@ -191,13 +200,15 @@ class ShardedPlacement:
 
     def save_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
         self.prepare(model)
-        save_optimizer(model, optimizer, folder)
+        (save_whole_states if has_whole_steps(optimizer) else save_optimizer)(model, optimizer, folder)
         return True
 
     def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
         """Reads the states of a run with sharded or with replicated parameters, at any number of ranks."""
         self.prepare(model)
-        if has_optimizer_shards(folder):
+        if has_whole_states(folder):
+            load_whole_states(model, optimizer, folder)
+        elif has_optimizer_shards(folder):
             load_optimizer(model, optimizer, folder)
         elif (Path(folder) / OPTIMIZER_FILE).exists():
             load_whole_optimizer(optimizer, str(Path(folder) / OPTIMIZER_FILE))
@@ -253,6 +264,11 @@ class StagedPlacement:
 
         Raises ValueError for the states of a run with replicated parameters, since they carry no names.
         """
+        if has_whole_states(folder):
+            raise ValueError(
+                f"{folder} holds the states of an optimizer that updates whole weights of a run without stages; resume with "
+                f"stages=1, or start from its weights with a fresh optimizer"
+            )
         if has_optimizer_shards(folder):
             self.prepare(model)
             load_stage_optimizer(self.stage, optimizer, folder)

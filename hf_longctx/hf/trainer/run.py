@@ -262,7 +262,9 @@ def start_run(request: RunRequest) -> Run:
             setup=setup,
             control=control,
             sets=sets,
-            placement=ReplicatedPlacement(setup.num_stages) if all_stages else _placement(config, args, stage, mesh, source.pool),
+            placement=ReplicatedPlacement(setup.num_stages)
+            if all_stages
+            else _placement(config, setup, args, stage, mesh, source.pool),
             stage=stage,
             source=source,
             activations=activations,
@@ -295,7 +297,20 @@ def reference_run(run: Run, model: Any) -> Run:
     fused = FusedLayers(run.fused.maker)
     run.undo.callback(fused.close)
     run.undo.callback(activations.close)
-    return replace(run, stage=stage, activations=activations, routers=routers, fused=fused, all_stages=(), dropout=None)
+    placement: Placement = run.placement
+    if isinstance(placement, ShardedPlacement):
+        # its weights are counted on the device
+        placement = ShardedPlacement(replace(placement.shards, layers_on_host=False), placement.control)
+    return replace(
+        run,
+        stage=stage,
+        activations=activations,
+        routers=routers,
+        fused=fused,
+        placement=placement,
+        all_stages=(),
+        dropout=None,
+    )
 
 
 def _note_rounded(config: LongContextConfig, model: Any, args: TrainingArguments, control: dist.ProcessGroup | None) -> None:
@@ -346,9 +361,15 @@ def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArgument
 
 
 def _placement(
-    config: LongContextConfig, args: TrainingArguments, stage: StageModel, mesh: DeviceMesh | None, pool: GroupPool
+    config: LongContextConfig,
+    setup: RunSetup,
+    args: TrainingArguments,
+    stage: StageModel,
+    mesh: DeviceMesh | None,
+    pool: GroupPool,
 ) -> Placement:
-    shards = None if mesh is None else Shards(mesh, args.device, config.fp32_gradients, config.expert_ranks is not None)
+    ways = config.fp32_gradients, config.expert_ranks is not None, setup.costs.model.layers_on_host
+    shards = None if mesh is None else Shards(mesh, args.device, *ways)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool)
     return ReplicatedPlacement() if shards is None else ShardedPlacement(shards, pool.control)

@@ -9,11 +9,9 @@ private ones.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +23,6 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
@@ -39,7 +36,7 @@ from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.wrapped.text import freeze_towers
-from hf_longctx.hf.planning.report import leave_out_bar
+from hf_longctx.hf.planning.console import take_over
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import (
@@ -51,14 +48,12 @@ from hf_longctx.hf.start.arguments import (
 )
 from hf_longctx.hf.start.classifiers import padding_problems
 from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
+from hf_longctx.hf.start.settings.translate import hidden_from_trainer
 from hf_longctx.hf.start.trl import (
     counts_tokens,
     is_scored,
-    prepared_model_problems,
     read_columns,
-    scored_loss,
     scored_temperature,
-    scored_trainer_problems,
     trainer_problems,
     trl_class,
 )
@@ -70,6 +65,7 @@ from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, start_run
 from hf_longctx.hf.trainer.sets import TEST_SET
+from hf_longctx.hf.trainer.start_mixin import StartMixin
 from hf_longctx.hf.trainer.tokens.evaluation import evaluated
 from hf_longctx.hf.trainer.tokens.row_scores import RowScores, step_scores
 from hf_longctx.plan.core.types import RankPlan, StepPlan
@@ -88,7 +84,7 @@ logger = logging.getLogger(__name__)
 Forwards = tuple[RankPlan, PlanInputs, ActivationEngine | None]
 
 
-class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
+class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixin):
     """Turns a `Trainer` subclass into one that runs plans; name it first: `class Mine(LongContextMixin, Trainer)`."""
 
     # true: evaluation runs under plans too; false: it runs as in `Trainer`
@@ -125,28 +121,35 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         if data_collator is not None:
             # some trainers of TRL take none
             given["data_collator"] = data_collator
-        if trl_class(type(self)) is None:
-            args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-            problems = run_problems(type(self), config, model, args, {"data_collator": data_collator, **kwargs})
-            self._start(RunRequest(config, model, args, processing_class, problems, datasets, token_loss=token_loss))
-            try:
-                with without_jit_checkpoint(args):
+        if trl_class(type(self)) is None and args is None:
+            args = TrainingArguments(output_dir="tmp_trainer")
+        config, problems = self._translated(config, args)
+        with hidden_from_trainer(args), without_jit_checkpoint(args):
+            if trl_class(type(self)) is None:
+                assert args is not None
+                model_init = given.pop("model_init", None)
+                model = self._first_model(model, model_init, args)
+                self._given = {"data_collator": data_collator, **given}
+                problems += run_problems(type(self), config, model, args, self._given)
+                self._start(RunRequest(config, model, args, processing_class, problems, datasets, token_loss=token_loss))
+                try:
                     super().__init__(model=model, args=args, **given)
-            except BaseException:
-                self.longctx_run.close()
-                raise
-        else:
-            self.longctx_config = config
-            control = self._check_early(args, {"data_collator": data_collator, **kwargs})
-            # a trainer of TRL makes the model and the sets ready itself
-            with without_jit_checkpoint(args):
+                except BaseException:
+                    self.longctx_run.close()
+                    raise
+                self.model_init = model_init
+            else:
+                self.longctx_config = config
+                control = self._check_early(args, {"data_collator": data_collator, **kwargs}, problems)
+                # a trainer of TRL makes the model and the sets ready itself
                 super().__init__(model=model, args=args, **given)
-            self._start(self._request_of_prepared(kwargs, control, token_loss))
-            if is_scored(type(self)):
-                self._start_two_passes()
+                self._start(self._request_of_prepared(kwargs, control, token_loss))
+                if is_scored(type(self)):
+                    self._start_two_passes()
         self._report()
-        leave_out_bar(self, self.longctx_config)
+        take_over(self, self.longctx_run.report.console)
         self._log_to_output_dir()
+        self._tell_settings()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as `Trainer.train` does, from the newest complete checkpoint for `resume_from_checkpoint=True`.
@@ -157,17 +160,22 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         At SIGTERM, SIGUSR1 or Ctrl-C, on any rank, it finishes the step, saves once and returns; then `stopped_by` names the
         signal. A second signal ends the process at once. Raises ValueError if another job uses `output_dir`.
         """
+        self._begin_anew(kwargs.get("trial", next(iter(args), None)))
         self._check_loss()
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor, self._guard = None, NonfiniteGuard(self.longctx_run)
         thaw = freeze_towers(cast(nn.Module, self.model))
         # the model's embedding adds noise by token instead
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        # the fresh model is there already
+        model_init: Any = self.model_init
+        vars(self)["model_init"] = None
         try:
             with (
                 self._stop.during_training(self.args, lambda: self.state.global_step),
                 self._ending_saving(),
                 without_liger(self.args),
+                hidden_from_trainer(self.args),
             ):
                 self._open_saving()
                 run = self.longctx_run
@@ -177,7 +185,7 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
                 self._guard.count_on_from(chosen)
                 return super().train(chosen, *args, **kwargs)
         finally:
-            self._chosen, self.neftune_noise_alpha = None, alpha
+            self._chosen, self.neftune_noise_alpha, self.model_init = None, alpha, model_init
             self.longctx_run.recorder.resume(None)
             self._release_models()
             thaw()
@@ -367,7 +375,7 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
 
     def _start(self, request: RunRequest) -> None:
         """Starts the run and sets every attribute of the mixin. Collective over all ranks."""
-        self.longctx_config = request.config
+        self.longctx_config, self._request = request.config, replace(request, model=None)
         problems = request.problems + config_problems(request.config, request.args)
         copied = copied_dtypes(request.config.fp32_master_weights, request.config.optimizer_states == "host")
         to_save = request.args, request.model, copied
@@ -417,41 +425,20 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         self.add_callback(self._stop)
         self.add_callback(self._replicas)
 
-    def _log_to_output_dir(self) -> None:
-        """Names TensorBoard's folder now: an evaluation before training would start the log in ./runs, where it would stay."""
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
-                name = f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}"
-                callback.logging_dir = str(Path(self.args.output_dir or ".") / "runs" / name)
+    def _check_early(
+        self, args: TrainingArguments | None, given: dict[str, Any], problems: list[str]
+    ) -> dist.ProcessGroup | None:
+        """Checks the arguments of a trainer of TRL, before it makes its model and sets ready; returns the control group.
 
-    def _check_early(self, args: TrainingArguments | None, given: dict[str, Any]) -> dist.ProcessGroup | None:
-        """Checks the arguments of a trainer of TRL, before it makes its model and sets ready; returns the control group."""
+        problems: those that were found before. Raises ValueError on every rank if there are any.
+        """
         control = meet(self.longctx_config)
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        problems = argument_problems(args, given, not is_scored(type(self)), self.longctx_config.compile_layers)
+        problems += argument_problems(args, given, not is_scored(type(self)), self.longctx_config.compile_layers)
         problems += trainer_problems(type(self), args, self.longctx_config)
         problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
         raise_together(problems, control)
         return control
-
-    def _request_of_prepared(
-        self, given: dict[str, Any], control: dist.ProcessGroup | None, token_loss: TokenLoss | None
-    ) -> RunRequest:
-        """The request of a trainer of TRL, with the model, the arguments and the sets that the trainer has made ready."""
-        self.train_dataset = read_columns(type(self), self.train_dataset)
-        self.eval_dataset = read_columns(type(self), self.eval_dataset)
-        model: Any = self.model
-        problems = run_problems(type(self), self.longctx_config, model, self.args, given) + prepared_model_problems(model)
-        datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-        reference = None
-        if is_scored(type(self)):
-            problems += scored_trainer_problems(self)
-            if token_loss is not None:
-                problems.append(f"token_loss has no effect beside the loss of {type(self).__name__}; leave it out")
-            # the trainer's own loader reads its rows
-            datasets, reference, token_loss = {}, getattr(self, "ref_model", None), scored_loss(self)
-        request = RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
-        return replace(request, token_loss=token_loss, reference=reference)
 
     def _training_executor(self) -> StepExecutor:
         """The executor of the placed model, kept as long as the placed model is the same object."""
@@ -576,12 +563,6 @@ class LongContextMixin(PlannedDataMixin, LogProbMixin, ParameterMixin):
         finally:
             if not self.is_in_train:
                 self._release_models()
-
-    def _switch_optimizer(self, mode: str) -> None:
-        """Switches schedule-free optimizers to "train" or "eval", since they hold two sets of weights; ignores all others."""
-        switch = getattr(self.optimizer, mode, None)
-        if callable(switch):
-            switch()
 
 
 class LongContextTrainer(LongContextMixin, Trainer):

@@ -90,21 +90,30 @@ class SlotTable:
 
         Among equals the latest slots come first, because their tensors stay for the shortest time.
         """
-        found: dict[tuple[bool, float, bool, bool], list[tuple[int, int, float, float]]] = {}
+        # equal layers share their classes, so that the pieces of each are made once for all of its places
+        places: dict[int, list[int]] = {}
         for place in reversed(range(len(self.items))):
-            slot, item = self.items[place]
-            for width, seconds in self.segments[place] if item.num_bytes else ():
+            places.setdefault(id(self.items[place][1]), []).append(place)
+        found: dict[tuple[bool, float, bool, bool], list[tuple[IntArray, float, float]]] = {}
+        for own in places.values():
+            item, indices = self.items[own[0]][1], np.array(own, dtype=np.int64)
+            for width, seconds in self.segments[own[0]] if item.num_bytes else ():
                 num_bytes = width * item.num_bytes
                 urgency = -seconds / num_bytes if num_bytes and item.can_recompute else 0.0
                 key = item.can_recompute, urgency, item.can_offload, item.can_keep
-                found.setdefault(key, []).append((place, slot, num_bytes, seconds))
+                found.setdefault(key, []).append((indices, num_bytes, seconds))
         return [self._batch(found[key], key) for key in sorted(found)]
 
-    def _batch(self, pieces: list[tuple[int, int, float, float]], key: tuple[bool, float, bool, bool]) -> Batch:
-        places, slots, num_bytes, seconds = zip(*pieces, strict=True)
+    def _batch(self, pieces: list[tuple[IntArray, float, float]], key: tuple[bool, float, bool, bool]) -> Batch:
+        counts = [len(places) for places, _, _ in pieces]
+        places = np.concatenate([places for places, _, _ in pieces])
+        sizes = np.repeat([num_bytes for _, num_bytes, _ in pieces], counts)
+        seconds = np.repeat([seconds for _, _, seconds in pieces], counts)
+        # pieces of one class keep their order
+        order = np.argsort(-places, kind="stable") if len(pieces) > 1 else slice(None)
         can_recompute, _, can_offload, can_keep = key
-        indices = np.array(places, dtype=np.int64), np.array(slots, dtype=np.int64)
-        return Batch(*indices, np.array(num_bytes), np.array(seconds), can_recompute, can_offload, can_keep)
+        places = places[order]
+        return Batch(places, self.owner[places], sizes[order], seconds[order], can_recompute, can_offload, can_keep)
 
     def least_cost_s(self, device_bytes: float, host_bytes: float, copy_s: float) -> float:
         """Lower bound on the seconds that any shares add, by the segments of the classes.

@@ -65,31 +65,33 @@ UPDATE_PART_BYTES = 64 * 2**20
 class AdapterSpec:
     """Sizes of weights that are trained while the model's own are frozen; empty: all weights are trained.
 
-    layer_parameters, layer_bytes: weights that adapters add to one layer. layer_saved_bytes: bytes per token that these save for
-    backward. first_*, last_*: weights that are trained at the embedding and at the head. attention_saved_bytes, mlp_saved_bytes:
-    the least of layer_saved_bytes that belongs to projections of attention, and to MLPs. cut_bytes, tile_bytes: what these take
-    instead where attention runs in pieces of heads, and where MLPs run in token tiles, per token of a tile.
+    layer_parameters, layer_bytes: weights that adapters add to one layer. attention_saved_bytes, mlp_saved_bytes: bytes per token
+    that adapters outside MLPs, and in them, save for backward, beside inputs that they read as they are. cut_bytes, tile_bytes:
+    what these take instead where attention runs in pieces of heads, and where MLPs run in token tiles, per token of a tile.
+    first_*, last_*: weights that are trained at the embedding and at the head. reads_*: whether an adapter reads, without a copy,
+    what the first norm gives to attention, attention to its last projection, the second norm to the MLP, and what the last matrix
+    of the MLP multiplies. Frozen matrices save no inputs, so layers save these only for adapters.
     """
 
     layer_parameters: int = 0
     layer_bytes: int = 0
-    layer_saved_bytes: int = 0
+    attention_saved_bytes: int = 0
+    mlp_saved_bytes: int = 0
     first_parameters: int = 0
     first_bytes: int = 0
     last_parameters: int = 0
     last_bytes: int = 0
-    attention_saved_bytes: int = 0
-    mlp_saved_bytes: int = 0
     cut_bytes: int = 0
     tile_bytes: int = 0
+    reads_first_norm: bool = False
+    reads_attention: bool = False
+    reads_second_norm: bool = False
+    reads_product: bool = False
 
-    @classmethod
-    def lora(cls, model: ModelSpec, rank: int) -> AdapterSpec:
-        """Sizes of LoRA of this rank: two matrices for every matrix of the layers; embedding and head are frozen."""
-        heads = model.query_size + model.kv_size + model.output_size
-        mlp = (3 if model.gated_mlp else 2) * (model.hidden_size + model.intermediate_size)
-        count = rank * (4 * model.hidden_size + heads + mlp)
-        return cls(layer_parameters=count, layer_bytes=count * model.bytes_per_element)
+    @property
+    def layer_saved_bytes(self) -> int:
+        """Bytes per token that the adapters of a layer save for backward."""
+        return self.attention_saved_bytes + self.mlp_saved_bytes
 
     @property
     def is_empty(self) -> bool:
@@ -178,14 +180,15 @@ class ModelSpec:
     stages, so that stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
     predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
     input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
-    states lie in host memory. has_wide_hidden: hidden states between layers are in at least fp32. passed_elements: elements of
-    a token that a layer hands to the next one beside hidden states. scales_residuals: every residual and what is added to it are
-    multiplied by weights first. saves_kv_once: where everything is kept, keys and values are not saved once for every query head
-    that reads them, as GPUs' operators in half precision allow, and short documents share calls of attention. cuts_heads:
-    attention may run in pieces of its heads. rounded_parameters: matrix parameters of a layer, besides those of routed experts,
-    that are gathered in two bytes, since autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of
-    both moments of a trained parameter where the optimizer keeps them in a few bits (0: they have the type of the weights that it
-    updates). capped_bytes: size of one logit that a cap after the head keeps for backward; 0 without a cap.
+    states lie in host memory. layers_on_host: shards of layers lie there while a step computes. has_wide_hidden: hidden states
+    between layers are in at least fp32. passed_elements: elements of a token that a layer hands to the next one beside hidden
+    states. scales_residuals: every residual and what is added to it are multiplied by weights first. saves_kv_once: where
+    everything is kept, keys and values are not saved once for every query head that reads them, as GPUs' operators in half
+    precision allow, and short documents share calls of attention. cuts_heads: attention may run in pieces of its heads.
+    rounded_parameters: matrix parameters of a layer, besides those of routed experts, that are gathered in two bytes, since
+    autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of both moments of a trained parameter
+    where the optimizer keeps them in a few bits (0: they have the type of the weights that it updates). capped_bytes: size of one
+    logit that a cap after the head keeps for backward; 0 without a cap.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -234,6 +237,7 @@ class ModelSpec:
     has_master_weights: bool = False
     input_size: int = 0
     updates_on_host: bool = False
+    layers_on_host: bool = False
     has_wide_hidden: bool = False
     passed_elements: int = 0
     scales_residuals: bool = False
@@ -436,7 +440,7 @@ class ModelSpec:
         """Bytes per token and layer that low-rank projections save besides their outputs: norms, and keys without rotation."""
         if not self.kv_rank:
             return 0
-        norms = (4 + 2 * self.bytes_per_element) * (self.query_rank + self.kv_rank) + 8
+        norms = (4 + (1 + self.trains_layers) * self.bytes_per_element) * (self.query_rank + self.kv_rank) + 8
         return norms + self.bytes_per_element * self.num_heads * (self.head_dim - self.rope_head_dim)
 
     @property
@@ -459,8 +463,8 @@ class ModelSpec:
 
     @property
     def layer_products(self) -> int:
-        """Multiplications of one token's forward through a layer, the mean over layers: by matrix parameters, and in scans."""
-        return self.layer_parameters + round(self.states.share * self.states.scan_products)
+        """Multiplications of one token's forward through a layer, the mean over layers: by matrices, adapters, and in scans."""
+        return self.layer_parameters + self.adapters.layer_parameters + round(self.states.share * self.states.scan_products)
 
     @property
     def token_products(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
@@ -114,6 +115,7 @@ class HeadShare:
         return self.kv_stop - self.kv_start
 
 
+@lru_cache(maxsize=256)
 def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShare, ...]:
     """Contiguous query heads of each rank, spread as evenly as possible, and the KV heads that they read.
 

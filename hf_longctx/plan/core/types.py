@@ -263,7 +263,9 @@ class MicroBatch:
 class Estimate:
     """Predicted time and memory of a plan, and how the plan was found. Not part of the plan's digest.
 
-    `cost_source`: where the cost coefficients come from ("default" until something was measured).
+    step_s: seconds without gathers of sharded weights. gathers_s: those that the choice of the plan counted for them on top.
+    lower_bound_s: of both together, for every plan. `cost_source`: where the cost coefficients come from ("default" until
+    something was measured).
     """
 
     step_s: float = 0.0
@@ -273,6 +275,17 @@ class Estimate:
     solve_s: float = 0.0
     solver: str = ""
     cost_source: str = "default"
+    gathers_s: float = 0.0
+
+    @property
+    def counted_s(self) -> float:
+        """Seconds by which plans are compared."""
+        return self.step_s + self.gathers_s
+
+    @property
+    def gap(self) -> float:
+        """Counted seconds above the lower bound, as a share of it; 0 without a bound."""
+        return max(0.0, self.counted_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 GPT-7B, 13B and 30B are the models of FlexSP's experiments (arXiv 2412.01523): 64 heads, an MLP four times as wide as the hidden
 size without a gate, GPT-2's vocabulary with untied embeddings, and learned positions up to the context limit, here 192,000.
-Qwen3.5-9B has the defaults of transformers' `Qwen3_5TextConfig`, which its documentation calls "Qwen3.5-9B style".
+Qwen3.5-9B has the defaults of transformers' `Qwen3_5TextConfig`, which its documentation calls "Qwen3.5-9B style". GPT-OSS-120B
+has those of `GptOssConfig`; the smaller one has fewer layers and experts.
 """
 
 from __future__ import annotations
@@ -46,6 +47,21 @@ def _qwen35(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, 
     )
 
 
+def _gpt_oss(num_layers: int, num_experts: int) -> ModelSpec:
+    """A GPT-OSS: every other layer has a sliding window, and every MLP is a mixture whose tokens go to four experts."""
+    layer_types = ("sliding_attention", "full_attention")
+    return ModelSpec.from_config(
+        {
+            "model_type": "gpt_oss",
+            **{"num_hidden_layers": num_layers, "hidden_size": 2880, "intermediate_size": 2880, "sliding_window": 128},
+            **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+            **{"num_local_experts": num_experts, "num_experts_per_tok": 4},
+            **{"vocab_size": 201088, "max_position_embeddings": 131072},
+            "layer_types": [layer_types[layer % 2] for layer in range(num_layers)],
+        }
+    )
+
+
 # from each config.json: layers, hidden, intermediate, query heads, KV heads, head size, vocabulary, positions, tied embeddings
 _MODELS: dict[str, ModelSpec] = {
     "gpt-7b": _gpt(32, 4096),
@@ -68,6 +84,8 @@ _MODELS: dict[str, ModelSpec] = {
     "gemma-3-1b": _gemma3(26, 1152, 6912, (4, 1, 256), 32768, 512),
     "gemma-3-12b": _gemma3(48, 3840, 15360, (16, 8, 256), 131072, 1024),
     "gemma-3-27b": _gemma3(62, 5376, 21504, (32, 16, 128), 131072, 1024),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
 
 

@@ -10,21 +10,22 @@ This is the formula of FlexSP (arXiv 2412.01523, section 4.1) with two changes: 
 averaged over layers (`attention_pairs.py`), and its all-to-all term by the bytes that a rank sends over each kind of link
 (`traffic.py`). So one set of coefficients prices every method of attention, and a group of some degree uses the cheapest
 method that the model's heads allow. Bytes that a ring sends while it computes tiles count only if they take longer than these
-tiles (`CostModel.hidden_s`).
+tiles, and keys that no token of another block sees through a window are not sent (`CostModel.hidden_s`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
 from hf_longctx.plan.cost.traffic import (
@@ -35,6 +36,7 @@ from hf_longctx.plan.cost.traffic import (
     hop_bytes,
     mean_traffic,
     ring_leaves_node,
+    window_tokens,
 )
 
 # factor on the exchange time of groups larger than `favoured_degree`, to make the planner avoid them
@@ -194,21 +196,51 @@ class CostModel:
         and in the backward the gradients of the hop before; the last gradients travel alone. Each document counts as if it were
         alone, which is a lower bound for several: the tiles of one may hide messages of another. So are the links that the best
         placement uses. The start of a message is never hidden.
+
+        In layers with a window shorter than the document, what no other block sees does not travel, and the rest is not hidden.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
-        blocks = shape.num_blocks
-        if blocks == 1:
+        if shape.num_blocks == 1:
             return np.zeros_like(tokens)
+        windows: Sequence[int | None] = self.model.windows or (None,)
+        every_s, total = self._hidden_hops_s(tokens, shape, is_backward), np.zeros_like(tokens)
+        for window, count in Counter(window for window in windows if window != 0).items():
+            of_layers = every_s * (count / len(windows))
+            if window is not None:
+                unsent_s = self._unsent_s(tokens, window, shape, is_backward) * (count / len(windows))
+                of_layers = np.where(tokens > window, unsent_s, of_layers)
+            total += of_layers
+        return total
+
+    def _hidden_hops_s(self, tokens: FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
+        """`hidden_s` if all layers had full attention."""
+        blocks = shape.num_blocks
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
-        byte_s = costs.network_byte_s if ring_leaves_node(shape, self.cluster) else costs.link_byte_s
-        keys_s, gradients_s = (byte_s * num_bytes * tokens for num_bytes in hop_bytes(self.model, shape, 1.0))
-        seen = self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
-        hop_s = costs.pair_s * tokens * seen / shape.degree / blocks
+        keys_s, gradients_s = (seconds * tokens for seconds in self._hop_token_s(shape, is_backward))
+        hop_s = costs.pair_s * tokens * FULL.seen(np.zeros_like(tokens), tokens) / shape.degree / blocks
         keys_hidden_s: FloatArray = np.minimum(hop_s, keys_s)
         if not is_backward or blocks == 2:
             return (blocks - 1) * keys_hidden_s
         both_s: FloatArray = np.minimum(hop_s, keys_s + gradients_s)
         return 2 * keys_hidden_s + (blocks - 3) * both_s + np.minimum(hop_s, gradients_s)
+
+    def _unsent_s(self, tokens: FloatArray, window: int, shape: GroupShape, is_backward: bool) -> FloatArray:
+        """Seconds of bytes that a ring passes on with full attention and does not send with this window, in as many layers."""
+        keys_s, gradients_s = self._hop_token_s(shape, is_backward)
+        hops = shape.num_blocks - 1
+        # tokens of the document per token that one block passes on in a hop
+        per_hop = shape.num_blocks / (1 - 1 / (2 * shape.num_blocks))
+        sent = window_tokens(tokens, window, shape.num_blocks) / shape.num_blocks * per_hop
+        seconds = keys_s + (gradients_s if is_backward else 0.0)
+        return (hops * tokens - sent) * seconds
+
+    def _hop_token_s(self, shape: GroupShape, is_backward: bool) -> tuple[float, float]:
+        """Seconds per token of a document in one hop of a ring, if all layers passed on what they have: keys, gradients."""
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        byte_s = costs.network_byte_s if ring_leaves_node(shape, self.cluster) else costs.link_byte_s
+        keys, gradients = hop_bytes(self.model, shape, 1.0)
+        in_all = byte_s * self.model.num_layers / max(1, self.model.num_attending)
+        return in_all * keys, in_all * gradients
 
     def without_overlap(self, seconds: float, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
         """Measured seconds of a pass of `chunk`, as if its ring had not computed while it sent.
@@ -314,6 +346,14 @@ class CostModel:
         total += (self._exchange_s(1.0, shape) - fixed_s) * tokens + self._sharing_s(0.0, 1.0, shape) - fixed_s
         return total
 
+    def forward_sequences_s(self, lengths: FloatArray, shape: GroupShape) -> FloatArray:
+        """Seconds that each whole sequence adds to the forward of a group of `shape`."""
+        forward = self.coefficients.forward
+        seen = self.model.attention_pairs().seen(np.zeros_like(lengths), lengths)
+        _, token_s = self.exchange_line(shape, is_backward=False)
+        seconds: FloatArray = (forward.pair_s * lengths * seen + forward.token_s * lengths) / shape.degree + token_s * lengths
+        return seconds - self.hidden_s(lengths, shape, is_backward=False) + self.document_s(shape, is_backward=False)
+
     def group_s(self, shape: GroupShape) -> float:
         """Seconds that a group of `shape` spends on any chunk, however few its tokens, forward plus backward."""
         chunk_s = self.coefficients.forward.chunk_s + self.coefficients.backward.chunk_s
@@ -361,25 +401,51 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     """Derive coefficients from operation counts and hardware rates, to rank plans until a run has measured its own.
 
     Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
-    chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels; half of its
-    products are for gradients of weights, which frozen weights below adapters do not have.
+    chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels. Weights below
+    adapters are frozen (`with_adapters`).
 
     A scan counts by its products, as one kernel at the rate of matrices would take, and once more where backward runs it again
     (`CostModel.rescan_s`). Transformers' torch code starts some ten
     kernels for every tile of 64 tokens, one tile after the other on every rank of a group. That time is not counted here; it is
     in the coefficients that a run or `hf-longctx calibrate` measures.
     """
-    hardware = cluster.hardware
-    token_s = 2 * model.token_products / hardware.matmul_flops_per_s
+    hardware, whole = cluster.hardware, replace(model, adapters=AdapterSpec())
+    token_s = 2 * whole.token_products / hardware.matmul_flops_per_s
     pair_s = model.num_layers * model.pair_operations / hardware.attention_flops_per_s
     kernels_s = model.num_layers * hardware.kernel_s
     exchange = (hardware.message_s, 1 / hardware.link_bytes_per_s, 1 / hardware.network_bytes_per_s)
-    backward_matmul = hardware.backward_matmul if model.trains_layers else hardware.backward_matmul / 2
-    return CostCoefficients(
+    backward_s = hardware.backward_attention * pair_s, hardware.backward_matmul * token_s
+    found = CostCoefficients(
         forward=PassCoefficients(pair_s, token_s, 20 * kernels_s, *exchange, 4 * kernels_s),
-        backward=PassCoefficients(
-            hardware.backward_attention * pair_s, backward_matmul * token_s, 40 * kernels_s, *exchange, 8 * kernels_s
-        ),
+        backward=PassCoefficients(*backward_s, 40 * kernels_s, *exchange, 8 * kernels_s),
         step_s=0.0,
         source=hardware.source or "default",
     )
+    return with_adapters(found, model)
+
+
+def with_adapters(whole: CostCoefficients, model: ModelSpec) -> CostCoefficients:
+    """Coefficients of `model` with its adapters, from those of training all of its weights; `whole` if it has no adapters."""
+    if model.adapters.is_empty:
+        return whole
+    more = model.token_products / replace(model, adapters=AdapterSpec()).token_products
+    share, backward = backward_share(model), whole.backward
+    return replace(
+        whole,
+        forward=replace(whole.forward, token_s=more * whole.forward.token_s),
+        backward=replace(
+            backward,
+            token_s=more * share * backward.token_s,
+            head_factor=backward.head_factor * (1 if model.trains_head else 0.5) / share,
+        ),
+    )
+
+
+def backward_share(model: ModelSpec) -> float:
+    """Share of the matrix products in a backward that the one of `model` computes.
+
+    Half of them make gradients of inputs, and half those of weights, which frozen weights do not have. Adapters have both.
+    """
+    frozen = 0 if model.trains_layers else model.num_layers * model.layer_parameters
+    frozen += 0 if model.trains_head else model.head_outputs * model.hidden_size
+    return 1 - frozen / (2 * model.token_products)

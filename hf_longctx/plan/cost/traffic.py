@@ -18,14 +18,16 @@ Experts that are spread over ranks get each token once for every expert that it 
 pass does the same, and the forward first exchanges counts of rows. These ranks are those that share one copy of sharded weights,
 whatever the sequence groups. All experts count as equally chosen, since a plan cannot know what routers will choose.
 
-The cost model uses the average over ranks and ignores windows in rings; a test compares it with the exact count and with the
-bytes that ranks really send.
+The cost model uses the average over ranks; a test compares it with the exact count and with the bytes that ranks really send.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
@@ -109,8 +111,8 @@ def mean_traffic(
 ) -> Traffic:
     """Traffic of a rank in one pass of a chunk of `num_tokens` evenly spread tokens, averaged over the ranks of the group.
 
-    In rings it is an upper bound: every layer counts as if it had full attention, since the bytes that a window saves depend
-    on the documents and are not linear in tokens.
+    In rings every layer counts as if it had full attention. The bytes that a window saves depend on the documents and are not
+    linear in tokens; `CostModel.hidden_s` subtracts them.
 
     near_ranks: number of the group's ranks on its emptiest node; 0 for the best placement. A ring that leaves a node runs at
     the speed of the network, because all of its ranks wait for the slowest hop. If the hardware has a measured rate for blocks
@@ -157,6 +159,23 @@ def hop_bytes(model: ModelSpec, shape: GroupShape, num_tokens: float) -> tuple[f
     values = travelling * sum(heads.kv) * model.kv_head_size / shape.ulysses * model.num_attending
     element, gradient = _value_bytes(model)
     return values * element, values * gradient
+
+
+def window_tokens(lengths: FloatArray, window: int, num_blocks: int) -> FloatArray:
+    """Tokens of documents of these lengths whose keys other blocks of a ring see through a window, summed over these blocks.
+
+    Every block has two of a document's `2 * num_blocks` equal pieces, one from either end. lengths: [n]; returns [n].
+    """
+    size = np.asarray(lengths, dtype=np.float64) / (2 * num_blocks)
+    first = np.arange(num_blocks)[:, None] * size
+    second = (2 * num_blocks - 1 - np.arange(num_blocks))[:, None] * size
+    # a query sees itself and the window - 1 tokens before it
+    before_first, before_second = np.minimum(window - 1, first), np.minimum(window - 1, second)
+    start = second - before_second
+    seen_twice = np.maximum(0.0, first - start)
+    own = np.maximum(0.0, first + size - np.maximum(first, start))
+    total: FloatArray = (before_first + before_second - seen_twice - own).sum(axis=0)
+    return total
 
 
 def ring_leaves_node(shape: GroupShape, cluster: ClusterSpec) -> bool:

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.traffic import Traffic
+
+# share of the seconds of gathers that plans count, where they do not fill the links: between none of them, if all run beside
+# computing, and all. The first gather of a pass, copies into and out of buffers, and slower kernels beside them always remain.
+COUNTED_SHARE = 0.5
 
 # least bytes of one element of a gradient that ranks sum (fp32)
 _LEAST_GRADIENT_BYTES = 4
@@ -86,6 +91,18 @@ def copies_traffic(weights: StageWeights, cluster: ClusterSpec, shard_ranks: int
     shard_bytes = (weights.gradients + weights.spread_gradients) / shard_ranks
     # an all-reduce is a reduce-scatter and a gather
     return _around_ring(2 * shard_bytes, num_copies, shard_ranks, 2, cluster)
+
+
+def round_gather_s(costs: CostModel, num_chunks: int = 1) -> float:
+    """Seconds of the gathers and the reduce-scatter of a micro-batch on one stage, as if nothing else ran meanwhile.
+
+    0 if weights are replicated, or if the coefficients were measured: these contain what their measurement had.
+    """
+    if costs.parameters == "replicated" or costs.coefficients != default_coefficients(costs.model, costs.cluster):
+        return 0.0
+    weights = StageWeights.of(costs.model, costs.model.num_layers, True, True)
+    traffic = round_traffic(weights, costs.cluster, costs.parameters, costs.shards or costs.cluster.num_ranks, num_chunks)
+    return costs.coefficients.forward.exchange_s(traffic)
 
 
 def _around_ring(num_bytes: float, num_ranks: int, stride: int, messages: int, cluster: ClusterSpec) -> Traffic:

@@ -13,6 +13,7 @@ next degree, divided by the number of such sequences that fit into it.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ def expected_s(problem: GroupingProblem, pieces: list[Piece], num_ranks: int) ->
         overfull = max(1.0, float(lumped[stop] - lumped[start]) / (problem.capacity * num_ranks))
         # the longest sequence runs on the degree that serves it and the rest best
         makespan_s = float(np.maximum(problem.seconds[fits, start], spread_s).min())
-        expected[index] = makespan_s * overfull + min(problem.group_s)
+        expected[index] = makespan_s * overfull + min(problem.group_s) + problem.micro_batch_s
     return expected
 
 
@@ -121,19 +122,19 @@ def _lumped_tokens(problem: GroupingProblem) -> FloatArray:
 
 def _balanced(tokens: FloatArray, number: int, room: float) -> list[Piece]:
     """At most `number` pieces with the least maximum of tokens, none above `room`; empty if that is impossible."""
-    sums = np.cumsum(tokens)
+    sums: list[float] = np.cumsum(tokens).tolist()
 
     def cut(limit: float) -> list[Piece]:
         pieces: list[Piece] = []
         start = 0
-        while start < len(tokens) and len(pieces) <= number:
+        while start < len(sums) and len(pieces) <= number:
             base = sums[start - 1] if start else 0.0
-            stop = max(start + 1, int(np.searchsorted(sums, base + limit * (1 + _ROUNDING), side="right")))
+            stop = max(start + 1, bisect_right(sums, base + limit * (1 + _ROUNDING)))
             pieces.append((start, stop))
             start = stop
         return pieces
 
-    low, high = max(float(tokens[0]), float(sums[-1]) / number), min(float(sums[-1]), room)
+    low, high = max(float(tokens[0]), sums[-1] / number), min(sums[-1], room)
     if len(cut(high)) > number:
         return []
     while high - low > 1e-3 * high:
@@ -168,7 +169,7 @@ def _cuts_by_cost(problem: GroupingProblem, num_ranks: int) -> list[list[Piece]]
         for share in _SEARCH.room_shares:
             # a single sequence always has room
             is_full = ((lumped - lumped[:, None] > share * room) | (tokens - tokens[:, None] > room)) & (count > 1)
-            costs = np.where((count <= 0) | is_full, np.inf, makespans + min(problem.group_s))
+            costs = np.where((count <= 0) | is_full, np.inf, makespans + min(problem.group_s) + problem.micro_batch_s)
             found.append(_cheapest_path(costs, positions))
     return found
 

@@ -57,7 +57,7 @@ def solve_exactly(problem: GroupingProblem) -> Layout:
         for subset, seconds in enumerate(tables[layout][0]):
             if seconds < best[subset]:
                 best[subset], best_layout[subset] = seconds, layout
-    micro_batches = _cheapest_partition(best, full)
+    micro_batches = _cheapest_partition([seconds + problem.micro_batch_s for seconds in best], full)
     return [_groups_of(subset, best_layout[subset], tables) for subset in micro_batches]
 
 

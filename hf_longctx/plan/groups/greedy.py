@@ -250,7 +250,8 @@ def _best_cut(problem: GroupingProblem) -> Layout:
         for start in range(stop):
             if groups[start, stop]:
                 seconds, layout = best[start]
-                options.append((seconds + problem.micro_batch_seconds(groups[start, stop]), [*layout, groups[start, stop]]))
+                micro_batch_s = problem.micro_batch_seconds(groups[start, stop]) + problem.micro_batch_s
+                options.append((seconds + micro_batch_s, [*layout, groups[start, stop]]))
         best.append(min(options, key=lambda option: option[0]))
     return best[count][1]
 
@@ -381,4 +382,4 @@ def _static_bound_s(problem: GroupingProblem, degree: int) -> float:
         return float("inf")
     usable = problem.num_ranks // degree * degree
     fewest = -(-sum(problem.lengths) // (problem.capacity * usable))
-    return float(problem.seconds[k].sum()) * degree / usable + fewest * problem.group_s[k]
+    return float(problem.seconds[k].sum()) * degree / usable + fewest * (problem.group_s[k] + problem.micro_batch_s)

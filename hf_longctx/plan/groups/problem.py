@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
 
 # (degree, sequences) of one group; a layout is a list of micro-batches, each a list of groups
 Group = tuple[int, tuple[int, ...]]
@@ -32,7 +34,8 @@ class GroupingProblem:
     shapes: how groups of each degree share attention in this step. seconds[k][i]: seconds that sequence i adds to a group of
     degrees[k] ranks. group_s[k]: fixed seconds of such a group. capacity: most tokens of a rank; a group of d ranks holds at
     most d * capacity. block_ranks: number of consecutive ranks that start and end micro-batches together (0: all ranks).
-    overlaps: ranks take part in all micro-batches, but some may start the next one before others have finished.
+    overlaps: ranks take part in all micro-batches, but some may start the next one before others have finished. micro_batch_s:
+    seconds that every micro-batch adds to its groups', for gathers of sharded weights.
     """
 
     lengths: tuple[int, ...]
@@ -44,6 +47,7 @@ class GroupingProblem:
     group_s: tuple[float, ...]
     block_ranks: int = 0
     overlaps: bool = False
+    micro_batch_s: float = 0.0
 
     @property
     def nests(self) -> bool:
@@ -79,6 +83,7 @@ class GroupingProblem:
             group_s=tuple(costs.group_s(shape) for shape in shapes.values()),
             block_ranks=block_ranks if config.nested and not config.one_micro_batch else 0,
             overlaps=0 < block_ranks < num_ranks,
+            micro_batch_s=COUNTED_SHARE * round_gather_s(costs),
         )
 
     def group_seconds(self, group: Group) -> float:
@@ -86,15 +91,22 @@ class GroupingProblem:
         if not group[1]:
             return 0.0
         k = self.degrees.index(group[0])
-        return self.group_s[k] + float(sum(self.seconds[k][i] for i in group[1]))
+        row = self._rows[k]
+        return self.group_s[k] + float(sum([row[i] for i in group[1]]))
+
+    @cached_property
+    def _rows(self) -> list[list[float]]:
+        """`seconds` as lists, from which single numbers are read faster."""
+        rows: list[list[float]] = self.seconds.tolist()
+        return rows
 
     def micro_batch_seconds(self, groups: Sequence[Group]) -> float:
-        """Seconds of one micro-batch, which are those of its slowest group."""
+        """Seconds of one micro-batch without `micro_batch_s`, which are those of its slowest group."""
         return max((self.group_seconds(group) for group in groups), default=0.0)
 
     def step_seconds(self, layout: Layout) -> float:
         """Seconds of all micro-batches, run one after the other."""
-        return sum(self.micro_batch_seconds(groups) for groups in layout)
+        return sum(self.micro_batch_seconds(groups) for groups in layout) + self.micro_batch_s * len(layout)
 
     def longest_first(self) -> tuple[GroupingProblem, list[int]]:
         """Sorts the sequences longest first; returns the sorted problem and the original number of each sequence.
@@ -139,7 +151,7 @@ class GroupingProblem:
         work = np.where(fits, self.seconds * degrees, np.inf).min(axis=0)
         longest_s = float(np.where(fits, self.seconds, np.inf).min(axis=0).max())
         room = float(self.capacity * self.num_ranks)
-        fixed_s = min(self.group_s)
+        fixed_s = min(self.group_s) + self.micro_batch_s
         spread_s = float(work.sum()) / self.num_ranks
         if self.nests or self.overlaps:
             return max(spread_s + fixed_s * sum(self.lengths) / room, longest_s + fixed_s)

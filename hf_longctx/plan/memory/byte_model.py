@@ -38,7 +38,7 @@ from hf_longctx.plan.memory.round_bytes import (
     chunk_load,
     chunk_numbers,
 )
-from hf_longctx.plan.memory.stage import host_state_bytes, part_state_bytes
+from hf_longctx.plan.memory.stage import accumulated_bytes, host_layer_bytes, host_state_bytes, part_state_bytes, resting_bytes
 from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
@@ -90,7 +90,7 @@ class _Counted:
         self.numbers = _Numbers()
         self.passes: dict[tuple[int, int], Passes] = {}
         self.books: dict[tuple[int, GroupShape, int], BookKinds] = {}
-        self.loads: dict[tuple[int, GroupShape, int, bool, bool], _Loads] = {}
+        self.loads: dict[tuple[int, GroupShape, int, bool], _Loads] = {}
         # chunks on one part of a stage
         self.parts: dict[Hashable, IntArray] = {}
         # layers, each with its row in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
@@ -114,9 +114,18 @@ class ByteModel:
         """Bytes on a rank of all weights, gradients and Adam's states, shared by `shard_ranks` ranks if sharded."""
         return part_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
+    def accumulated(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes of whole gradients on a rank without stages whose group runs several backwards in a micro-batch."""
+        return accumulated_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
+
     def host_states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-        """Bytes of optimizer states in the host memory of a rank without stages."""
-        return host_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
+        """Bytes of optimizer states, and of shards of layers, in the host memory of a rank without stages."""
+        part = self.model.num_layers, True, True, parameters, shard_ranks
+        return host_state_bytes(self.model, *part) + host_layer_bytes(self.model, *part)
+
+    def resting(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
+        """Bytes of the states on a rank without stages when nothing computes, if shards of layers have come back; else 0."""
+        return resting_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:
         """Bytes of the states on a rank of one stage of the plan."""
@@ -127,12 +136,10 @@ class ByteModel:
         self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, on_host: bool = False
     ) -> int:
         """Bytes of states on a rank of the stage with the most, given the layers of every stage. on_host: those on its host."""
-        count_bytes = host_state_bytes if on_host else part_state_bytes
+        kinds = (host_state_bytes, host_layer_bytes) if on_host else (part_state_bytes,)
         counts = [sum(part.num_layers for part in own) for own in ranges]
-        return max(
-            count_bytes(self.model, count, stage == 0, stage == len(counts) - 1, parameters, shard_ranks)
-            for stage, count in enumerate(counts)
-        )
+        parts = [(count, stage == 0, stage == len(counts) - 1, parameters, shard_ranks) for stage, count in enumerate(counts)]
+        return max(sum(count_bytes(self.model, *part) for count_bytes in kinds) for part in parts)
 
     def kept_tokens(self, device_bytes: int, is_shared: bool = False) -> int:
         """Most tokens of one document that a rank can keep whole, workspace included, in `device_bytes` besides the states.
@@ -225,7 +232,6 @@ class ByteModel:
         group: SequenceGroup,
         stage: StagePlan,
         position: int = 0,
-        trains_weights: bool = True,
         tiles_loss: bool = True,
         copying: Sequence[int] = (),
     ) -> RoundMoments:
@@ -234,7 +240,7 @@ class ByteModel:
         Slices run forward in their order and backward in reverse order. copying: for each F and B in order, bytes that are still
         on the device while they are copied to the host.
         """
-        passes, loads = self.passes(stage), self._group_loads(group, position, trains_weights, tiles_loss)
+        passes, loads = self.passes(stage), self._group_loads(group, position, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward
         device, host, forward_workspace, backward_workspace, ending = chunks[place].T
@@ -257,7 +263,7 @@ class ByteModel:
 
     def loads(self, group: SequenceGroup, position: int) -> list[Load]:
         """Loads of the group's chunks on one rank; they are equal on every layer range of the model."""
-        return self._group_loads(group, position, True, True).loads
+        return self._group_loads(group, position, True).loads
 
     def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind = ATTENTION) -> LayerBytes:
         """Bytes of one layer of a load."""
@@ -275,11 +281,11 @@ class ByteModel:
             self._counted.books[key] = book_kinds(self.model, group, position)
         return self._counted.books[key]
 
-    def _group_loads(self, group: SequenceGroup, position: int, trains_weights: bool, tiles_loss: bool) -> _Loads:
+    def _group_loads(self, group: SequenceGroup, position: int, tiles_loss: bool) -> _Loads:
         numbers, known = self._counted.numbers, self._counted.loads
-        key = numbers.of(group.chunks), group.shape, position, trains_weights, tiles_loss
+        key = numbers.of(group.chunks), group.shape, position, tiles_loss
         if key not in known:
-            common = Load(0, (), 0, trains_weights=trains_weights, tiles_loss=tiles_loss)
+            common = Load(0, (), 0, tiles_loss=tiles_loss)
             ends = sequence_ends(group.chunks)
             found = [chunk_load(group, chunk, position, common, ends) for chunk in group.chunks]
             own = [numbers.of(load) for load in found]

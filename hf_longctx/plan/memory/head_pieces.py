@@ -35,6 +35,11 @@ class PiecedLayerBytes(LayerBytes):
         return saved + 4 * max(4, model.bytes_per_element) * min(self.tokens * width, ADAPTER_ELEMENTS)
 
     @property
+    def _saves_first_norm(self) -> bool:
+        # the node that runs the pieces keeps the module's input
+        return True
+
+    @property
     def _replayed_mixing(self) -> int:
         # a replay saves the outputs of all pieces, and no queries, keys or values
         return class_bytes(self.model, "attention_output") * self._recomputed("attention_output")
@@ -55,7 +60,7 @@ class PiecedLayerBytes(LayerBytes):
         _, a, k, _ = piece._sizes
         # gradients of the layer's output and of the module's input, and of all its weights
         outside = self._replayed_attention - self._held_mlp + 2 * d * self.tokens
-        if self.load.trains_weights and self.model.trains_layers:
+        if self.model.trains_layers:
             outside += (self.model.query_size + self.model.kv_size + self.model.output_size) * d
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         made = a * self.tokens + kv + head_norm_bytes(piece.model) * self.tokens

@@ -23,9 +23,15 @@ from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
     gate_bytes,
     head_norm_bytes,
+    inner_bytes,
+    matrix_bytes,
     norm_bytes,
     outer_bytes,
     plain_layer_bytes,
+    saves_attention,
+    saves_first_norm,
+    saves_product,
+    saves_second_norm,
     scale_bytes,
 )
 
@@ -43,11 +49,11 @@ class Load:
     num_tokens: tokens on this rank. documents: this rank's share of each document's new tokens; attention of the documents runs
     one after the other. front_tokens: this rank's share of the earlier tokens that a slice sees, whose keys and values are in
     the K/V book. sliced_tokens: new tokens whose keys and values go there. has_head: final norm, logits and loss run here.
-    trains_weights: false for LoRA, whose base has no gradients. is_shared: queries, keys and values travel between ranks.
-    tiles_loss: the loss runs in the policy's token tiles. keeps_gradients: the backward comes next, so a loss in tiles makes its
-    gradients in the forward. groups_heads: the attention operator reads one KV head for many query heads and takes strided
-    tensors, as GPU operators do. receives: hidden states come from another part of the model; they wait with the chunk, because
-    their gradient goes back there. num_blocks, block_ranks: blocks of the rank's group, and ranks of each.
+    is_shared: queries, keys and values travel between ranks. tiles_loss: the loss runs in the policy's token tiles.
+    keeps_gradients: the backward comes next, so a loss in tiles makes its gradients in the forward. groups_heads: the attention
+    operator reads one KV head for many query heads and takes strided tensors, as GPU operators do. receives: hidden states come
+    from another part of the model; they wait with the chunk, because their gradient goes back there. num_blocks, block_ranks:
+    blocks of the rank's group, and ranks of each.
     """
 
     num_tokens: int
@@ -56,7 +62,6 @@ class Load:
     front_tokens: int = 0
     sliced_tokens: int = 0
     has_head: bool = True
-    trains_weights: bool = True
     is_shared: bool = False
     tiles_loss: bool = True
     keeps_gradients: bool = True
@@ -66,9 +71,9 @@ class Load:
     block_ranks: int = 1
 
     @classmethod
-    def document(cls, num_tokens: int, num_layers: int, trains_weights: bool = True) -> Load:
+    def document(cls, num_tokens: int, num_layers: int) -> Load:
         """One document whole on one rank."""
-        return cls(num_tokens, (num_tokens,), num_layers, trains_weights=trains_weights)
+        return cls(num_tokens, (num_tokens,), num_layers)
 
 
 class LayerBytes:
@@ -113,18 +118,28 @@ class LayerBytes:
         return e * model.hidden_size, e * a, e * kv // 2, e * model.intermediate_size
 
     @property
+    def _kept_heads(self) -> tuple[int, int]:
+        """Bytes per token of all query heads, and of all KV heads, as a layer that keeps everything saves them."""
+        _, a, k, _ = self._sizes
+        e, kept = self.model.bytes_per_element, matrix_bytes(self.model)
+        return a * kept // e, k * kept // e
+
+    @property
     def _has_own_attention(self) -> bool:
         """Whether attention runs in tiles even where everything is kept, since torch's own would make whole score matrices."""
         return self._has_plain_tiles or self.model.value_head_dim > 0
 
     def _adapters(self) -> int:
-        """Bytes that adapters save in a replayed layer, where they exist only during its own forward and replay."""
-        adapters = self.model.adapters
-        saved = adapters.layer_saved_bytes * self.tokens
-        if not self._tiles_mlp or self._mlp_share.recompute < 1:
-            return saved
-        # those of an MLP in tiles belong to one tile at a time
-        return min(saved, saved - adapters.mlp_saved_bytes * self.tokens + adapters.tile_bytes * self._mlp_tile)
+        """Bytes that adapters save in a replayed layer, where they exist only during its own forward and replay.
+
+        What those in a kept MLP save is held with it.
+        """
+        adapters, again = self.model.adapters, self._recomputed("mlp")
+        in_mlp = adapters.mlp_saved_bytes * again
+        if self._tiles_mlp:
+            # those of an MLP in tiles belong to one tile at a time
+            in_mlp = min(in_mlp, adapters.tile_bytes * min(self._mlp_tile, again))
+        return adapters.attention_saved_bytes * self.tokens + in_mlp
 
     @property
     def _has_plain_tiles(self) -> bool:
@@ -169,17 +184,19 @@ class LayerBytes:
         return max(1, 4 // self.model.bytes_per_element)
 
     def _plain_held(self) -> tuple[int, int]:
-        load, (_, a, k, _) = self.load, self._sizes
+        load, (a, k) = self.load, self._kept_heads
         held = plain_layer_bytes(self.model) * self.tokens
+        # outputs that a matrix or an adapter reads are there once more, in one piece, or from before they were sent, or with
+        # tokens first
+        copy = a if saves_attention(self.model) else 0
         if load.sliced_tokens:
             # keys and values of slices are in the K/V book; a merged output has heads as its first dimension, so it is copied
             # with tokens as the first, unless it is concatenated with others
             is_copied = len(load.documents) == 1
-            return held - 2 * k * load.sliced_tokens + (a * self.tokens if is_copied else 0), 0
-        # torch's own attention saves keys and values as many times as query heads read them; outputs are there once more, in one
-        # piece, or from before they were sent, or with tokens first
+            return held - 2 * k * load.sliced_tokens + (copy * self.tokens if is_copied else 0), 0
+        # torch's own attention saves keys and values as many times as query heads read them
         expanded = 0 if self.model.saves_kv_once else 2 * (a - k)
-        return held + (expanded + a) * self.tokens, 0
+        return held + (expanded + copy) * self.tokens, 0
 
     def _split_held(self) -> tuple[int, int]:
         device = host = 0
@@ -202,14 +219,16 @@ class LayerBytes:
         share = self._input_share
         return round(d * self.tokens * share.device) if not self.is_plain and 0 < share.host < 1 else 0
 
-    @property
-    def _replayed_norm(self) -> int:
-        """Bytes per token that a norm saves in a replay, its output included, and the scales of a residual.
-
-        In an fp32 model the residual is its fp32 input.
-        """
+    def _norm(self, saves_output: bool) -> int:
+        """Bytes per token that a norm saves in a replay, and the scales of a residual. In fp32 the residual is its input."""
         d, _, _, _ = self._sizes
-        return (2 * d if self.tiles_norms else norm_bytes(self.model)) + scale_bytes(self.model)
+        saved = d + (d if saves_output else 0) if self.tiles_norms else norm_bytes(self.model, saves_output)
+        return saved + scale_bytes(self.model)
+
+    @property
+    def _second_norm(self) -> int:
+        """Bytes per token that the norm before the MLP saves, with its output, of which tiles of an MLP keep the whole."""
+        return self._norm(not self.is_plain or saves_second_norm(self.model))
 
     @cached_property
     def _replayed_attention(self) -> int:
@@ -232,7 +251,11 @@ class LayerBytes:
     def _first_norm(self) -> int:
         """Bytes per token that a replay's first norm saves beside the layer input."""
         d, _, _, _ = self._sizes
-        return self._replayed_norm - (d if self.tiles_norms or self.model.bytes_per_element == 4 else 0)
+        return self._norm(self._saves_first_norm) - (d if self.tiles_norms or self.model.bytes_per_element == 4 else 0)
+
+    @property
+    def _saves_first_norm(self) -> bool:
+        return saves_first_norm(self.model)
 
     def _forward(self) -> int:
         d, _, _, f = self._sizes
@@ -252,7 +275,21 @@ class LayerBytes:
 
     def _plain_forward(self) -> int:
         """Most bytes in the forward of a layer that keeps everything."""
-        return self.held + self._sizes[0] * self.tokens + self._hops_ahead + self._scores + self._choice + self._travelling
+        beside = self._passing + self._hops_ahead + self._scores + self._choice + self._travelling
+        return self.held + self._sizes[0] * self.tokens + beside
+
+    @property
+    def _passing(self) -> int:
+        """Most bytes of tensors that frozen weights leave unsaved, while a layer that keeps everything runs.
+
+        They are the MLP's input and what its last matrix multiplies, outputs of adapters before they are added, or attention's
+        output with tokens first.
+        """
+        model, (d, _, _, f) = self.model, self._sizes
+        in_mlp = (0 if saves_product(model) else f) + (0 if saves_second_norm(model) else d)
+        added = max(0, model.adapters.tile_bytes - model.adapters.mlp_saved_bytes)
+        output = 0 if saves_attention(model) else self._kept_heads[0]
+        return max(in_mlp, added, output) * self.tokens
 
     @property
     def _travelling(self) -> int:
@@ -334,13 +371,15 @@ class LayerBytes:
         inner = (6 if self.model.gated_mlp else 3) * f
         gradient = d * self.tokens
         if self.is_plain:
+            # nothing is released before, if what the second matrix multiplied was not saved
+            gradients += 0 if saves_product(self.model) else f
             return gradient + gradients * self.tokens + self._travelling
-        before = self._replayed_attention + self._replayed_norm * self.tokens + gradient
+        before = self._replayed_attention + self._second_norm * self.tokens + gradient
         if not self._tiles_mlp and self._mlp_share.recompute == 1:
             return before + inner * self.tokens + self._travelling
         # input gradients are collected in one tensor, weight gradients of the tiles are summed in fp32
         matrices = (3 if self.model.gated_mlp else 2) * self.model.intermediate_size * d
-        weights = matrices * (1 + self._wide) if self.load.trains_weights and self.model.trains_layers else 0
+        weights = matrices * (1 + self._wide) if self.model.trains_layers else 0
         recomputed = min(self.tile, self._recomputed("mlp"))
         kept = min(self.tile, self.tokens - self._recomputed("mlp"))
         return before + d * self.tokens + max((inner + d) * recomputed, gradients * kept) + weights
@@ -349,7 +388,7 @@ class LayerBytes:
     def _held_mlp(self) -> int:
         """Bytes of kept MLP tensors, which its backward frees."""
         if self.is_plain:
-            return (4 if self.model.gated_mlp else 2) * self._sizes[3] * self.tokens
+            return (inner_bytes(self.model) - self.model.bytes_per_element * self.model.routed_elements) * self.tokens
         _, host_stop = self._cuts["mlp"]
         return (self.tokens - host_stop) * class_bytes(self.model, "mlp")
 
@@ -358,7 +397,7 @@ class LayerBytes:
         d, _, _, f = self._sizes
         hidden, wide = self.model.hidden_size, 24 if self._wide > 1 else 20
         before = self._replayed_attention - self._held_mlp
-        saved = 0 if self.is_plain else self._replayed_norm
+        saved = 0 if self.is_plain else self._second_norm
         # two gradients of the norm's output meet, beside those of inner tensors where the MLP ran whole
         inner = 0 if self._tiles_mlp and not self.is_plain else (2 if self.model.gated_mlp else 1) * f
         meeting = (saved + 3 * d + inner) * self.tokens
@@ -366,7 +405,9 @@ class LayerBytes:
             tiles = 4 * d * self.tokens + (wide * hidden + 2 * d) * self.tile
             return before + max(tiles, meeting if inner else 0)
         inside = (d + (wide - 4 if self.is_plain else wide) * hidden) * self.tokens
-        return before + max(meeting, inside - (2 * d * self.tokens if self.is_plain else 0))
+        # the norm's output, and its product before the weight, are released before if they were saved
+        released = d * (saves_second_norm(self.model) + self.model.trains_layers) if self.is_plain else 0
+        return before + max(meeting, inside - released * self.tokens)
 
     def _attention_backward(self) -> int:
         d, a, k, _ = self._sizes
@@ -378,7 +419,7 @@ class LayerBytes:
         is_lone = len(load.documents) == 1 and not load.sliced_tokens
         outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange
         if self.is_plain:
-            outside -= self._replayed_norm * self.tokens
+            outside -= self._second_norm * self.tokens
         outside += (self._lone_sums if is_lone else a + 2 * k) * self.tokens
         return outside + self._operator_backward()
 
@@ -450,11 +491,12 @@ class LayerBytes:
         documents = self.load.documents
         if self.model.saves_kv_once:
             # the gradient of the output, and of several calls the gradients before they are in one tensor
-            outside = (d - self._replayed_norm + a) * self.tokens - self._held_mlp + self._exchange
+            outside = (d - self._second_norm + a) * self.tokens - self._held_mlp + self._exchange
             joined = (a + 2 * k) * self.tokens if len(documents) > 1 else 0
             return outside + joined + self._call_bytes * max((*documents, self._packed_rows))
         # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
-        outside = (d - self._replayed_norm + 3 * a) * self.tokens - self._held_mlp + self._exchange
+        freed = a if saves_attention(self.model) else 0
+        outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp + self._exchange
         return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
 
 
@@ -471,14 +513,14 @@ class UnmixedLayerBytes(LayerBytes):
         return 0
 
     def _plain_forward(self) -> int:
-        return self.held + self._sizes[0] * self.tokens + self._travelling
+        return self.held + self._sizes[0] * self.tokens + self._passing + self._travelling
 
     def _mixing_forward(self) -> int:
         return 2 * self._sizes[0] * self.tokens
 
     def _attention_backward(self) -> int:
         outside = self._replayed_attention - self._held_mlp + self._sizes[0] * self.tokens
-        return outside - (self._replayed_norm * self.tokens if self.is_plain else 0)
+        return outside - (self._second_norm * self.tokens if self.is_plain else 0)
 
 
 class OutsideBytes:
@@ -498,7 +540,7 @@ class OutsideBytes:
         if not load.has_head:
             self.head = e * d * tokens
             return
-        trains_head = load.trains_weights and model.trains_head
+        trains_head = model.trains_head
         norm = (4 * d + 4 + (e * d if trains_head else 0)) * tokens
         hidden = e * d * tokens
         # workspace of the norm, forward and backward: mostly fp32 tensors of its input's size

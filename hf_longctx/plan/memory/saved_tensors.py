@@ -12,6 +12,15 @@ experts e times the elements that routing keeps. Where heads of values have anot
 size too; tensors that low-rank projections keep come on top. Wide norms keep the product in fp32, 8 + e in place of 4 + 2 e and 8
 in place of 4 + e; a gate on the output adds 2 e a. A layer with a state has its mixer's tensors in place of heads or beside them
 (`StateSpec`); one that mixes no tokens has neither.
+
+Frozen matrices save no inputs, and frozen norms no product before their weight. Under adapters, which freeze all weights of the
+layers, the same layer saves
+
+    2 * 4 d + 8          two norms: fp32 input, fp32 root mean square
+    2 s a + 2 s k + l h  as above; s bytes an element are those of outputs of matrices, fewer than e under autocast
+    3 s f                gate, its activation, up
+
+and what the adapters save (`AdapterSpec`), with every input that one of them reads as it is.
 """
 
 from __future__ import annotations
@@ -32,9 +41,9 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = A
     if tensor_class == "layer_input":
         return model.input_bytes
     if tensor_class == "mlp":
-        inner = (4 if model.gated_mlp else 2) * model.intermediate_size
-        # inner tensors, and the input of the first matrices
-        return e * (model.hidden_size + inner + model.routed_elements)
+        # the input of the first matrices, and inner tensors
+        entered = e * model.hidden_size if saves_second_norm(model) else 0
+        return entered + inner_bytes(model)
     s = model.bytes_sent_per_element or e
     if tensor_class == "qkv":
         # only a layer that keeps everything keeps what its mixer saves
@@ -50,10 +59,51 @@ def layer_class_bytes(model: ModelSpec) -> int:
     return round(sum(share * class_bytes(model, name, kind) for kind, share in model.kind_shares() for name in TENSOR_CLASSES))
 
 
-def norm_bytes(model: ModelSpec) -> int:
-    """Bytes per token that one norm of hidden states saves, its output included."""
+def matrix_bytes(model: ModelSpec) -> int:
+    """Bytes of one element that a matrix of a layer makes: under autocast fewer than of hidden states, if weights are frozen.
+
+    Trained matrices count as if there were no autocast; rounded copies of their inputs take less than what is then too much.
+    """
+    e = model.bytes_per_element
+    return e if model.trains_layers else model.bytes_sent_per_element or e
+
+
+def saves_first_norm(model: ModelSpec) -> bool:
+    """Whether a layer that keeps everything saves the output of the norm before attention."""
+    return model.trains_layers or model.adapters.reads_first_norm
+
+
+def saves_second_norm(model: ModelSpec) -> bool:
+    """Whether it saves the output of the norm before the MLP."""
+    return model.trains_layers or model.adapters.reads_second_norm
+
+
+def saves_attention(model: ModelSpec) -> bool:
+    """Whether attention's output is saved as its last projection reads it, besides what attention itself saves."""
+    return model.trains_layers or model.adapters.reads_attention or model.gates_output
+
+
+def saves_product(model: ModelSpec) -> bool:
+    """Whether an MLP saves what its last matrix multiplies."""
+    return model.trains_layers or model.adapters.reads_product
+
+
+def norm_bytes(model: ModelSpec, saves_output: bool) -> int:
+    """Bytes per token that one norm of hidden states saves, with its output or without."""
     e, d = model.bytes_per_element, model.hidden_size
-    return (8 + e if model.has_wide_norms else 4 + 2 * e) * d + 4
+    if model.trains_layers:
+        inside = 8 if model.has_wide_norms else 4 + e
+    else:
+        # the input, in the dtype of hidden states where torch's own operator takes it
+        inside = max(4, e)
+    return (inside + (e if saves_output else 0)) * d + 4
+
+
+def inner_bytes(model: ModelSpec) -> int:
+    """Bytes per token that an MLP saves besides its input: inner tensors, routing, and what adapters in it save."""
+    count = (3 if model.gated_mlp else 1) + saves_product(model)
+    routed = model.bytes_per_element * model.routed_elements
+    return matrix_bytes(model) * count * model.intermediate_size + routed + model.adapters.mlp_saved_bytes
 
 
 def scale_bytes(model: ModelSpec) -> int:
@@ -65,25 +115,27 @@ def scale_bytes(model: ModelSpec) -> int:
 def head_norm_bytes(model: ModelSpec) -> int:
     """Bytes per token that norms of queries and keys save."""
     width = 8 if model.has_wide_norms else 4 + model.bytes_per_element
+    if not model.trains_layers:
+        width = max(4, model.bytes_per_element)
     return (width * model.head_dim + 4) * (model.num_heads + model.num_kv_heads) if model.qk_norms else 0
 
 
 def gate_bytes(model: ModelSpec) -> int:
     """Bytes per token that a gate on attention's output saves: the gate, the product, and in fp32 queries before their norm."""
     e = model.bytes_per_element
-    return (2 * e + (4 if e == 4 else 0)) * model.output_size if model.gates_output else 0
+    count = 2 if model.trains_layers or model.adapters.reads_attention else 1
+    return (count * e + (4 if e == 4 else 0)) * model.output_size if model.gates_output else 0
 
 
 def outer_bytes(model: ModelSpec) -> int:
     """Bytes per token that one layer saves for backward outside attention or mixer: of two norms and scales, MLP and adapters."""
-    inner = (4 if model.gated_mlp else 2) * model.intermediate_size
-    mlp = model.bytes_per_element * (inner + model.routed_elements)
-    return 2 * (norm_bytes(model) + scale_bytes(model)) + mlp + model.adapters.layer_saved_bytes
+    norms = norm_bytes(model, saves_first_norm(model)) + norm_bytes(model, saves_second_norm(model))
+    return norms + 2 * scale_bytes(model) + inner_bytes(model) + model.adapters.attention_saved_bytes
 
 
 def attention_bytes(model: ModelSpec) -> int:
     """Bytes per token that attention saves for backward when nothing is recomputed."""
-    e, h = model.bytes_per_element, model.num_heads
+    e, h = matrix_bytes(model), model.num_heads
     heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
     return head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes + model.index.token_bytes
 

@@ -26,9 +26,10 @@ def part_state_bytes(
 
     is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
     weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients. Weights
-    that autocast rounds are gathered in two bytes. Experts that are spread over the ranks are not gathered. Frozen weights, such
-    as those of towers beside the embedding, have neither gradients nor moments. Every rank holds all scales of packed weights,
-    and one unpacked matrix.
+    that autocast rounds are gathered in two bytes. Where shards of layers lie on the host meanwhile, the device has those of two
+    layers, and needs `resting_bytes` when nothing computes. Experts that are spread over the ranks are not gathered. Frozen
+    weights, such as those of towers beside the embedding, have neither gradients nor moments. Every rank holds all scales of
+    packed weights, and one unpacked matrix.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
@@ -44,7 +45,64 @@ def part_state_bytes(
     # gathered beside the shards, which keep their width
     gathered = unit_weights if parameters == "sharded" else weights
     gathered -= model.rounded_bytes(min(num_layers, 2) if parameters == "sharded" else num_layers, is_last)
-    return -(-(weights + gradients + updates) // shard_ranks) + gathered + unit_gradients + beside
+    away = _layer_bytes(model, num_layers) - _layer_bytes(model, min(num_layers, 2)) if _leave(model, parameters) else 0
+    return -(-(weights - away + gradients + updates) // shard_ranks) + gathered + unit_gradients + beside
+
+
+def resting_bytes(
+    model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
+) -> int:
+    """Bytes of the states on a rank outside of forwards and backwards, where shards of layers have come back; 0 if none leave.
+
+    Memory of shards of two layers stays beside them.
+    """
+    if not _leave(model, parameters):
+        return 0
+    whole = sum(_part_bytes(model, num_layers, is_first, is_last)) + _layer_bytes(model, min(num_layers, 2))
+    return -(-whole // shard_ranks)
+
+
+def host_layer_bytes(
+    model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
+) -> int:
+    """Bytes of host memory for shards of layers; weights that the host updates have theirs in `host_state_bytes`."""
+    if not _leave(model, parameters):
+        return 0
+    own = _layer_bytes(model, num_layers)
+    if model.updates_on_host:
+        own -= own if model.trains_layers else model.adapters.sizes(num_layers, False, False)[1]
+    return -(-own // shard_ranks)
+
+
+def layer_shard_bytes(model: ModelSpec, num_layers: int, parameters: Parameters, shard_ranks: int) -> int:
+    """Bytes of the shards that leave the device while a step computes; 0 if none do."""
+    return -(-_layer_bytes(model, num_layers) // shard_ranks) if _leave(model, parameters) else 0
+
+
+def _leave(model: ModelSpec, parameters: Parameters) -> bool:
+    return model.layers_on_host and parameters == "sharded"
+
+
+def _layer_bytes(model: ModelSpec, num_layers: int) -> int:
+    """Bytes of the weights of layers, before they are sharded, without experts that are spread over ranks."""
+    weights, _, _ = _part_bytes(model, num_layers, False, False)
+    return weights - num_layers * model.experts.spread_parameters * model.bytes_per_element
+
+
+def accumulated_bytes(
+    model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
+) -> int:
+    """Bytes of gradients that a rank holds, beside its states, while a micro-batch runs more than one backward.
+
+    FSDP2 reduce-scatters gradients in the last backward only. Until then those of all weights lie whole on every rank, those of
+    half-precision weights in fp32.
+    """
+    if parameters == "replicated" or shard_ranks == 1:
+        return 0
+    trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
+    spread = num_layers * model.experts.spread_parameters if model.trains_layers else 0
+    _, counted, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
+    return max(0, max(4 * (trained - spread), trained_bytes - spread * model.bytes_per_element) - counted)
 
 
 def host_state_bytes(

@@ -73,7 +73,8 @@ class StateLayerBytes(LayerBytes):
         return self.mixer
 
     def _plain_forward(self) -> int:
-        return max(self.held + self._sizes[0] * self.tokens, self.held - self._held_mlp + self._exchange)
+        whole = self.held + self._sizes[0] * self.tokens + self._passing
+        return max(whole, self.held - self._held_mlp + self._exchange)
 
     def _mixing_forward(self) -> int:
         states, e = self.model.states, self.model.bytes_per_element
@@ -90,7 +91,7 @@ class StateLayerBytes(LayerBytes):
         d = self._sizes[0]
         outside = self._replayed_attention - self._held_mlp + d * self.tokens + self._exchange
         if self.is_plain:
-            outside -= self._replayed_norm * self.tokens
+            outside -= self._second_norm * self.tokens
         if not self._is_cut:
             # the scan's backward frees what it saved as it makes gradients, of which two fifths are alive beside it
             return outside + 2 * max(0, self._scan) // 5

@@ -1,4 +1,4 @@
-"""Chooses between device and host for the optimizer's states, for runs and forecasts with `optimizer_states="auto"`."""
+"""Chooses between device and host for optimizer states and shards of layers, for runs and forecasts with "auto"."""
 
 from __future__ import annotations
 
@@ -46,3 +46,34 @@ class StatesPlace:
         if self.host_problem:
             return f"{line}; on the host they would take {taken}, but {self.host_problem}"
         return f"{line}; {self.host_tokens:,} fit with states on the host ({taken})"
+
+
+@dataclass(frozen=True, slots=True)
+class LayersPlace:
+    """Tokens of the longest sequence with shards of layers in either place while a step computes.
+
+    wanted_tokens, device_tokens, host_tokens: as in `StatesPlace`. host_problem: why shards cannot lie on the host; empty if they
+    can.
+    """
+
+    wanted_tokens: int
+    device_tokens: int
+    host_tokens: int
+    host_problem: str = ""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the shards go to the host: the wanted sequence does not fit beside them, and more tokens fit without them."""
+        return self.device_tokens < self.wanted_tokens and self.device_tokens < self.host_tokens
+
+    def line(self) -> str:
+        """The choice and the numbers behind it, in one line."""
+        line = (
+            f"weights of layers: on the {'host' if self.on_host else 'device'}; the longest sequence has {self.wanted_tokens:,} "
+            f"tokens, and {self.device_tokens:,} fit with all weights on the device"
+        )
+        if self.device_tokens >= self.wanted_tokens:
+            return line
+        if self.host_problem:
+            return f"{line}; layers cannot lie on the host: {self.host_problem}"
+        return f"{line}; {self.host_tokens:,} fit with layers on the host"

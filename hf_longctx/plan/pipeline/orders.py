@@ -115,35 +115,6 @@ def pipelined(group: SequenceGroup, parts: Sequence[tuple[LayerRange, ...]], sch
     return with_messages(replace(group, stages=stages))
 
 
-def layer_ranges(
-    num_layers: int, num_stages: int, num_parts: int = 1, head_layers: float = 0.0
-) -> tuple[tuple[LayerRange, ...], ...]:
-    """Layers of every stage's parts, divided so that the most loaded stage has as little work as possible.
-
-    The last stage also has the output head, which takes as long as `head_layers` layers. Between equally loaded stages an extra
-    layer goes to the later one, because it holds fewer chunks.
-    """
-    if num_stages < 1 or num_parts < 1 or num_layers < num_stages * num_parts:
-        raise ValueError(
-            f"{num_layers} layers cannot be cut into {num_stages} stage(s) of {num_parts} part(s) with a layer in each; use at "
-            f"most {num_layers} stages and parts together, at least one of each"
-        )
-    counts = [num_parts] * num_stages
-    work = [float(num_parts)] * (num_stages - 1) + [num_parts + head_layers]
-    for _ in range(num_layers - num_stages * num_parts):
-        stage = min(range(num_stages), key=lambda stage: (work[stage], -stage))
-        counts[stage] += 1
-        work[stage] += 1
-    bounds = [0]
-    for part in range(num_parts):
-        # later parts hold their chunks for a shorter time, so they get the remainder
-        bounds += [(count + part) // num_parts for count in counts]
-    for place in range(1, len(bounds)):
-        bounds[place] += bounds[place - 1]
-    ranges = [LayerRange(start, stop - start) for start, stop in pairwise(bounds)]
-    return tuple(tuple(ranges[stage::num_stages]) for stage in range(num_stages))
-
-
 def _check_request(num_chunks: int, num_stages: int, schedule: str, num_parts: int) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates
 from hf_longctx.plan.pipeline.lending import lend
-from hf_longctx.plan.pipeline.orders import layer_ranges
-from hf_longctx.plan.pipeline.staged_step import Parts, StagedStep
+from hf_longctx.plan.pipeline.staged_step import StagedStep
 from hf_longctx.plan.prediction.evaluate import Evaluation
 from hf_longctx.plan.prediction.planning import Planning
 
@@ -37,15 +35,6 @@ class SearchConstants:
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
 _SEARCH = SearchConstants()
-
-
-def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Parts:
-    """Layers of every stage. The output head counts as the number of layers with as much work in matrix products.
-
-    The result depends on the model alone.
-    """
-    head_layers = model.num_layers * model.head_share / (1 - model.head_share)
-    return layer_ranges(model.num_layers, num_stages, num_parts, head_layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,8 @@ from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
 from hf_longctx.plan.memory.stage import most_tokens_at_once
 from hf_longctx.plan.pipeline.orders import Schedule, compute_orders
+from hf_longctx.plan.pipeline.stage_layers import Ranges
 from hf_longctx.plan.prediction.event_loop import Wiring
-
-# the layer ranges of every stage's parts
-Parts = tuple[tuple[LayerRange, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
 class StageRoom:
     """Estimates how much fits on a rank of every stage, and how many seconds it costs to make room for more."""
 
-    def __init__(self, costs: CostModel, parts: Parts, config: PlannerConfig) -> None:
+    def __init__(self, costs: CostModel, parts: Ranges, config: PlannerConfig) -> None:
         self.layers = [sum(part.num_layers for part in ranges) for ranges in parts]
         num_layers, budget = costs.model.num_layers, config.activations
         # a stage has only some of the layers, so its ranks can hold proportionally more tokens
@@ -214,7 +212,7 @@ class StageRates:
         return rates.pair_s * tokens * rates.pairs.seen(np.zeros_like(tokens), tokens) + rates.token_s * tokens + self.document_s
 
 
-def busiest_rates(costs: CostModel, shape: GroupShape, parts: Parts, tokens: FloatArray) -> StageRates:
+def busiest_rates(costs: CostModel, shape: GroupShape, parts: Ranges, tokens: FloatArray) -> StageRates:
     """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage."""
     rates = [_rates(costs, shape, ranges, stage == len(parts) - 1) for stage, ranges in enumerate(parts)]
     return max(rates, key=lambda each: float(each.sequences_s(tokens).sum()))
@@ -238,7 +236,7 @@ def pipeline_s(
     chunks: Sequence[Chunk],
     shape: GroupShape,
     costs: CostModel,
-    parts: Parts,
+    parts: Ranges,
     schedule: Schedule,
     leaves_node: Sequence[bool],
 ) -> tuple[float, tuple[int, ...]]:

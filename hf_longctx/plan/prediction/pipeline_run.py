@@ -174,7 +174,8 @@ def _stage_run(
     found = byte_model.moments(group, stage, copying=copying).most
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
     if plan.num_stages == 1:
-        state_bytes = byte_model.states(seconds.costs.parameters, seconds.costs.shard_ranks)
+        sharing = seconds.costs.parameters, seconds.costs.shard_ranks
+        state_bytes = byte_model.states(*sharing) + (byte_model.accumulated(*sharing) if len(group.chunks) > 1 else 0)
     else:
         state_bytes = byte_model.stage_states(stage, plan)
     return StageRun(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Parameters, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, round_traffic
-from hf_longctx.plan.memory.stage import host_state_bytes, part_state_bytes, trained_sizes, update_part_bytes
+from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, StageWeights, copies_traffic, round_traffic
+from hf_longctx.plan.memory.stage import host_state_bytes, layer_shard_bytes, part_state_bytes, trained_sizes, update_part_bytes
 from hf_longctx.plan.prediction.evaluate import RankUse
 
 
@@ -21,33 +21,49 @@ from hf_longctx.plan.prediction.evaluate import RankUse
 class WeightSeconds:
     """Seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile.
 
-    gathers_s: for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches. sum_s: the
-    sum of gradients over copies, once per step. update_s: the optimizer. hidden_s: most seconds of that sum, or of an update on
-    the host, that run beside the last backward. Empty and 0 if the cost model was measured.
+    gathers_s: for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches, with copies
+    of shards from the host before gathers. sum_s: the sum of gradients over copies, once per step. update_s: the optimizer.
+    hidden_s: most seconds of that sum, or of an update on the host, that run beside the last backward. away_s: copies of shards
+    that leave for the host and come back, once per step. Empty and 0 if the cost model was measured.
     """
 
     gathers_s: tuple[float, ...] = ()
     sum_s: float = 0.0
     update_s: float = 0.0
     hidden_s: float = 0.0
+    away_s: float = 0.0
 
     @property
     def gather_s(self) -> float:
         """Seconds of the gathers and reduce-scatters of the rank that has most of them."""
         return max(self.gathers_s, default=0.0)
 
+    def counted_gathers_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> float:
+        """Seconds of gathers that plans count: those that links are busy after all computing, and a share of the others.
+
+        `COUNTED_SHARE` says why.
+        """
+        if not self.gathers_s:
+            return 0.0
+        least_s = max(step_s, once_s + self._on_links_s(ranks)) - step_s
+        return least_s + COUNTED_SHARE * (self.gather_s - least_s)
+
+    def _on_links_s(self, ranks: Sequence[RankUse]) -> float:
+        """Most seconds for which exchanges and gathers keep a rank's links busy."""
+        return max(rank.exchange_s + gather_s for rank, gather_s in zip(ranks, self.gathers_s, strict=True))
+
     def range_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> tuple[float, float]:
         """Least and most seconds of a step that takes `step_s` without these.
 
         Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of
         replicated weights, or their copies to the host, run beside the last backward. Most: nothing runs beside them, as where
-        the step clips gradients or the user's code may change them. The update itself counts in full in both.
+        the step clips gradients or the user's code may change them. The update itself counts in full in both, and so do shards
+        that leave and come back.
         """
-        alone_s = self.sum_s + self.update_s
+        alone_s = self.sum_s + self.update_s + self.away_s
         if not self.gathers_s:
             return step_s + alone_s - self.hidden_s, step_s + alone_s
-        on_links_s = max(rank.exchange_s + gather_s for rank, gather_s in zip(ranks, self.gathers_s, strict=True))
-        return max(step_s, once_s + on_links_s) + alone_s - self.hidden_s, step_s + self.gather_s + alone_s
+        return max(step_s, once_s + self._on_links_s(ranks)) + alone_s - self.hidden_s, step_s + self.gather_s + alone_s
 
 
 def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
@@ -65,7 +81,8 @@ def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
     left_s = max(each.sum_s - each.hidden_s for each in found)
     update_s = _update_s(plan, costs)
     hidden_s = longest.sum_s - left_s + update_s - _update_s(plan, costs, is_early=True)
-    return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s)
+    away_s = max(each.away_s for each in found)
+    return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s, away_s)
 
 
 def hidden_sums_s(layer_sums_s: float, backward_s: float, num_layers: int) -> float:
@@ -141,6 +158,8 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     cluster, block = costs.cluster, plan.block_ranks
     stage = plan.micro_batches[0].groups[0].stages[place]
     weights = StageWeights.of(costs.model, stage.num_layers, place == 0, place == plan.num_stages - 1)
+    # a gather reads shards that were copied before it, while others compute
+    copy_s = layer_shard_bytes(costs.model, stage.num_layers, plan.parameters, block) / cluster.hardware.copy_bytes_per_s
     gathers = [0.0] * (plan.ranks_per_stage // block)
     for micro_batch in plan.micro_batches:
         # blocks may leave out micro-batches; all groups of a block run equally many chunks
@@ -149,11 +168,12 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
         }
         for index, num_chunks in chunks.items():
             traffic = round_traffic(weights, cluster, plan.parameters, block, num_chunks)
-            gathers[index] += costs.coefficients.forward.exchange_s(traffic)
+            gathers[index] += costs.coefficients.forward.exchange_s(traffic) + 2 * num_chunks * copy_s
     to_copies = copies_traffic(weights, cluster, block, plan.ranks_per_stage // block)
     gathers_s = tuple(gathers[position // block] for position in range(plan.ranks_per_stage))
     sum_s = costs.coefficients.forward.exchange_s(to_copies)
-    return WeightSeconds(gathers_s, sum_s, hidden_s=_hidden_s(plan, place, costs, sum_s) if sum_s else 0.0)
+    hidden_s = _hidden_s(plan, place, costs, sum_s) if sum_s else 0.0
+    return WeightSeconds(gathers_s, sum_s, hidden_s=hidden_s, away_s=2 * copy_s)
 
 
 def _hidden_s(plan: StepPlan, place: int, costs: CostModel, sum_s: float) -> float:

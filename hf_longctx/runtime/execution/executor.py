@@ -122,35 +122,37 @@ class StepExecutor:
         host = self._host(num_label_tokens, engine, tally)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         memory = StepMemory()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        # lent ranks sum over all stages, in another group
-        with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
-            for index, (group, stage) in enumerate(plan.rounds):
-                self.parameters.enter_round(plan.parameters)
-                if is_lent(group):
-                    current: Round = LentRound(host, group, stage, inputs[index], index)
-                else:
-                    current = Round(host, group, stage, inputs[index], index, is_counted)
-                    current.is_last_of_plan = index == len(plan.rounds) - 1
-                total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
-                memory = memory.most(current.memory)
-        self._settle_routers()
-        with host.clock.measure(-1, "reduce", "gradients"):
-            is_bad = torch.zeros_like(total)
-            if reduce:
-                self._reduce()
-                is_bad = has_nonfinite_gradient(self.model.parameters(), self.device, self.pool.num_ranks)
-            sums = torch.cat([torch.stack([total, is_bad]), *([] if tally is None else [tally.sums_3])])
-            total, num_bad, *tallied = sum_over_ranks(sums, self.pool.everyone)
+        with self.parameters.computing():
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            # lent ranks sum over all stages, in another group
+            with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
+                for index, (group, stage) in enumerate(plan.rounds):
+                    self.parameters.enter_round(plan.parameters)
+                    if is_lent(group):
+                        current: Round = LentRound(host, group, stage, inputs[index], index)
+                    else:
+                        current = Round(host, group, stage, inputs[index], index, is_counted)
+                        current.is_last_of_plan = index == len(plan.rounds) - 1
+                    total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
+                    memory = memory.most(current.memory)
+            self._settle_routers()
+            with host.clock.measure(-1, "reduce", "gradients"):
+                is_bad = torch.zeros_like(total)
+                if reduce:
+                    # fp32 sums are rounded here, which makes room for weights that come back
+                    self._reduce()
+                    is_bad = has_nonfinite_gradient(self.model.parameters(), self.device, self.pool.num_ranks)
+                sums = torch.cat([torch.stack([total, is_bad]), *([] if tally is None else [tally.sums_3])])
+                total, num_bad, *tallied = sum_over_ranks(sums, self.pool.everyone)
+            if self.device.type == "cuda":
+                memory = replace(memory, device_peak=active_bytes(self.device)[1])
         router_loss, self._router_loss = self._router_loss, None
         router_load = None
         if self.routers is not None and router_loss is not None:
             total, router_load = total + router_loss, self.routers.load
         if self.routers is not None and reduce:
             self.routers.forget()
-        if self.device.type == "cuda":
-            memory = replace(memory, device_peak=active_bytes(self.device)[1])
         return StepResult(total, host.clock, memory, router_loss, router_load, num_bad, tuple(tallied))
 
     def evaluate(
@@ -250,14 +252,15 @@ class StepExecutor:
         self._check(plan, engine)
         host = self._host(1, engine, wanted if isinstance(wanted, TokenTally) else None)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, (group, stage) in enumerate(plan.rounds):
-            self.parameters.enter_round(plan.parameters)
-            forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
-            current = Round(host, group, stage, inputs[index], index, is_counted, wanted)
-            total += current.run(forwards, f"{purpose} {plan.step}, round {index}")
-            if rounds is not None:
-                rounds.append(current)
-        self.parameters.free()
+        with self.parameters.computing():
+            for index, (group, stage) in enumerate(plan.rounds):
+                self.parameters.enter_round(plan.parameters)
+                forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
+                current = Round(host, group, stage, inputs[index], index, is_counted, wanted)
+                total += current.run(forwards, f"{purpose} {plan.step}, round {index}")
+                if rounds is not None:
+                    rounds.append(current)
+            self.parameters.free()
         return total
 
     def _begin_plan(self, plan: RankPlan) -> None:

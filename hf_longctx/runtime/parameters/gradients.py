@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -210,6 +210,10 @@ class ReplicatedParameters:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters != "replicated":
             raise ValueError(f"the plan expects {parameters} parameters, but this model is not sharded; apply shard_model to it")
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context around all forwards and backwards of a plan; whole weights stay where they are."""
+        return nullcontext()
 
     @contextmanager
     def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> Iterator[None]:

@@ -32,6 +32,8 @@ from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, 
 from hf_longctx.runtime.core.strides import dense_strides
 from hf_longctx.runtime.parameters.gradients import local_shard
 
+# host memory of a weight that lies on the host while a step computes
+HomeOf = Callable[[nn.Parameter], Tensor | None]
 # optimizers whose update of a weight depends on nothing but that weight, its gradient and its states
 _WEIGHT_BY_WEIGHT = (
     torch.optim.Adadelta,
@@ -60,10 +62,14 @@ def updates_weight_by_weight(optimizer: Optimizer) -> bool:
 class HostSteps:
     """Homes of weights and gradients in host memory, and the copies between them and the device.
 
-    parameters: those that will be updated; others get homes when they are first sent. copies: default for their device.
+    parameters: those that will be updated; others get homes when they are first sent. copies: default for their device. home_of:
+    host memory that a weight has already, if any, and that nothing else uses outside of forwards and backwards.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], copies: CopyEngine | None = None) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], copies: CopyEngine | None = None, home_of: HomeOf | None = None
+    ) -> None:
+        self._home_of: HomeOf = (lambda parameter: None) if home_of is None else home_of
         self._homes: dict[nn.Parameter, _Homes] = {}
         # page-locked memory, which must outlive its views
         self._memory: list[HostMemory] = []
@@ -163,16 +169,22 @@ class HostSteps:
     def _make_homes(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes homes of all these weights in one allocation."""
         owns = [local_shard(parameter.detach()) for parameter in parameters]
-        sizes = [block_bytes(own.numel() * own.element_size()) for own in owns]
         if not owns:
             return
+        given = [self._home_of(parameter) for parameter in parameters]
+        sizes = [block_bytes(own.numel() * own.element_size()) for own in owns]
+        num_bytes = sum(size * (1 if home is not None else 2) for size, home in zip(sizes, given, strict=True))
         # a rank's shards may all be empty, and nothing cannot be pinned
-        is_pinned = owns[0].device.type == "cuda" and sum(sizes) > 0
-        memory = HostMemory(2 * sum(sizes), is_pinned, "optimizer_states='host'")
+        is_pinned = owns[0].device.type == "cuda" and num_bytes > 0
+        memory = HostMemory(num_bytes, is_pinned, "optimizer_states='host'")
         self._memory.append(memory)
-        pieces = iter(memory.memory.split([size for size in sizes for _ in range(2)]))
-        for parameter, own in zip(parameters, owns, strict=True):
-            self._homes[parameter] = _Homes(_home(next(pieces), own), _home(next(pieces), own))
+        left = memory.memory
+        for parameter, own, size, home in zip(parameters, owns, sizes, given, strict=True):
+            gradient, left = left.split([size, len(left) - size])
+            if home is None:
+                home, left = left.split([size, len(left) - size])
+                home = _home(home, own)
+            self._homes[parameter] = _Homes(_home(gradient, own), home)
 
 
 @dataclass(slots=True)

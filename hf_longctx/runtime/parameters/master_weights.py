@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from hf_longctx.runtime.core.host_copies import CopyEngine
 from hf_longctx.runtime.core.strides import has_strides
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, local_shard
-from hf_longctx.runtime.parameters.host_steps import HostSteps, updates_weight_by_weight
+from hf_longctx.runtime.parameters.host_steps import HomeOf, HostSteps, updates_weight_by_weight
 
 # name of the state that is a weight's fp32 copy
 MASTER_WEIGHT = "master_weight"
@@ -48,21 +48,23 @@ def why_no_master_weights(optimizer: Optimizer) -> str:
     return ""
 
 
-def keep_master_weights(optimizer: Optimizer, on_host: bool = False, copies: CopyEngine | None = None) -> None:
+def keep_master_weights(
+    optimizer: Optimizer, on_host: bool = False, copies: CopyEngine | None = None, home_of: HomeOf | None = None
+) -> None:
     """Makes `optimizer` update fp32 copies of its half-precision weights, and round them into the weights; does so once.
 
     The copies are made in the first step: 4 bytes per parameter, and as many again for each moment. A weight that something other
     than the optimizer changed since the last step goes on from its new value. on_host: copies of all weights, those in fp32
     included, their gradients and all states lie in host memory, some of it pinned at once. copies: the engine for copies between
-    device and host (default: that of the weights' device). Raises ValueError for an optimizer that `why_no_master_weights` gives
-    a reason against.
+    device and host (default: that of the weights' device). home_of: see `HostSteps`. Raises ValueError for an optimizer that
+    `why_no_master_weights` gives a reason against.
     """
     if reason := why_no_master_weights(optimizer):
         raise ValueError(f"no fp32 copies of weights can be kept: {reason}")
     if not has_master_weights(optimizer):
         host = None
         if on_host and updates_weight_by_weight(optimizer):
-            host = HostSteps((parameter for group in optimizer.param_groups for parameter in group["params"]), copies)
+            host = HostSteps((parameter for group in optimizer.param_groups for parameter in group["params"]), copies, home_of)
         vars(optimizer)[_KEPT] = _MasterWeights(optimizer, on_host, host)
 
 

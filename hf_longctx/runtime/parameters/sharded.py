@@ -27,12 +27,15 @@ from hf_longctx.runtime.core.time_limits import group_limit
 from hf_longctx.runtime.parameters.early_copies import Send
 from hf_longctx.runtime.parameters.early_sums import EarlyGroup
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
+from hf_longctx.runtime.parameters.on_host.layer_shards import LayerShards
 from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
 # name of the attribute by which a sharded model holds the group of ranks with equal shards
 _COPIES = "longctx_copies"
+# name of the attribute by which it holds the shards that lie on the host while a step computes
+_ON_HOST = "longctx_layer_shards"
 
 
 def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages: int = 1) -> DeviceMesh:
@@ -71,7 +74,13 @@ def block_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh["shard"]
 
 
-def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh, fp32_gradients: bool = True) -> None:
+def shard_model(
+    model: nn.Module,
+    layer_classes: Sequence[str],
+    mesh: DeviceMesh,
+    fp32_gradients: bool = True,
+    layers_on_host: bool = False,
+) -> None:
     """Shards `model` in place over `mesh`: each module of a class in `layer_classes` as one unit, then the rest as another.
 
     A module inside of another one belongs to the unit of that. A module that shares a parameter with the rest of the model, such
@@ -80,8 +89,11 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     or FSDP2 silently adds up gradients of different ones; plans ensure it by sending at least one chunk per rank through the
     whole model. Raises ValueError if no module belongs to one of the classes. Weights that are shards of a `DTensor` already,
     such as those of experts that are spread over ranks, stay as they are. Weights that are noted as rounded by autocast
-    (`note_rounded`) are gathered in bf16.
+    (`note_rounded`) are gathered in bf16. `layers_on_host`: shards of layers lie in host memory while forwards and backwards run
+    (`on_host/layer_shards.py`); raises ValueError if blocks have one rank, whose shards are whole.
     """
+    if layers_on_host and block_mesh(mesh).size() == 1:
+        raise ValueError("shards of layers can lie on the host only if two or more ranks share the parameters")
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -109,6 +121,15 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
         # otherwise FSDP2 scales fp32 sums by 1 inside the collective, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
     gather_rounded([*layers, model], places)
+    if layers_on_host:
+        device = torch.device(mesh.device_type)
+        setattr(model, _ON_HOST, LayerShards([layer for layer in layers if isinstance(layer, FSDPModule)], device))
+
+
+def layer_shards(model: object) -> LayerShards | None:
+    """Shards of a model's layers that lie on the host while a step computes; None if none do."""
+    found: LayerShards | None = getattr(model, _ON_HOST, None)
+    return found
 
 
 class ShardedParameters:
@@ -124,6 +145,7 @@ class ShardedParameters:
         self.model = model
         self.layers = [module for module in _units(model) if module is not model]
         self.copies: dist.ProcessGroup | None = getattr(model, _COPIES)
+        self.on_host = layer_shards(model)
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
         self._is_gathered = False
@@ -132,6 +154,15 @@ class ShardedParameters:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
+        if parameters == "gathered_per_round" and self.on_host is not None:
+            raise ValueError(
+                "the plan gathers all layers at once, but their shards lie on the host to save memory; plan with "
+                "parameters='sharded'"
+            )
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context around all forwards and backwards of a plan, during which shards of layers may lie on the host."""
+        return nullcontext() if self.on_host is None else self.on_host.away(self.model)
 
     def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> AbstractContextManager[None]:
         """Context around all forwards and backwards of a plan; FSDP2 sums early by itself, and nothing is sent early."""

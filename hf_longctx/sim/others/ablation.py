@@ -32,8 +32,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.layouts import deal_sequences
 from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
-from hf_longctx.plan.pipeline.staged_step import Parts
+from hf_longctx.plan.pipeline.stage_layers import Ranges, balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.planning import Planning
@@ -122,7 +121,7 @@ class Machine:
             return replace(self.costs, method="ulysses", parameters="replicated", shard_ranks=1)
         return replace(self.costs, method="ulysses", parameters="gathered_per_round", shard_ranks=per_stage)
 
-    def budget(self, costs: CostModel, ranges: Parts, host_bytes: int) -> ActivationBudget:
+    def budget(self, costs: CostModel, ranges: Ranges, host_bytes: int) -> ActivationBudget:
         """Memory that the states of the largest stage leave; raises ValueError if they leave none."""
         byte_model = ByteModel(costs.model)
         held = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
@@ -155,7 +154,7 @@ def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
         costs = machine.staged_costs(count)
         if num_parts > 1 and costs.parameters != "replicated":
             raise ValueError(f"interleaved stages need replicated parameters, not {costs.parameters}")
-        return _staged_setup(machine, costs, stage_parts(machine.costs.model, count, num_parts))
+        return _staged_setup(machine, costs, balanced_ranges(machine.costs, count, lengths, num_parts))
 
     return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of)
 
@@ -173,13 +172,13 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
     def setup_of(count: int, num_parts: int) -> StageSetup:
         if num_parts > 1:
             raise ValueError("stages of several layer ranges lend no ranks")
-        setup = _staged_setup(machine, costs, stage_parts(model, count))
+        setup = _staged_setup(machine, costs, balanced_ranges(costs, count, lengths))
         return replace(setup, config=replace(setup.config, lend_stages=True))
 
     return _chosen("lent stages", lengths, machine.stage_counts(), setup_of)
 
 
-def _staged_setup(machine: Machine, costs: CostModel, ranges: Parts) -> StageSetup:
+def _staged_setup(machine: Machine, costs: CostModel, ranges: Ranges) -> StageSetup:
     degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // len(ranges))
     budget = machine.budget(costs, ranges, machine.host_bytes)
     most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
@@ -269,7 +268,7 @@ def _under(group: SequenceGroup, checkpointing: Checkpointing, tile_tokens: int)
 def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:
     """Plans of equal groups that keep everything, one for each number of stages; or the reason why there is none for a number."""
     for num_stages in machine.stage_counts():
-        costs, ranges = machine.staged_costs(num_stages), stage_parts(machine.costs.model, num_stages)
+        costs, ranges = machine.staged_costs(num_stages), balanced_ranges(machine.costs, num_stages, lengths)
         per_stage = costs.cluster.num_ranks // num_stages
         degree = max(d for d in machine.config.degrees if per_stage % d == 0)
         shape, num_groups = GroupShape(degree, degree), per_stage // degree

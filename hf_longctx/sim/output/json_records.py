@@ -93,8 +93,8 @@ def execution_record(plan: StepPlan, execution: Execution, costs: CostModel, mem
 def _weights_record(of: Execution | Forecast) -> dict[str, float]:
     """Seconds of gathers of weights and of sums of gradients, which `step_s` leaves out, and those of a step with them."""
     least_s, most_s = of.range_s
-    weights = of.weights if isinstance(of, Execution) else of
-    parts = {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "update_s": weights.update_s}
+    weights = of.weights
+    parts = {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "update_s": weights.update_s, "away_s": weights.away_s}
     return {**parts, "least_step_s": least_s, "most_step_s": most_s}
 
 
@@ -134,6 +134,7 @@ def _mean_record(forecast: Forecast) -> dict[str, Any]:
     return {
         "step_s": forecast.step_s,
         "lower_bound_s": forecast.lower_bound_s,
+        "gap": forecast.gap,
         "weights": _weights_record(forecast),
         "tokens_per_s": forecast.tokens_per_s,
         "compute_share": forecast.share("compute_s"),

@@ -166,7 +166,9 @@ def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:
 def _positions(forecast: Forecast) -> Iterator[tuple[str, str]]:
     positions = forecast.scenario.costs.model.max_positions
     longest = forecast.scenario.longest_tokens if forecast.workload is None else forecast.workload.longest
-    if longest > positions:
+    if (holds := forecast.scenario.held_tokens) > forecast.scenario.longest_tokens:
+        yield "limit", f"the model has {positions:,} positions, which nothing extends; memory alone would hold {holds:,} tokens"
+    elif longest > positions:
         remedy = "extend its RoPE first (rope_scaling: yarn where its class takes that)"
         yield "limit", f"the model has {positions:,} positions; beyond them {remedy}"
 
@@ -208,6 +210,7 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "optim": optimizer_of(model.moment_bytes) if model.moment_bytes else "",
         "optim_args": "bf16_stochastic_round=True" if is_half and model.moment_bytes and not model.has_master_weights else "",
         "optimizer_states": "host" if model.updates_on_host else "",
+        "layer_weights": "host" if model.layers_on_host else "",
         # copies on the host are in fp32 whatever this says
         "fp32_master_weights": "false"
         if is_half and not (model.has_master_weights or model.updates_on_host or memory.lora_rank)

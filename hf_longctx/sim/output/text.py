@@ -13,6 +13,7 @@ from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators
+from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
 from hf_longctx.sim.capacity import TILE_TOKENS, DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import DegreeUse, Forecast
@@ -76,13 +77,16 @@ def _head(forecast: Forecast) -> list[str]:
 def _step(forecast: Forecast) -> list[str]:
     first = forecast.steps[0].plan
     bound_s = forecast.lower_bound_s
-    gap = forecast.step_s / bound_s - 1
+    counted_s, gap = forecast.counted_s, forecast.gap
+    counts_gathers = counted_s > forecast.step_s
+    limits = "these degrees and this memory" + (", with half of the gathers" if counts_gathers else "")
+    counted = f"takes {duration(counted_s)} with them and " if counts_gathers else ""
     over = f"mean of {len(forecast.steps)} steps" if len(forecast.steps) > 1 else "one step"
     return [
         f"STEP  {duration(forecast.step_s)} ({over} of {len(first.lengths):,} sequences), {forecast.tokens_per_s:,.0f} tokens/s",
-        f"  lower bound for these degrees and this memory: {duration(bound_s)}; this plan is within {gap:.1%} of optimal",
+        f"  lower bound for {limits}: {duration(bound_s)}; this plan {counted}is within {gap:.1%} of optimal",
         f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
-        *_weights_lines(forecast.gather_s, forecast.sum_s, forecast.update_s, forecast.range_s),
+        *_weights_lines(forecast.weights, forecast.range_s),
         f"  planned in {duration(first.estimate.solve_s)} on this CPU ({first.estimate.solver}); a run plans one step ahead",
         f"  layout of the first step ({_micro_batches(first)}, <degree x groups>):",
         *_wrapped(first.folded_layouts),
@@ -163,7 +167,7 @@ def _baselines(forecast: Forecast) -> list[str]:
     settings = "degree and micro-batch" if keeps else "degree, micro-batch and checkpointing"
     # gathers of weights, sums and the optimizer are known only where nothing was measured
     has_most = any(choice.most_s > choice.step_s for choice in forecast.baselines)
-    gap = f"{ours / forecast.lower_bound_s - 1:.1%} above the bound"
+    gap = f"{forecast.gap:.1%} above the bound"
     own = ["this plan", duration(ours), *([duration(forecast.whole_step_s)] if has_most else []), "", gap]
     rows = [own]
     for choice in forecast.baselines:
@@ -302,6 +306,8 @@ def _longest(forecast: Forecast) -> list[str]:
         f"  {1 - memory.usable_bytes / memory.device_bytes:.0%} of each device is reserved",
         *([] if memory.is_measured else _switches(forecast)),
     ]
+    if (holds := scenario.held_tokens) > planned:
+        lines.append(f"  the model has {positions:,} positions, which nothing extends; memory alone would hold {holds:,} tokens")
     if planned > positions:
         lines.append(
             f"  the model itself has {positions:,} positions; beyond them its RoPE or position embeddings must be extended"
@@ -356,7 +362,7 @@ def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memo
         f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
         f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
         f"  {duration(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
-        *_weights_lines(weights.gather_s, weights.sum_s, weights.update_s, execution.range_s),
+        *_weights_lines(weights, execution.range_s),
         f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB usable",
         *_use_lines(memory_use(plan, execution, costs, memory)),
         *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB", "host GiB"), rows),
@@ -375,15 +381,17 @@ def _shares(compute: float, exchange: float, idle: float) -> str:
     return f"rank-seconds: {compute:.0%} computing, {exchange:.0%} communication, {idle:.0%} waiting"
 
 
-def _weights_lines(gather_s: float, sum_s: float, update_s: float, range_s: tuple[float, float]) -> list[str]:
+def _weights_lines(weights: WeightSeconds, range_s: tuple[float, float]) -> list[str]:
     """A line about gathers of weights, sums of gradients and the optimizer, which no other seconds of the tables contain."""
-    parts = [f"gathers of sharded weights take {duration(gather_s)}"] if gather_s else []
-    parts += [f"sums of gradients over copies take {duration(sum_s)}"] if sum_s else []
-    parts += [f"the optimizer takes {duration(update_s)}"] if update_s else []
+    from_host = ", with copies of shards from the host," if weights.away_s else ""
+    parts = [f"gathers of sharded weights{from_host} take {duration(weights.gather_s)}"] if weights.gather_s else []
+    parts += [f"sums of gradients over copies take {duration(weights.sum_s)}"] if weights.sum_s else []
+    parts += [f"the optimizer takes {duration(weights.update_s)}"] if weights.update_s else []
+    parts += [f"shards leave and come back in {duration(weights.away_s)}"] if weights.away_s else []
     if not parts:
         return []
     least, most = (duration(seconds) for seconds in range_s)
-    moved = "gathers" if gather_s else "sums" if sum_s else "copies to the host"
+    moved = "gathers" if weights.gather_s else "sums" if weights.sum_s else "copies to the host"
     total = f"{least} to {most}, by how much of the {moved} is hidden" if least != most else most
     return [f"  beside it: {', '.join(parts)}; with them a step takes {total}"]
 

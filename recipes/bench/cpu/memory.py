@@ -1,4 +1,4 @@
-"""Time and peak memory of one long document's forward and backward, against Hugging Face's activation checkpointing.
+"""Time and peak memory of one long document's forward and backward, against the checkpointing of Hugging Face, torch and TRL.
 
     python recipes/bench/cpu/memory.py [--lengths 8192 16384 32768] [--rounds 5] [--json FILE]
 
@@ -6,12 +6,15 @@ The model is a Llama of four layers (hidden size 256, 8 query and 2 KV heads, ML
 weights, in one process with two threads. Every round runs each method once, alternately from first to last and from last to
 first, so that a busy machine disturbs all alike; ratios compare times of the same round. Ours keeps the attention output on
 the device and recomputes queries, keys, values and MLP. `--require` judges the first of ours; the other shows what tiles cost
-and save.
+and save. "torch selective" is `create_selective_checkpoint_contexts` with a policy that keeps attention, and "TRL selective" what
+`gradient_checkpointing_kwargs={"selective": True}` of TRL's trainer does (if TRL is installed); both keep what ours keeps, and
+`--require-selective` judges ours against the faster of them.
 
 Columns: `peak` is the largest resident memory during a step, above that at its start. `saved` is what the decoder layers hold
 for backward, in bytes per token, measured by torch's hooks and the activation engine; `predicted` is the same by the plan's
 formulas. `gradient` is the largest difference from plain Hugging Face over all tensors, relative to each tensor's largest
-value. (Hugging Face's `offload` needs an accelerator, so `recipes/bench/gpu/matrix.py` measures it.)
+value. (Hugging Face's `offload` pins host memory, which needs an accelerator, so `recipes/bench/gpu/matrix.py` measures it.
+Bytes that selective checkpointing saves lie in a cache of torch's own, where hooks do not look.)
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib.util
 import json
 import time
 import warnings
@@ -38,11 +42,14 @@ from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
     checkpointed_layer_bytes,
     document_plan,
+    keep_attention,
+    keep_attention_by_trl,
     largest_error,
     plain_saved_bytes,
     plain_step,
     predicted_bytes,
     replayed,
+    selective_layer_bytes,
 )
 
 THREADS = 2
@@ -57,6 +64,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 BASELINE = "HF checkpointing"
+SELECTIVE = "torch selective", "TRL selective"
 JUDGED = "ours, tiles"
 
 
@@ -103,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     failures = missed(results, dict(options.require), options.require_round, options.require_peak)
+    failures += slower_than_selective(results, options.require_selective)
     if failures:
         raise SystemExit("\n".join(failures))
 
@@ -119,6 +128,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                         help="fail unless ours is this many times as fast as checkpointing in every round")  # fmt: skip
     parser.add_argument("--require-peak", type=float, default=None, metavar="SHARE",
                         help="fail if ours takes more than this share of checkpointing's peak memory")  # fmt: skip
+    parser.add_argument("--require-selective", type=float, default=0.0, metavar="RATIO",
+                        help="fail unless ours is this many times as fast as the faster selective checkpointing (median), at no "
+                        "more peak memory")  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -135,7 +147,7 @@ def build() -> LlamaForCausalLM:
 
 
 def methods(num_tokens: int, tile_tokens: int) -> list[Method]:
-    """Builds all methods: plain Hugging Face, its checkpointing, then ours; `--require` judges the first of ours."""
+    """Builds all methods: plain, checkpointed, selective, then ours, of which `--require` judges the first."""
     ids_1T = torch.randint(0, CONFIG["vocab_size"], (1, num_tokens), generator=torch.Generator().manual_seed(1))
     spec = ModelSpec.from_config(build().config.to_dict())
     found = []
@@ -144,6 +156,13 @@ def methods(num_tokens: int, tile_tokens: int) -> list[Method]:
         if name == BASELINE:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         found.append(Method(name, model, *of_plain(model, ids_1T), token_bytes * spec.num_layers * num_tokens))
+    for name, keep in zip(SELECTIVE, (keep_attention, keep_attention_by_trl), strict=True):
+        if name.startswith("TRL") and importlib.util.find_spec("trl") is None:
+            continue
+        model = build()
+        keep(model)
+        predicted = selective_layer_bytes(spec, model.dtype.itemsize) * spec.num_layers * num_tokens
+        found.append(Method(name, model, of_plain(model, ids_1T)[0], lambda: 0, predicted))
     for name, tile in ((JUDGED, tile_tokens), ("ours, no tiles", 0)):
         model = build()
         plan = document_plan(num_tokens, (replayed(),) * spec.num_layers, tile)
@@ -183,6 +202,7 @@ def measure(num_tokens: int, num_rounds: int, tile_tokens: int) -> list[Result]:
         counted = (int(median(peaks[method.name])), method.saved_bytes(), method.predicted_bytes, errors[method.name])
         results.append(Result(method.name, num_tokens, seconds[method.name], ratios, *counted))
     print_table(results, num_rounds)
+    print_beside_selective(results)
     return results
 
 
@@ -224,6 +244,17 @@ def print_table(results: list[Result], num_rounds: int) -> None:
         )
 
 
+def print_beside_selective(results: list[Result]) -> None:
+    ours = next(result for result in results if result.method == JUDGED)
+    for other in (result for result in results if result.method in SELECTIVE):
+        ratios = [theirs / own for theirs, own in zip(other.step_s, ours.step_s, strict=True)]
+        print(
+            f"{JUDGED}: {median(ratios):.3f} times as fast as {other.method} ({min(ratios):.3f} to {max(ratios):.3f}), "
+            f"{ours.peak_bytes / other.peak_bytes:.0%} of its peak",
+            flush=True,
+        )
+
+
 def missed(results: list[Result], ratios: dict[int, float], round_ratio: float, peak_share: float | None) -> list[str]:
     """Lists the requirements that the judged method does not meet."""
     failures = []
@@ -244,6 +275,22 @@ def missed(results: list[Result], ratios: dict[int, float], round_ratio: float, 
     failures += [
         f"no run of {n} tokens, for which a ratio is required" for n in ratios if n not in {r.num_tokens for r in results}
     ]
+    return failures
+
+
+def slower_than_selective(results: list[Result], required: float) -> list[str]:
+    """Lists lengths at which ours is not `required` times as fast as selective checkpointing, or needs more memory."""
+    failures = []
+    for num_tokens in dict.fromkeys(result.num_tokens for result in results) if required else ():
+        here = [result for result in results if result.num_tokens == num_tokens]
+        ours = next(result for result in here if result.method == JUDGED)
+        for other in (result for result in here if result.method in SELECTIVE):
+            ratio = median(theirs / own for theirs, own in zip(other.step_s, ours.step_s, strict=True))
+            if ratio < required:
+                failures.append(f"{num_tokens} tokens: {ratio:.3f} times as fast as {other.method}, required {required}")
+            if ours.peak_bytes > other.peak_bytes:
+                more = f"{ours.peak_bytes / 2**20:.0f} MiB at the peak, {other.method} {other.peak_bytes / 2**20:.0f}"
+                failures.append(f"{num_tokens} tokens: {more}")
     return failures
 
 

@@ -62,7 +62,7 @@ from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
+from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 from hf_longctx.sim.scenario import Request, build_scenario
@@ -183,7 +183,7 @@ def print_policies(with_profile: bool) -> list[str]:
         loop_ms, estimate = reference_ms(), plan.estimate
         print(
             f"{num_gpus:>5} {cold_ms:>8.0f} {min(others_ms):>8.0f} {limit_ms:>6.0f} {loop_ms:>18.0f} {estimate.step_s:>7.2f} "
-            f"{estimate.step_s / estimate.lower_bound_s - 1:>9.1%}  {len(plan.micro_batches)} micro-batches",
+            f"{estimate.gap:>9.1%}  {len(plan.micro_batches)} micro-batches",
             flush=True,
         )
         if cold_ms > limit_ms * max(1.0, loop_ms / REFERENCE_MS):
@@ -209,7 +209,7 @@ def print_times(model: str, lengths: str) -> list[str]:
         plan, found_ms = plan_ms(batch, setup.costs, config, REPEATS)
         shortest_ms, estimate = min(found_ms), plan.estimate
         own = estimate.step_s / own_fluid_s(plan, setup.costs, config) - 1
-        any_plan = estimate.step_s / estimate.lower_bound_s - 1
+        any_plan = estimate.gap
         print(
             f"{num_gpus:>5} {count:>9} {shortest_ms:>8.0f} {limit_ms:>6.0f} {estimate.step_s:>7.2f} {own:>9.1%} "
             f"{any_plan:>9.1%}  {len(plan.micro_batches)} micro-batches"
@@ -253,7 +253,8 @@ def print_stages() -> list[str]:
             name = f"{device_gib:g} GiB" + (f" + {host_gib:g} host" if host_gib else "")
         cells = []
         for num_stages in STAGES:
-            config = PlannerConfig(32_768, (1, 2, 4, 8), activations=room, stages=stage_parts(model, num_stages))
+            ranges = balanced_ranges(costs, num_stages, lengths)
+            config = PlannerConfig(32_768, (1, 2, 4, 8), activations=room, stages=ranges)
             plan, found_ms = plan_ms(lengths, costs, config, 2)
             cells.append(f"{min(found_ms):>15.0f}, {plan.estimate.step_s:>6.2f}")
             if min(found_ms) > STAGES_LIMIT_MS * max(1.0, loop_ms / REFERENCE_MS):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from hf_longctx.hf.calibration.shapes import shaped_config
@@ -26,7 +26,7 @@ from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.activations.shares import MemoryLimits, PolicyChoice, choose_policy
 from hf_longctx.plan.activations.slots import layer_slots
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,
@@ -37,6 +37,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.operations import training_operations
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
@@ -47,12 +48,15 @@ from hf_longctx.recipes.bench.one_document import (
     attention_kernel,
     checkpointed_layer_bytes,
     document_plan,
+    keep_attention,
+    keep_attention_by_trl,
     next_tokens,
     plain_saved_bytes,
     plain_step,
     predicted_bytes,
     predicted_peak_bytes,
     replayed,
+    selective_layer_bytes,
 )
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -91,7 +95,8 @@ class Case:
         toy = replace(TOY, bytes_per_element=2 if torch.cuda.is_available() else 4)
         spec = toy if self.is_toy else named_model(self.model, 2)
         # the model is always a Llama, which has no query and key norms
-        return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
+        spec = replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
+        return replace(spec, adapters=norms_alone(spec)) if self.is_frozen else spec
 
 
 @dataclass(frozen=True)
@@ -139,10 +144,13 @@ HEADER = (
 
 def model_operations(case: Case) -> float:
     """Operations of one step on the model, with causal attention and without recomputation."""
-    spec, tokens = case.spec, case.num_tokens
-    matrices = spec.num_layers * spec.layer_parameters + spec.vocab_size * spec.hidden_size
-    pairs = 6 * spec.num_layers * spec.num_heads * spec.head_dim * tokens
-    return tokens * ((4 if case.is_frozen else 6) * matrices + pairs)
+    return training_operations([case.num_tokens], case.spec)
+
+
+def norms_alone(spec: ModelSpec) -> AdapterSpec:
+    """Sizes of the norms of a layer, which are all that is trained, and of their products before the weight."""
+    count, num_bytes = 2 * spec.hidden_size, 2 * spec.hidden_size * spec.bytes_per_element
+    return AdapterSpec(count, num_bytes, attention_saved_bytes=num_bytes)
 
 
 @dataclass(frozen=True)
@@ -186,23 +194,19 @@ def offloaded(model: Any, ids_1T: Tensor, case: Case) -> Runner:
 
 def selective(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     """torch's selective checkpointing, which keeps what attention returns and recomputes all else."""
-    kept = partial(create_selective_checkpoint_contexts, _keeps_attention)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": kept})
+    keep_attention(model)
     return _keeping_attention(model, ids_1T, case)
 
 
 def trl_selective(model: Any, ids_1T: Tensor, case: Case) -> Runner:
-    """TRL's selective checkpointing, set up as its `SFTTrainer` does for `gradient_checkpointing_kwargs={"selective": True}`."""
-    importlib.import_module("trl.models").enable_selective_activation_checkpointing(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"selective": True})
+    """TRL's selective checkpointing."""
+    keep_attention_by_trl(model)
     return _keeping_attention(model, ids_1T, case)
 
 
 def _keeping_attention(model: Any, ids_1T: Tensor, case: Case) -> Runner:
     spec = case.spec
-    # output in the dtype of the model, log-sum-exp in fp32
-    attention = spec.num_heads * (spec.head_dim * element_bytes(model) + 4)
-    predicted = (checkpointed_layer_bytes(spec) + attention) * spec.num_layers * ids_1T.shape[1]
+    predicted = selective_layer_bytes(spec, element_bytes(model)) * spec.num_layers * ids_1T.shape[1]
     seconds = predicted_s(replayed(), ids_1T, case)
     # attention is kept in a cache of torch's own, where our hooks do not look
     return replace(plain(model, ids_1T, case), predicted=(predicted, 0), saved_bytes=lambda: 0, predicted_s=seconds)
@@ -211,11 +215,6 @@ def _keeping_attention(model: Any, ids_1T: Tensor, case: Case) -> Runner:
 def element_bytes(model: Any) -> int:
     """Bytes of an element of the model's activations."""
     return int(next(model.parameters()).element_size())
-
-
-def _keeps_attention(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    is_attention = "_scaled_dot_product" in str(operator)
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def with_tiled_mlp(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[Any, Tensor, Case], Runner]:
@@ -272,7 +271,7 @@ def planned(layer: LayerPolicy | None, is_sliced: bool = False) -> Callable[[Any
         tier = slab_for(predicted[1], case, ids_1T.device) if predicted[1] else None
         document = PlannedDocument.of(model, ids_1T, plan, tier)
         measure = (lambda: 0) if is_sliced else document.saved_bytes
-        peak = state_bytes(case) + predicted_peak_bytes(plan, spec, not case.is_frozen)
+        peak = state_bytes(case) + predicted_peak_bytes(plan, spec)
         return Runner(document.step, predicted, measure, plan_s(plan, case), peak, tier, document.close)
 
     return build
@@ -290,11 +289,8 @@ def plan_s(plan: RankPlan, case: Case) -> float:
 
 
 def case_costs(case: Case) -> CostModel:
-    """Costs of the case's model on one device of its hardware; frozen matrices have no gradients to compute."""
-    hardware = read_profile(case.hardware).spec
-    if case.is_frozen:
-        hardware = replace(hardware, backward_matmul=hardware.backward_matmul / 2)
-    cluster = ClusterSpec(1, 1, hardware)
+    """Costs of the case's model on one device of its hardware."""
+    cluster = ClusterSpec(1, 1, read_profile(case.hardware).spec)
     return CostModel(case.spec, cluster, default_coefficients(case.spec, cluster))
 
 
@@ -334,7 +330,7 @@ def device_room(case: Case, num_tokens: int) -> float:
     if not torch.cuda.is_available():
         return 1.5 * checkpointed_layer_bytes(spec) * spec.num_layers * num_tokens
     layers = (replayed(),) * spec.num_layers
-    load = Load.document(num_tokens, spec.num_layers, trains_weights=not case.is_frozen)
+    load = Load.document(num_tokens, spec.num_layers)
     workspace = ByteModel(spec).chunk(load, ActivationPolicy(0, 0, layers, case.tile_tokens)).workspace
     total = case.cap_gib * 2**30 or device_total()
     return max(0.0, USABLE_SHARE * total - state_bytes(case) - workspace)

@@ -42,7 +42,8 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.cells import recomputed_layer
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
-from hf_longctx.plan.pipeline.orders import Schedule, families, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, families, pipelined
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 

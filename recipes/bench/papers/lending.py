@@ -35,7 +35,8 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import pipelined
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.prediction.lent_run import run_lent
 from hf_longctx.recipes.bench.papers.command_line import print_gains
 

@@ -46,7 +46,8 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
-from hf_longctx.plan.pipeline.orders import Schedule, compute_actions, layer_ranges
+from hf_longctx.plan.pipeline.orders import Schedule, compute_actions
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.recipes.bench.papers.action_times import run_actions
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 

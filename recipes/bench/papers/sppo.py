@@ -57,7 +57,8 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy
-from hf_longctx.plan.pipeline.orders import compute_actions, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import compute_actions, pipelined
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.plan.prediction.event_loop import CopyStep
 from hf_longctx.recipes.bench.papers.action_times import run_actions, run_copying

@@ -60,11 +60,17 @@ def group_pool(num_stages: int) -> GroupPool:
 
 
 def steps_on_device(
-    case: ModelCase, plan_json: str, rows: list[dict[str, list[int]]], removals: tuple[Removal, ...] = (), drains: bool = False
+    case: ModelCase,
+    plan_json: str,
+    rows: list[dict[str, list[int]]],
+    removals: tuple[Removal, ...] = (),
+    drains: bool = False,
+    layers_on_host: bool = False,
 ) -> Found:
     """Runs two steps on this rank's device, with lines of the package taken out; must run on every rank.
 
-    drains: in each step, the first run of every operation waits for an idle device.
+    drains: in each step, the first run of every operation waits for an idle device. layers_on_host: shards of layers lie on the
+    host meanwhile.
     """
     computing = _get_current_dispatch_mode()
     assert isinstance(computing, Computing)
@@ -72,7 +78,7 @@ def steps_on_device(
     pool = group_pool(plan.num_stages)
     # the reference first, since it draws the same weights
     _, expected = reference_step(build_model(case), rows)
-    model, executor, engine = _prepared(case, plan, pool)
+    model, executor, engine = _prepared(case, plan, pool, layers_on_host)
     inputs = rank_inputs(plan, rows, pool.rank)["chunks"]
     errors = []
     num_early, start_all = [0], early_sums.EarlySums.start_all
@@ -100,12 +106,15 @@ def steps_on_device(
     return Found(tuple(errors), num_early[-1])
 
 
-def _prepared(case: ModelCase, plan: StepPlan, pool: GroupPool) -> tuple[nn.Module, StepExecutor, ActivationEngine | None]:
+def _prepared(
+    case: ModelCase, plan: StepPlan, pool: GroupPool, layers_on_host: bool
+) -> tuple[nn.Module, StepExecutor, ActivationEngine | None]:
     model = build_model(case)
     patch_model(model)
     model.to(CUDA)
     if plan.parameters != "replicated":
-        shard_model(model, model._no_split_modules, shard_mesh("cuda", pool.num_ranks, 60.0), case.fp32_gradients)
+        mesh = shard_mesh("cuda", pool.num_ranks, 60.0)
+        shard_model(model, model._no_split_modules, mesh, case.fp32_gradients, layers_on_host)
     if plan.num_stages > 1:
         ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
         cut_model(model, ranges, pool.stage)

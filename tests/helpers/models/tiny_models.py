@@ -10,7 +10,7 @@ import peft
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers.models.versions import skipping_unbuildable
+from helpers.models.versions import class_or_skip, skipping_unbuildable
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -213,8 +213,8 @@ STATE_FAMILIES: dict[str, Any] = {
     "mamba": (transformers.MambaConfig, transformers.MambaForCausalLM, {"state_size": 4, "time_step_rank": 4}),
     # convolutions read six earlier tokens
     "lfm3": (
-        transformers.Lfm3Config,
-        transformers.Lfm3ForCausalLM,
+        class_or_skip("Lfm3Config"),
+        class_or_skip("Lfm3ForCausalLM"),
         {
             **{**_WINDOW, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": None},
             "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],

@@ -28,6 +28,15 @@ def completed(model: Any) -> Any:
     return model
 
 
+def class_or_skip(name: str) -> Any:
+    """A class of transformers; for one that lacks it, a function that raises what `skipping_unbuildable` takes for a skip."""
+
+    def absent(*_: Any, **__: Any) -> Any:
+        raise AttributeError(f"transformers {transformers.__version__} has no {name}")
+
+    return getattr(transformers, name, absent)
+
+
 @contextmanager
 def skipping_unbuildable() -> Iterator[None]:
     """Context that skips a test whose model an older transformers fails to build from a config that newer ones read."""

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
-from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
 
 _PROBLEMS = Path(__file__).parents[2] / "plan" / "microbatch_problems.json"

@@ -8,9 +8,17 @@ from itertools import pairwise
 from helpers.plans.sliced_plans import Chunks, cut
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, pipelined
+from hf_longctx.plan.pipeline.stage_layers import Ranges, layer_ranges
+
+
+def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Ranges:
+    """Layers of every stage, balanced by products of matrices alone."""
+    head_layers = model.num_layers * model.head_share / (1 - model.head_share)
+    return layer_ranges(model.num_layers, num_stages, num_parts, head_layers)
 
 
 def pipeline_plan(

@@ -23,11 +23,13 @@ from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, has_host
 
 CASE = ModelCase(dtype=torch.bfloat16, tied=True)
 ARGUMENTS = {"max_steps": 4, "learning_rate": 1e-5, "warmup_steps": 0, "save_strategy": "steps", "save_steps": 4}
+SHARDED = {"tokens_per_rank": 64, "parameters": "sharded"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "replicated": {"tokens_per_rank": 64},
-    "sharded": {"tokens_per_rank": 64, "parameters": "sharded"},
+    "sharded": SHARDED,
     "staged": {"stages": 2, "tokens_per_rank": 64},
-    "on the host": {"tokens_per_rank": 64, "parameters": "sharded", "optimizer_states": "host"},
+    "on the host": {**SHARDED, "optimizer_states": "host"},
+    "layers on the host": {**SHARDED, "optimizer_states": "host", "layer_weights": "host"},
     "whole on the host": {"tokens_per_rank": 64, "optimizer_states": "host"},
     "staged on the host": {"stages": 2, "tokens_per_rank": 64, "optimizer_states": "host"},
 }
@@ -84,7 +86,13 @@ def test_small_updates_reach_the_master_weights(runs, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "here,there", [("on the host", "sharded"), ("whole on the host", "replicated"), ("staged on the host", "staged")]
+    "here,there",
+    [
+        ("on the host", "sharded"),
+        ("layers on the host", "sharded"),
+        ("whole on the host", "replicated"),
+        ("staged on the host", "staged"),
+    ],
 )
 def test_updates_on_the_host_have_the_bits_of_those_on_the_device(runs, here: str, there: str) -> None:
     for found, expected in zip(runs[here][1], runs[there][1], strict=True):
@@ -109,6 +117,8 @@ def test_updates_on_the_host_have_the_bits_of_those_on_the_device(runs, here: st
         ("replicated", 2, "on the host"),
         ("whole on the host", 1, "sharded"),
         ("staged on the host", 2, "staged"),
+        ("layers on the host", 1, "replicated"),
+        ("staged", 2, "layers on the host"),
     ],
 )
 def test_master_weights_pass_through_checkpoints(

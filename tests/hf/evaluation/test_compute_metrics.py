@@ -142,8 +142,16 @@ def test_the_best_checkpoint_is_chosen_by_a_users_metric(tmp_path: Path) -> None
             {"compute_metrics": metrics},
             r"predictions\['log_prob'\] has the loss",
         ),
-        ({"include_for_metrics": ["inputs"]}, {}, "include_for_metrics names 'inputs', which an evaluation under plans does not"),
-        ({"batch_eval_metrics": True}, {"compute_metrics": metrics}, "batch_eval_metrics=True has no effect here"),
+        (
+            {"batch_eval_metrics": True},
+            {"compute_metrics": metrics},
+            "batch_eval_metrics=True is not supported with compute_metrics",
+        ),
+        (
+            {"eval_do_concat_batches": False},
+            {"compute_metrics": metrics},
+            "eval_do_concat_batches=False is not supported with compute_metrics",
+        ),
         ({}, {"preprocess_logits_for_metrics": of_logits}, "compute_metrics gets the likeliest token"),
     ],
 )

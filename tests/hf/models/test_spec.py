@@ -164,15 +164,14 @@ def test_adapters_are_counted_with_their_own_bytes() -> None:
     parts = {"attention_saved_bytes": 4 * (32 + 2), "mlp_saved_bytes": 4 * (48 + 2)}
     # in pieces of heads two numbers three times, in tiles two outputs more
     parts |= {"cut_bytes": 3 * 4 * 2, "tile_bytes": 4 * (48 + 2) + 2 * 4 * 32}
-    saved = 4 * (32 + 2) + 4 * (48 + 2)
-    assert found == AdapterSpec(trained, 4 * trained, saved, last_parameters=head, last_bytes=2 * head, **parts)
+    assert found == AdapterSpec(trained, 4 * trained, last_parameters=head, last_bytes=2 * head, **parts)
     above = model_spec(adapted(build_model(case), layers_to_transform=[1], **settings)).adapters
     # sizes of the layer with the most, in its own dtype
     assert (above.layer_parameters, above.layer_bytes, above.layer_saved_bytes) == (trained, 2 * trained, 2 * 2 * 2)
-    # other layers have none, which pieces and tiles would leave away
-    assert (above.attention_saved_bytes, above.mlp_saved_bytes) == (0, 0)
-    most = replace(found, last_bytes=7, attention_saved_bytes=0, mlp_saved_bytes=0)
-    assert largest_adapters([replace(found, last_bytes=0), AdapterSpec(last_bytes=7)]) == most
+    # which reads without copies
+    assert (above.reads_first_norm, above.reads_attention, above.reads_second_norm, above.reads_product) == (1, 0, 0, 1)
+    both = largest_adapters([replace(found, last_bytes=0), AdapterSpec(last_bytes=7, reads_attention=True)])
+    assert both == replace(found, last_bytes=7, reads_attention=True)
 
 
 def test_ranks_of_one_cpu_node_share_its_memory() -> None:

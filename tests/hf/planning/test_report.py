@@ -287,3 +287,44 @@ def test_no_timeline_if_none_is_asked_for_or_no_step_ran(tmp_path: Path) -> None
     end_training(unasked, tmp_path, step=1)
     end_training(lone_report(timeline_steps=3), tmp_path, step=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def logged_report() -> RunReport:
+    report = lone_report(calibration_steps=0, timeline_steps=0)
+    report.console.tells_logs = True
+    return report
+
+
+def test_a_logged_step_has_one_line_with_the_numbers_of_its_log(capsys, tmp_path: Path) -> None:
+    report, plan = logged_report(), step_plan()
+    state = TrainerState(global_step=1, is_world_process_zero=True)
+    finish_step(report, plan)
+    for should_log in (False, True):
+        report.step_done(plan, Finished(torch.tensor(2.5), INTERVALS))
+        report.on_step_end(None, state, TrainerControl(should_log=should_log))
+    logs = {"loss": 2.25, "learning_rate": 1e-4, "grad_norm": 0.5, "tokens_per_s": 34.0, "mine": 7.0, "epoch": 0.1}
+    report.on_log(TrainingArguments(str(tmp_path), use_cpu=True), state, TrainerControl(), logs)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and [line.startswith("step    1 | loss  2.5000") for line in lines] == [True] * 3
+    assert not any("lr" in line for line in lines[:2])
+    assert lines[2].endswith(" | mean loss of 3 steps 2.2500 | lr 0.0001 | norm 0.5 | mine 7")
+
+
+def test_evaluations_and_the_end_are_sentences_and_a_log_that_does_not_come_loses_no_line(capsys, tmp_path: Path) -> None:
+    report = logged_report()
+    state, arguments = TrainerState(global_step=4, is_world_process_zero=True), TrainingArguments(str(tmp_path), use_cpu=True)
+    report.step_done(step_plan(), Finished(torch.tensor(2.5), INTERVALS))
+    report.on_step_end(None, state, TrainerControl(should_log=True))
+    assert capsys.readouterr().out == ""
+    speeds = {"runtime": 19.5, "samples_per_second": 0.6, "steps_per_second": 0.05}
+    for logs in (
+        {"eval_loss": 5.515, "eval_perplexity": 248.4, **{f"eval_{name}": value for name, value in speeds.items()}, "epoch": 0},
+        {"train_runtime": 75.4, "train_loss": 4.809, "total_flos": 1.0, "epoch": 0.1},
+        {"own": 3},
+    ):
+        report.on_log(arguments, state, TrainerControl(), logs)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "evaluation after step 4: loss 5.515, perplexity 248.4 (in 19.5 s)",
+        "trained up to step 4 in 1 min 15 s, mean loss 4.8090",
+        "own 3",
+    ]

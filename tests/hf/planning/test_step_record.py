@@ -64,7 +64,7 @@ def test_line_shows_how_far_a_measured_plan_is_from_the_bound() -> None:
     assert step_record(**bounded, cost_source="measured").line(1).endswith("<2> <1x2> | within 25.0% of optimal")
     # one rank has no choice
     alone = replace(plan_of([[(1, (0,))]], [9], 1), estimate=Estimate(**bounded, cost_source="measured"))
-    assert StepRecord(alone, 0, 0.0, INTERVALS).line(1).endswith("<1>")
+    assert StepRecord(alone, 0, 0.0, INTERVALS).line(1).endswith(" tokens/s | 1 micro-batch")
     # guessed costs say nothing, and no bound is no gap
     for estimate in (bounded, {"step_s": 0.45, "cost_source": "measured"}):
         assert step_record(**estimate).line(1).endswith("<2> <1x2>")

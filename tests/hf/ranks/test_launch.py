@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
+import datasets
 import pytest
+from helpers.models.chats import byte_tokenizer
 
+from hf_longctx import tokenise_text
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 
 
@@ -62,3 +66,15 @@ def test_settings_of_accelerate_are_read_in_any_case(monkeypatch, variables: dic
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert LaunchEnvironment.read() == replace(PLAIN, **changes)
+
+
+def test_warnings_that_all_ranks_have_come_from_the_first_one(monkeypatch, caplog) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["one two", ""]})
+    for rank, told in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        caplog.clear()
+        tokenise_text(rows, byte_tokenizer())
+        assert caplog.text.count("1 of 2 rows are left out") == told
+    monkeypatch.setenv("RANK", "1")
+    logging.getLogger("hf_longctx.hf.data.tokenise").error("an error of this rank")
+    assert "an error of this rank" in caplog.text

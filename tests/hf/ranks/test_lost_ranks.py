@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch.distributed as dist
 from helpers.ranks.forked import FORKED, free_port, rank_environment
 
-from hf_longctx.hf.ranks.lost_ranks import RollCall, report_key
+from hf_longctx.hf.ranks.lost_ranks import RollCall, host_identity, report_key
 
 
 def answer_on_rank(rank: int, port: int, file: str, pipe: Connection) -> None:
@@ -23,7 +24,9 @@ def answer_on_rank(rank: int, port: int, file: str, pipe: Connection) -> None:
     roll_call = RollCall.of_launch("first")
     dist.barrier()
     if rank == 0:
-        pipe.send(None if roll_call is None else roll_call.lost(step=3, timeout_s=30.0))
+        begun_s = time.monotonic()
+        lost = None if roll_call is None else roll_call.lost(step=3, timeout_s=30.0)
+        pipe.send((lost, time.monotonic() - begun_s))
     # end like a process that was killed, so that rank 0 alone finds out
     os._exit(0)
 
@@ -36,7 +39,9 @@ def test_ranks_that_met_over_a_file_find_the_lost_one_though_nobody_listens_on_t
         process.start()
     try:
         assert ours.poll(60)
-        assert ours.recv() == [1]
+        lost, seconds = ours.recv()
+        # its process has ended, so that nobody waits for its report
+        assert lost == [1] and seconds < 15.0
     finally:
         for process in processes:
             process.kill()
@@ -58,6 +63,22 @@ def test_rank_0_which_holds_the_store_stays_until_the_others_know_who_is_lost() 
     assert roll_calls[1].lost(step=5, timeout_s=20.0) == [2]
     thread.join(5.0)
     assert found == [[2]]
+
+
+def test_ranks_meet_at_once_and_know_a_process_that_has_ended() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    roll_calls = [RollCall(store, rank, 3, "first") for rank in range(3)]
+    process = FORKED.Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
+    # as if rank 2 were that process
+    roll_calls[2].store.set("longctx/process/2", f"{host_identity()} {process.pid}")
+    begin_s = time.monotonic()
+    roll_calls[1].meet()
+    roll_calls[0].store.set(report_key(0), "5")
+    assert roll_calls[1].lost(step=5, timeout_s=20.0) == [2]
+    assert time.monotonic() - begin_s < 10
 
 
 def test_a_report_from_before_a_restart_does_not_count() -> None:

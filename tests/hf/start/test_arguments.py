@@ -17,7 +17,8 @@ from transformers.training_args import OptimizerNames
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.start import versions
-from hf_longctx.hf.start.arguments import argument_problems, placement_problems
+from hf_longctx.hf.start.arguments import argument_problems, config_problems, layer_weights_problems, placement_problems
+from hf_longctx.hf.start.settings.fields import idle_settings
 
 
 @pytest.fixture(autouse=True)
@@ -43,28 +44,18 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "fp16": (True, "fp16=True is not supported yet; its loss scaling is not supported; use bf16=True or float32"),
     "bf16_full_eval": (True, "bf16_full_eval=True is not supported yet; leave it out"),
     "fp16_full_eval": (True, "fp16_full_eval=True is not supported yet; leave it out"),
-    "gradient_checkpointing": (True, "checkpointing=True is not supported yet; set it to False (TRL's default"),
-    "activation_checkpointing": (True, "activation_checkpointing=True is not supported yet; leave it out"),
     "torch_compile": (
         True,
         "torch_compile=True is not supported yet; leave it out, and set LongContextConfig(compile",
     ),
     "average_tokens_across_devices": (False, "average_tokens_across_devices=False is not supported yet; leave it True"),
     "auto_find_batch_size": (True, "auto_find_batch_size=True is not supported yet; leave it out"),
+    "debug": ("underflow_overflow", "is not supported yet; leave it out: a step whose numbers are not finite is stopped"),
+    "accelerator_config": (
+        {"gradient_accumulation_kwargs": {"num_steps": 2}},
+        "is not supported; set gradient_accumulation_steps",
+    ),
     "dataloader_in_order": (False, "dataloader_in_order=False is not supported yet; leave it True"),
-    "fsdp": (
-        True,
-        "fsdp=True shards parameters without the planner knowing (and does nothing on CPU); leave it out and set "
-        "LongContextConfig(parameters='sharded')",
-    ),
-    "ddp_find_unused_parameters": (
-        False,
-        "ddp_find_unused_parameters=False has no effect here, since DDP is not used; leave it out",
-    ),
-    "train_sampling_strategy": (
-        "group_by_length",
-        "train_sampling_strategy='group_by_length' has no effect here; leave it out, plans balance lengths",
-    ),
 }
 
 
@@ -79,7 +70,7 @@ def test_settings_that_need_other_packages_are_refused_too(tmp_path) -> None:
     # their constructors need DeepSpeed and several ranks, so the values are set afterwards
     args = arguments(tmp_path)
     args.deepspeed, args.parallelism_config = "zero3.json", "tp=2"
-    deepspeed, parallelism = argument_problems(args, {})
+    parallelism, deepspeed = argument_problems(args, {})
     assert deepspeed.startswith("deepspeed='zero3.json' is not supported yet; start without a DeepSpeed config")
     assert parallelism.startswith("parallelism_config='tp=2' is not supported yet; leave it out; group sizes are chosen per step")
 
@@ -96,9 +87,17 @@ def test_all_problems_are_listed_at_once(tmp_path) -> None:
     assert len(problems) == 3
 
 
-@pytest.mark.parametrize("strategy", ["random", "sequential"])
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 def test_order_strategies_that_mean_something_are_accepted(tmp_path, strategy: str) -> None:
-    assert argument_problems(arguments(tmp_path, train_sampling_strategy=strategy), {}) == []
+    args = arguments(tmp_path, train_sampling_strategy=strategy)
+    assert argument_problems(args, {}) == []
+    assert bool(idle_settings(args, True, True, False)) == (strategy == "group_by_length")
+
+
+def test_what_needs_one_folder_is_refused_with_stages(tmp_path) -> None:
+    (problem,) = config_problems(LongContextConfig(stages=2), arguments(tmp_path, save_on_each_node=True))
+    assert "save_on_each_node=True would need every stage on every node" in problem
+    assert config_problems(LongContextConfig(), arguments(tmp_path, save_on_each_node=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -124,6 +123,25 @@ def test_trained_ends_in_two_dtypes_are_not_sharded(tmp_path) -> None:
     config = LongContextConfig(parameters="sharded")
     (problem,) = placement_problems(model, config, arguments(tmp_path), {})
     assert problem.startswith("embedding and head are trained in torch.bfloat16 and torch.float32, but a sharded unit")
+
+
+# settings -> what the message says
+KEPT_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
+    "whole weights": ({}, "needs parameters='sharded' over two or more ranks, and there are parameters='replicated' over 2"),
+    "gathered at once": ({"parameters": "gathered_per_round"}, "needs parameters='sharded' over two or more ranks"),
+    "stages": ({"parameters": "sharded", "stages": "auto"}, "is not tested with stages='auto'; set stages=1"),
+    "experts": ({"parameters": "sharded", "expert_ranks": 2}, "would leave experts on the device with expert_ranks=2"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_LAYERS)
+def test_layers_that_cannot_lie_on_the_host_are_refused(name: str) -> None:
+    settings, message = KEPT_LAYERS[name]
+    (problem,) = layer_weights_problems(tiny_llama(), LongContextConfig(layer_weights="host", **settings), 2)
+    assert problem.startswith("layer_weights='host' ") and message in problem and problem.endswith("leave layer_weights out")
+    # one rank has no shards, and settings without the host none of these problems
+    assert layer_weights_problems(tiny_llama(), LongContextConfig(layer_weights="host", parameters="sharded"), 1)
+    assert not layer_weights_problems(tiny_llama(), LongContextConfig(**settings), 2)
 
 
 # name -> (ranks, degrees, what the message says)
@@ -157,12 +175,16 @@ def test_problems_of_model_tokenizer_and_degrees_are_listed_together() -> None:
     assert len(problems) == 4
 
 
-# optimizers of transformers that step inside backward, and those that update shards like whole weights
+# optimizers of transformers that step inside backward, and those that run on no shards, or on shards of any kind
 IN_BACKWARD = {
     *("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
     "apollo_adamw_layerwise",
 }
-ON_SHARDS = {"adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop"}
+NEVER_ON_SHARDS = {
+    *("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw", "adamw_torch_xla", "adamw_torch_npu_fused"),
+    *IN_BACKWARD,
+}
+ELEMENTWISE = {"adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop"}
 
 
 @pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
@@ -181,4 +203,8 @@ def test_every_optimizer_of_transformers_is_served_or_refused_by_name(tmp_path, 
             assert isinstance(kind, type)
     config = LongContextConfig(parameters="sharded")
     found = argument_problems(args, {}) + placement_problems(model, config, args, {})
-    assert any(problem.startswith(f"optim={name!r} ") for problem in found) == (name not in ON_SHARDS)
+    assert any(problem.startswith(f"optim={name!r} ") for problem in found) == (name in NEVER_ON_SHARDS)
+    # whole weights, which others need, are not there in stages and on the host
+    config = LongContextConfig(parameters="gathered_per_round", stages=2)
+    found = argument_problems(args, {}) + placement_problems(model, config, args, {})
+    assert any(problem.startswith(f"optim={name!r} ") for problem in found) == (name not in ELEMENTWISE)

@@ -80,12 +80,16 @@ def test_communicators_take_a_part_of_the_memory_that_the_user_gave(monkeypatch)
         assert found.device_bytes == expected
 
 
-def auto_setup(gib: float, lengths: list[int], **settings: Any) -> Any:
-    """The setup of a run on one rank that chooses the place of optimizer states for rows of these lengths."""
-    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1, disable_tqdm=True)
+BF16 = ModelCase(dtype=torch.bfloat16)
+
+
+def auto_setup(gib: float, lengths: list[int], case: ModelCase = BF16, num_ranks: int = 1, **settings: Any) -> Any:
+    """The setup of a run that chooses the place of optimizer states for rows of these lengths."""
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), disable_tqdm=True)
+    arguments.world_size = num_ranks
     config = LongContextConfig(**{"device_gib": gib, "tile_tokens": 16, "optimizer_states": "auto", **settings})
     rows = [{"input_ids": [3] * length} for length in lengths]
-    return choose_setup(config, build_model(ModelCase(dtype=torch.bfloat16)), arguments, (1,), None, TrainingRows(rows or None))
+    return choose_setup(config, build_model(case), arguments, (1,), None, TrainingRows(rows or None))
 
 
 def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) -> None:
@@ -114,6 +118,31 @@ def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) 
         ValueError, match=r"'auto' finds no room\. On the device: weights.*On the host: optimizer_states='host' n"
     ):
         auto_setup(ByteModel(spec).states() / 2**30, [20])
+
+
+def test_layers_move_to_the_host_from_the_first_token_without_room(monkeypatch) -> None:
+    case = replace(BF16, num_layers=6)
+    spec = replace(model_spec(build_model(case)), has_master_weights=True)
+    gib = (ByteModel(spec).states("sharded", 2) + ByteModel(spec).kept_bytes(20)) / 2**30
+    run: dict[str, Any] = {"case": case, "num_ranks": 2, "parameters": "sharded", "optimizer_states": "device"}
+    room = auto_setup(gib, [20], **run).room_tokens
+    for longest, on_host in ((room, False), (room + 1, True)):
+        place = "host" if on_host else "device"
+        setup, given = (auto_setup(gib, [5, longest, 7], **run, layer_weights=kind) for kind in ("auto", place))
+        assert setup.costs.model.layers_on_host == on_host and setup.room_tokens >= longest
+        assert setup.states_line.startswith(f"weights of layers: on the {place}; the longest sequence has {longest} tokens")
+        assert setup == replace(given, states_line=setup.states_line)
+    # beside the choice for optimizer states, which go to the host first
+    both = auto_setup(gib, [room + 1], **{**run, "optimizer_states": "auto"}, layer_weights="auto")
+    assert both.costs.model.updates_on_host and not both.costs.model.layers_on_host
+    assert both.states_line.count("\n") == 1
+    # weights that do not fit when nothing computes are refused, and so is host memory that is not there
+    away = ByteModel(replace(spec, layers_on_host=True))
+    with pytest.raises(ValueError, match="layer_weights='host': between steps, weights of layers come back"):
+        auto_setup((away.resting("sharded", 2) - 1) / 2**30, [20], **run, layer_weights="host")
+    monkeypatch.setattr(budget, "bytes_of_host", lambda: (2**10, 2**30))
+    with pytest.raises(ValueError, match=r"^layer_weights='host' needs 0\.0 GiB of host memory on every rank"):
+        auto_setup(gib, [20], **run, layer_weights="host")
 
 
 def test_idle_cores_are_named_where_the_cpu_updates_weights() -> None:

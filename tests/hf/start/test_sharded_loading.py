@@ -182,7 +182,7 @@ CASES: dict[str, tuple[ModelCase, int, dict[str, Any], dict[str, Any] | None]] =
     "bf16, copies of shards": (ModelCase(dtype=torch.bfloat16), 4, {"shard_ranks": 2}, None),
     "fused experts": (ModelCase(family="mixtral"), 2, {"parameters": "gathered_per_round"}, None),
     "spread experts": (ModelCase(family="mixtral"), 2, {"expert_ranks": 2}, None),
-    "adapters": (ModelCase(dtype=torch.float32), 2, {}, {}),
+    "adapters, layers on the host": (ModelCase(dtype=torch.float32), 2, {"layer_weights": "host"}, {}),
     "adapters and a trained head": (ModelCase(dtype=torch.float32), 2, {}, {"modules_to_save": ["lm_head"]}),
 }
 

@@ -321,13 +321,17 @@ def test_a_device_without_room_for_a_token_is_refused(tmp_path) -> None:
 def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> None:
     config = {"device_gib": gib_of_tokens(KEPT_TOKENS), "tile_tokens": 16, "report_steps": True}
     make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 1}).train()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention: ")]
+    lines = capsys.readouterr().out.splitlines()
     spec = model_spec(build_model(CASE))
     most = most_tokens(spec, ByteModel(spec).kept_bytes(KEPT_TOKENS), 0, 16, head_pieces=spec.head_pieces(1))
-    assert lines == [
-        "attention: torch's own for whole documents, cpu_flash for tiles of rings, slices and replayed layers | everything is "
+    assert lines[0] == "plans for 1 rank on cpu: micro-batches within its memory, whose long sequences may be sliced"
+    assert lines[1].startswith("memory of a rank: 0.00 GiB of weights, gradients and optimizer states; ")
+    assert lines[1].endswith(
         f"kept up to {KEPT_TOKENS} tokens on a rank, recomputed as needed up to {most}, in 0.0 GiB beside the model"
-    ]
+    )
+    assert re.match(r"training: 1 steps; an epoch has \d+, which take about [\d.]+ m?s \(a guess from rated speeds", lines[2])
+    assert lines[3].startswith(f"written to {tmp_path}: ") and f"hf-longctx report {tmp_path} " in lines[3]
+    assert lines[4] == "attention: torch's own for whole documents, cpu_flash for tiles of rings, slices and replayed layers"
 
 
 def test_a_gpu_is_advised_to_use_memory_without_gaps() -> None:

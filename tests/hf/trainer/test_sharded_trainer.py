@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +21,6 @@ from helpers.trainers.trainer_runs import (
     make_trainer,
     plain_training,
     start,
-    start_under,
     train_on_rank,
     train_with_norms,
 )
@@ -56,6 +54,11 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fused AdamW": (2, {"parameters": "gathered_per_round", "tokens_per_rank": 64}, {"optim": "adamw_torch_fused"}),
     "heterogeneous": (4, {"parameters": "gathered_per_round", "tokens_per_rank": 32}, {}),
     "copies of shards": (4, {"parameters": "sharded", "shard_ranks": 2, "tokens_per_rank": 32}, {}),
+    "layers on the host": (
+        2,
+        {"parameters": "sharded", "layer_weights": "host", "optimizer_states": "host", "tokens_per_rank": 64, "self_test": True},
+        {},
+    ),
     # nothing to share: a line in the log, and the same run
     "one rank": (1, {"parameters": "sharded", "tokens_per_rank": 96}, {}),
 }
@@ -245,8 +248,7 @@ def test_the_best_model_is_loaded_at_the_end(ranks, rows, tmp_path: Path) -> Non
 
 BAD_STARTS = {
     "blocks": ({**SHARDED, "shard_ranks": 3}, {}, "shard_ranks 3 does not divide the 2 ranks; choose a divisor"),
-    "optimizer": (SHARDED, {"optim": "adafactor"}, "optim='adafactor' is not tested with parameters='sharded'"),
-    "DDP": ({}, {"ddp_bucket_cap_mb": 25}, "ddp_bucket_cap_mb=25 has no effect here"),
+    "optimizer": (SHARDED, {"optim": "apollo_adamw"}, "optim='apollo_adamw' is not supported with parameters='sharded'"),
 }
 
 
@@ -280,34 +282,6 @@ def test_what_was_made_before_sharding_is_refused(ranks, rows, tmp_path: Path) -
     for optimizers, model in ranks(2).run(start_with_own_optimizer, rows, str(tmp_path)):
         assert "pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim" in optimizers
         assert "the model is sharded already (fully_shard); pass a plain one" in model
-
-
-def start_under_fsdp(rows: list[dict[str, list[int]]], variables: dict[str, str]) -> str:
-    """The message with which a run under an accelerate FSDP configuration is refused."""
-    os.environ.update(variables)
-    try:
-        return start_under(rows, "ACCELERATE_USE_FSDP", "true")
-    finally:
-        for name in variables:
-            os.environ.pop(name)
-
-
-@pytest.mark.parametrize(
-    "variables,remedy",
-    [
-        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}, "parameters='sharded')"),
-        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "parameters='gathered_per_round')"),
-        ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "parameters='sharded', shard_ranks=...) to the ranks of a node"),
-        ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "parameters='replicated' is the default"),
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, "parameters cannot be offloaded to the CPU yet (FSDP_OFFLOAD_PARAMS)"),
-    ],
-)
-def test_an_accelerate_fsdp_configuration_is_refused_with_our_setting(
-    ranks, rows, variables: dict[str, str], remedy: str
-) -> None:
-    for found in ranks(2).run(start_under_fsdp, rows, variables):
-        assert "the accelerate configuration asks for FSDP, which shards parameters without the planner knowing" in found
-        assert remedy in found
 
 
 def memory_of_a_rank(rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any]) -> tuple[int, int]:

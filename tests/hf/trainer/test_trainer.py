@@ -174,7 +174,6 @@ BAD_STARTS = {
         {"gradient_accumulation_steps": 2},
         "gradient_accumulation_steps=2 contradicts tokens_per_step=100",
     ),
-    "checkpointing": ({}, {"gradient_checkpointing": True}, "checkpointing=True"),
     "fp16": ({}, {"fp16": True}, "fp16=True"),
     "compile": ({}, {"torch_compile": True}, "torch_compile=True"),
     "positions": ({"max_length": 4096}, {}, "max_length 4096 is above the model's max_position_embeddings 512"),
@@ -306,7 +305,7 @@ def test_ranks_that_would_drift_apart_are_refused(ranks, what: str, message: str
     [
         ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision 'bf16' of the accelerate configuration differs"),
         ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_backend 'eager'"),
-        ("ACCELERATE_USE_FSDP", "true", "asks for FSDP"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "the accelerate configuration has a parallelism_config"),
         ("WORLD_SIZE", "4", "the launcher started 4 processes, but the world size is 2, so that each would train alone"),
     ],
 )

@@ -31,6 +31,8 @@ PACKED = {"packing": True, "max_length": 48, "rows_per_step": 2, "max_steps": 3}
 # losses of pairs beyond the sigmoid: of sorted pairs, of tokens, weighted by all probabilities
 LOSSES = {"loss_type": ["aot", "sft", "robust"], "loss_weights": [1.0, 0.3, 0.5], "label_smoothing": 0.1}
 LOSSES |= {"precompute_ref_log_probs": True}
+# the default of TRL, which plans leave out and stock TRL obeys
+RECOMPUTED = {"gradient_checkpointing": True}
 CENTRED = {"gradient_accumulation_steps": 2, "center_rewards_coefficient": 0.1}
 ACCUMULATED = {"gradient_accumulation_steps": 2, "use_weighting": True}
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
@@ -48,12 +50,12 @@ def _tight(num_tokens: int) -> float:
 
 # name -> (ranks, rows, how, adapters, settings of plans, arguments)
 RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
-    "mixin": (1, "chat", "mixin", (), {"tokens_per_rank": 96}, {"assistant_only_loss": True}),
-    "mixin, two ranks together": (2, "completion", "mixin", LORA, {"tokens_per_rank": 48, "static_degree": 2}, {}),
-    "attached": (2, "completion", "attached", (), {"tokens_per_rank": 48}, {"completion_only_loss": False}),
+    "mixin": (1, "chat", "mixin", (), {"tokens_per_rank": 96}, {"assistant_only_loss": True, **RECOMPUTED}),
+    "mixin, two ranks together": (2, "completion", "mixin", LORA, {"tokens_per_rank": 48, "static_degree": 2}, RECOMPUTED),
+    "attached": (2, "completion", "attached", (), {"tokens_per_rank": 48}, {"completion_only_loss": False, **RECOMPUTED}),
     "alone": (2, "chat", "alone", (), {"tokens_per_rank": 400}, {"assistant_only_loss": True}),
     "alone, recomputing": (2, "chat", "alone", (), {"device_gib": _tight(90), "tile_tokens": 8}, {}),
-    "alone, packed": (2, "text", "alone", LORA, {"tokens_per_rank": 400}, PACKED),
+    "alone, packed": (2, "text", "alone", LORA, {"tokens_per_rank": 400}, {**PACKED, **RECOMPUTED}),
     "alone, dft": (2, "text", "alone", (), {"tokens_per_rank": 400}, {"loss_type": "dft"}),
     "sharded": (2, "text", "mixin", (), {"tokens_per_rank": 64, "parameters": "sharded"}, {"max_length": 30}),
     "stages": (2, "text", "mixin", (), {"tokens_per_rank": 96, "stages": 2}, {}),
@@ -168,7 +170,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "dft": ("SFTTrainer", {}, {"loss_type": "dft"}, "loss_type='dft' is not the token mean"),
     "offloading": ("SFTTrainer", {}, {"activation_offloading": True}, "activation_offloading=True would move"),
     "cut before": ("SFTTrainer", {"max_length": 128}, {"max_length": 64}, "max_length=64 of the SFTConfig cuts every row"),
-    "checkpointing": ("SFTTrainer", {}, {"gradient_checkpointing": True}, "set it to False (TRL's default is True)"),
     "own loss": ("OwnLoss", {}, {}, "OwnLoss.compute_loss would never be called"),
 }
 

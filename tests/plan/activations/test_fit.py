@@ -9,7 +9,8 @@ import pytest
 from hf_longctx.plan.activations.fit import FittedGroups, Trial, first_fitting, lean_group
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
-from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import pipelined
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 
 MODEL = named_model("llama-3.1-8b")
 

@@ -33,6 +33,8 @@ PUBLISHED = {
     "gemma-3-1b": 1.000e9,
     "gemma-3-12b": 11.77e9,
     "gemma-3-27b": 27.01e9,
+    "gpt-oss-20b": 20.915e9,
+    "gpt-oss-120b": 116.829e9,
 }
 
 

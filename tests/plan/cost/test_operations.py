@@ -10,8 +10,8 @@ from helpers.models.tiny_models import ModelCase, build_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.plan.core.model_spec import AdapterSpec
 from hf_longctx.plan.cost.operations import training_operations
+from hf_longctx.plan.memory.lora import lora_adapters
 
 
 @pytest.mark.parametrize("length", [16, 48])
@@ -31,5 +31,6 @@ def test_frozen_weights_have_no_gradients_and_documents_do_not_see_each_other() 
     spec = model_spec(build_model(ModelCase("llama")))
     products, pairs = 2 * spec.token_products, spec.num_layers * spec.pair_operations
     assert training_operations([10, 6], spec) == 3 * (16 * products + pairs * (50 + 18))
-    frozen = replace(spec, adapters=AdapterSpec.lora(spec, 4))
-    assert training_operations([10, 6], frozen) == 2 * 16 * products + 3 * pairs * (50 + 18)
+    frozen = replace(spec, adapters=lora_adapters(spec, 4))
+    added = 2 * spec.num_layers * frozen.adapters.layer_parameters
+    assert training_operations([10, 6], frozen) == 16 * (2 * products + 3 * added) + 3 * pairs * (50 + 18)

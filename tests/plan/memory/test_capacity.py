@@ -63,20 +63,21 @@ def test_recomputed_bytes_by_hand() -> None:
 
 def test_frozen_weights_need_no_gradients_of_the_head() -> None:
     policy = lean_policy(SMALL, 1000, 0, 100)
-    trained, frozen = (ByteModel(SMALL).chunk(Load.document(1000, 4, trains_weights=value), policy) for value in (True, False))
-    assert trained.device - frozen.device == 4 * 256 * 64
-    adapters = AdapterSpec(layer_parameters=10, layer_bytes=40, layer_saved_bytes=12)
-    # tensors that a layer's adapters keep are there while the layer is recomputed
-    above = ByteModel(replace(SMALL, adapters=adapters)).chunk(Load.document(1000, 4), policy)
-    assert (above.device, above.workspace) == (frozen.device, frozen.workspace + 12 * 1000)
-    # with few tokens in tiles, the gradients of the MLP's matrices would be the largest
-    loads = [Load.document(10, 4, trains_weights=value) for value in (True, False)]
-    trained_few, frozen_few = (
-        ByteModel(replace(SMALL, vocab_size=1)).chunk(load, lean_policy(SMALL, 10, 0, 5)) for load in loads
+    adapters = AdapterSpec(layer_parameters=10, layer_bytes=40)
+    trained, frozen, above = (
+        ByteModel(replace(SMALL, adapters=each)).chunk(Load.document(1000, 4), policy)
+        for each in (AdapterSpec(), adapters, replace(adapters, attention_saved_bytes=12))
     )
-    few = replace(SMALL, vocab_size=1, adapters=replace(adapters, layer_saved_bytes=0))
-    found = ByteModel(few).chunk(loads[0], lean_policy(SMALL, 10, 0, 5))
-    assert found.workspace == frozen_few.workspace < trained_few.workspace
+    assert trained.device - frozen.device == 4 * 256 * 64
+    # tensors that a layer's adapters keep are there while the layer is recomputed
+    assert (above.device, above.workspace) == (frozen.device, frozen.workspace + 12 * 1000)
+    # with few tokens in tiles, the gradients of the MLP's matrices are the largest
+    trained_few, frozen_few = (
+        ByteModel(replace(SMALL, vocab_size=1, adapters=each)).chunk(Load.document(10, 4), lean_policy(SMALL, 10, 0, 5))
+        for each in (AdapterSpec(), adapters)
+    )
+    matrices = 3 * SMALL.intermediate_size * SMALL.hidden_size
+    assert trained_few.workspace > frozen_few.workspace + 4 * matrices
     # a head that is trained beside the frozen one has gradients
     head = replace(adapters, last_parameters=256 * 64, last_bytes=4 * 256 * 64)
     assert ByteModel(replace(SMALL, adapters=head)).chunk(Load.document(1000, 4), policy).device == trained.device
@@ -180,15 +181,16 @@ def test_the_longest_document_is_the_last_that_fits() -> None:
 def test_an_8b_model_on_one_h200_by_hand() -> None:
     # 16 GB of frozen weights; 256 KiB a token for the inputs, and the worst moment of one layer, that of attention's backward
     device = int(136 * GIB - 2 * LLAMA.num_parameters)
-    tokens = most_tokens(LLAMA, device, 0, 2048, trains_weights=False)
+    model = replace(LLAMA, adapters=AdapterSpec(1, 2))
+    tokens = most_tokens(model, device, 0, 2048)
     a, d, k = 2 * 4096, 2 * 4096, 2 * 1024
-    # per token: queries, keys, values, first norm's output, output with LSE; the residual's and the output's gradient; sums of
-    # keys' and values' in fp32; gradients of the queries; and of four heads of 32: expanded keys and values, dense queries,
-    # output and gradient, three gradients, one in fp32
-    layer = a + 2 * k + d + (a + 4 * 32) + (d + a) + 2 * 2 * k + a + (2 * a + 8 * a) / 8
+    # per token: queries, keys, values, output with LSE; the residual's and the output's gradient; sums of keys' and values' in
+    # fp32; gradients of the queries; and of four heads of 32: expanded keys and values, dense queries, output and gradient, three
+    # gradients, one in fp32. Frozen projections do not save the first norm's output
+    layer = a + 2 * k + (a + 4 * 32) + (d + a) + 2 * 2 * k + a + (2 * a + 8 * a) / 8
     outside = 2 * 2 * 128 + 16
     assert tokens == pytest.approx(device / (32 * d + layer + outside), rel=1e-3)
-    assert most_tokens(LLAMA, device, 112 * GIB, 2048, trains_weights=False) > 1.7 * tokens
+    assert most_tokens(model, device, 112 * GIB, 2048) > 1.7 * tokens
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -259,14 +261,14 @@ def test_pieces_of_heads_make_room_for_longer_documents() -> None:
 def test_adapters_wider_than_the_model_leave_most_of_their_bytes_away_in_pieces_and_tiles() -> None:
     # rank 16, in fp32, on all matrices: copies of every input in fp32, and products of the first matrices
     heads, mlp = 4 * (4 * 2048 + 4 * 16), 4 * (2 * 2048 + 8192 + 3 * 16)
-    parts = {"attention_saved_bytes": heads, "mlp_saved_bytes": mlp, "cut_bytes": 4 * 3 * 4 * 16, "tile_bytes": 2 * mlp}
+    parts = {"cut_bytes": 4 * 3 * 4 * 16, "tile_bytes": 2 * mlp}
     model = replace(named_model("llama-3.2-1b"), vocab_size=1000)
     room = 8 * GIB, 64 * GIB, 2048
     found = [
-        most_tokens(replace(model, adapters=AdapterSpec(1, 4, heads + mlp, **cut)), *room, head_pieces=pieces)
-        for cut, pieces in (({}, 1), (parts, 1), (parts, 8))
+        most_tokens(replace(model, adapters=AdapterSpec(1, 4, heads, mlp, **cut)), *room, head_pieces=pieces)
+        for cut, pieces in (({"tile_bytes": 2**40}, 1), (parts, 1), (parts, 8))
     ]
-    without = most_tokens(model, *room, head_pieces=8)
+    without = most_tokens(replace(model, adapters=AdapterSpec(1, 4)), *room, head_pieces=8)
     assert found[2] > 1.3 * found[1] > 1.3 * 1.3 * found[0]
     assert 0.95 * without < found[2] < without * 1.05
 

@@ -9,7 +9,7 @@ from helpers.plans.grouping_problems import lognormal_lengths
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.pipeline.candidates import Candidates
-from hf_longctx.plan.pipeline.orders import layer_ranges
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.pipeline.staged_step import StagedStep
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 

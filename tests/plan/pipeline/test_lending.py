@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +24,8 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.lending import lend
 from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
-from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
+from hf_longctx.plan.pipeline.orders import Schedule, pipelined
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 

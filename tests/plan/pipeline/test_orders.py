@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
@@ -14,7 +13,7 @@ from hf_longctx.plan.core.schedule import schedule_grid
 from hf_longctx.plan.core.types import Action, Chunk, LayerRange, SequenceGroup, Span
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.memory.stage import most_in_flight
-from hf_longctx.plan.pipeline.orders import SCHEDULES, Schedule, compute_actions, families, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import SCHEDULES, Schedule, compute_actions, families, pipelined
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 
@@ -199,55 +198,7 @@ def test_interleaving_at_least_as_many_chunks_as_stages_leaves_only_the_ramps_id
         assert taken_s == (len(chunks) * num_parts + num_stages - 1) * (FORWARD_S + BACKWARD_S)
 
 
-# layers
-
-
-@pytest.mark.parametrize("head_layers", [0.0, 0.4, 1.0, 2.5])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_no_contiguous_cut_has_a_smaller_largest_stage(num_stages: int, head_layers: float) -> None:
-    for num_layers in range(num_stages, 12):
-        stages = layer_ranges(num_layers, num_stages, head_layers=head_layers)
-        counts = [sum(part.num_layers for part in parts) for parts in stages]
-        cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
-        least = min(
-            max(b - a + (head_layers if b == num_layers else 0.0) for a, b in itertools.pairwise((0, *cut, num_layers)))
-            for cut in cuts
-        )
-        assert max([*counts[:-1], counts[-1] + head_layers]) == least
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 20), st.sampled_from([0.0, 0.7, 3.0]))
-def test_parts_are_contiguous_in_virtual_order_and_even(num_stages: int, num_parts: int, more: int, head: float) -> None:
-    num_layers = num_stages * num_parts + more
-    stages = layer_ranges(num_layers, num_stages, num_parts, head)
-    in_order = [stages[stage][part] for part in range(num_parts) for stage in range(num_stages)]
-    covered = [layer for part in in_order for layer in range(part.first_layer, part.first_layer + part.num_layers)]
-    assert covered == list(range(num_layers))
-    counts = [[part.num_layers for part in parts] for parts in stages]
-    assert all(min(count) >= 1 and max(count) - min(count) <= 1 for count in counts)
-    work = [sum(count) for count in counts]
-    work[-1] += head
-    # nobody could hand a layer to another stage and make the largest smaller
-    assert all(max(work) <= other + 1 for other in work) or work[-1] == max(work) == num_parts + head
-
-
-def test_the_layers_of_a_small_model_with_a_large_head() -> None:
-    ranges = layer_ranges(8, 3, 2, head_layers=1.0)
-    assert ranges == (
-        (LayerRange(0, 1), LayerRange(3, 2)),
-        (LayerRange(1, 1), LayerRange(5, 2)),
-        (LayerRange(2, 1), LayerRange(7, 1)),
-    )
-
-
 # refused
-
-
-@pytest.mark.parametrize(("num_layers", "num_stages", "num_parts"), [(3, 4, 1), (7, 4, 2), (4, 0, 1), (4, 2, 0)])
-def test_more_parts_than_layers_are_refused(num_layers: int, num_stages: int, num_parts: int) -> None:
-    with pytest.raises(ValueError, match=rf"{num_layers} layers cannot be cut into {num_stages} stage\(s\) of {num_parts} part"):
-        layer_ranges(num_layers, num_stages, num_parts)
 
 
 @pytest.mark.parametrize(

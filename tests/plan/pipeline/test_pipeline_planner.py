@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.cost_models import COST_KINDS, MODEL, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
+from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +22,9 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
-from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch, stage_parts
+from hf_longctx.plan.pipeline.orders import Schedule, pipelined
+from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.plan.prediction.planning import Planning

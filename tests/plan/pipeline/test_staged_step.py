@@ -16,7 +16,8 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, pipelined
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.pipeline.staged_step import StageRoom, busiest_rates, pipeline_s
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 

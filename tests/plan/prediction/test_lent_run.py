@@ -23,7 +23,8 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import pipelined
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.lent_run import run_lent
 

@@ -109,11 +109,6 @@ def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: Train
     if is_stream(sets["train_dataset"]):
         if args.max_steps < 1:
             problems.append("max_steps is not set, but an iterable dataset has no length; set max_steps")
-        if args.dataloader_num_workers:
-            problems.append(
-                f"dataloader_num_workers={args.dataloader_num_workers} has no effect with an iterable dataset, because threads "
-                f"read it ahead (lookahead_batches, stream_readers); set it to 0"
-            )
     else:
         for setting, default in (("lookahead_batches", None), ("stream_readers", 1)):
             if (value := getattr(config, setting)) != default:
@@ -163,9 +158,10 @@ def source_digest(stream: Any) -> str:
     found = xxhash.xxh3_64()
     for step in steps_of(stream):
         generator = getattr(step, "generator", None)
-        found.update(f"{type(step).__name__} {None if generator is None else generator.bit_generator.state};")
+        found.update(f"{type(step).__name__} {None if generator is None else generator.bit_generator.state};".encode())
         for name, value in sorted((getattr(step, "kwargs", None) or {}).items()):
-            found.update(f"{name}={[_described(each) for each in (value if isinstance(value, list | tuple) else [value])]};")
+            sources = value if isinstance(value, list | tuple) else [value]
+            found.update(f"{name}={[_described(each) for each in sources]};".encode())
     return found.hexdigest()
 
 

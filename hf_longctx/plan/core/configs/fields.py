@@ -14,6 +14,12 @@ from typing import Any
 NO_POSITIONS = 2**30
 # model types whose embeddings count positions from the padding token
 FROM_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+# model types without rotary embeddings whose positions are limited: a table has a row for each, or attention's bias is made for
+# so many. Nothing extends them, so runs refuse longer documents
+_POSITION_TABLES = (
+    *("bert", "bert-generation", "biogpt", "codegen", "electra", "ernie", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"),
+    *("megatron-bert", "mpt", "opt", "rembert", "roc_bert", "roformer", *FROM_PADDING),
+)
 # nested configs: of the decoder of a multimodal model, and of the sizes of layers
 _TEXTS = ("text_config", "decoder", "generator", "text_encoder")
 _NESTED = ("attn_config", "ffn_config")
@@ -39,6 +45,11 @@ _FOUR_TIMES = ("bloom", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the decoder inside that of a multimodal model; any other config itself."""
     return next((config[name] for name in _TEXTS if isinstance(config.get(name), Mapping)), config)
+
+
+def has_position_table(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a config has positions for a number of tokens beyond which nothing extends them."""
+    return decoder_config(config).get("model_type") in _POSITION_TABLES
 
 
 def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -162,11 +162,11 @@ def _solve_again(
 
 
 def _total_s(problem: GroupingProblem, solved: list[GroupedMicroBatch]) -> float:
-    return sum(problem.micro_batch_seconds(micro_batch.groups) for micro_batch in solved)
+    return sum(problem.micro_batch_seconds(micro_batch.groups) + problem.micro_batch_s for micro_batch in solved)
 
 
 def _bound_s(cut: Sequence[_MicroBatch]) -> float:
-    return sum(micro_batch.bound_s for micro_batch in cut)
+    return sum(micro_batch.bound_s + micro_batch.problem.micro_batch_s for micro_batch in cut)
 
 
 def _cuts(problem: GroupingProblem, trials: int, seed: Layout) -> list[list[_MicroBatch]]:

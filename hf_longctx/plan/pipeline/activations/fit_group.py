@@ -40,13 +40,17 @@ class FitConstants:
     slice_counts: numbers of slices that are tried, as far as SPPO's bounds allow them. attempts: solutions of one program, each
     with less room, where the prediction exceeds what the program counted, or with more where it left much. most_programs:
     different groups in one step for which programs are solved and slices tried; for more, the greedy order chooses layer-first
-    policies. worth: share of the device's room that must be free to try again with more; regain: how much of it is given back.
+    policies. least_waits: share of the seconds that waits for copies must take to be worth another try. most_waiting: share of
+    the device's room that gradients may take while slices run, for slices to be tried where a whole chunk fits. worth: share of
+    the device's room that must be free to try again with more; regain: how much of it is given back.
     """
 
     slice_counts: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     attempts: int = 4
     most_programs: int = 64
     worth: float = 0.02
+    least_waits: float = 1e-2
+    most_waiting: float = 0.5
     regain: float = 0.8
     returned: float = 0.5
 
@@ -128,6 +132,9 @@ class RoomMaker:
         self._predictions = PredictionCache() if known is None else known
         self._byte_model = self._predictions.byte_model(costs.model)
         self._known = FittedGroups() if fitted is None else fitted
+        # bytes that groups of a degree, whole or in slices, need beside what their layers hold, as far as trials have told
+        self._beside_room: dict[tuple[int, bool], float] = {}
+        self._accumulated_bytes = self._byte_model.accumulated(costs.parameters, costs.shard_ranks)
         self._limit_bytes = self._byte_model.states(costs.parameters, costs.shard_ranks) + budget.device_bytes
 
     def for_plan(self, plan: StepPlan) -> StepPlan:
@@ -185,6 +192,8 @@ class RoomMaker:
         found = first_fitting(programs, self._lean(group), self._trial)
         # a rank without sequences runs a dummy chunk, which cannot be cut
         is_sliceable = group.shape.num_blocks == 1 and bool(group.chunks[0].spans)
+        if found and self._accumulated_bytes > _SEARCH.most_waiting * self.budget.device_bytes:
+            return found
         if allows_slices and is_sliceable and (self._solves or not found):
             for count, cut in self._sliced(group):
                 best_s = min((trial.seconds for trial in found), default=math.inf)
@@ -222,7 +231,8 @@ class RoomMaker:
         first = sliced.chunks[0].spans[0].sequence
         own = [slot for slot, chunk in zip(slots, sliced.chunks, strict=True) if chunk.spans[0].sequence == first]
         rate = self.costs.cluster.hardware.copy_bytes_per_s
-        added_s = SlotTable(own).least_cost_s(float(self.budget.device_bytes), float(self.budget.host_bytes), 1 / rate)
+        room_bytes = max(0.0, float(self.budget.device_bytes - self._beside_bytes(sliced)))
+        added_s = SlotTable(own).least_cost_s(room_bytes, float(self.budget.host_bytes), 1 / rate)
         return self._kept_s(sliced) + added_s
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
@@ -279,9 +289,13 @@ class RoomMaker:
 
     def _program(self, group: SequenceGroup, table: SlotTable, layers: _Layers, explains: bool = False) -> Trial | None:
         """The group with the program's policies, and the reason if `explains`; None where no answer of the program fits."""
-        needed = self._bytes(self._lean_group(group, 0))
-        # workspace beside saved tensors hardly depends on the policy
-        room_bytes = float(self.budget.device_bytes - (needed.peak - needed.saved))
+        alike = group.degree, len(group.chunks) > 1
+        # another group's room is off by up to 2 % of the device, which plans of sharded runs accept to be made faster
+        if alike not in self._beside_room or self.costs.parameters == "replicated":
+            needed = self._bytes(self._lean_group(group, 0))
+            # workspace beside saved tensors hardly depends on the policy
+            self._beside_room[alike] = float(self._beside_bytes(group) + needed.peak - needed.saved)
+        room_bytes = self.budget.device_bytes - self._beside_room[alike]
         # host bytes less two tokens per layer and chunk, since the host slab cannot grow: one for rounding shares to tokens,
         # one for uneven shards
         model, num_chunks = self.costs.model, len(group.chunks)
@@ -304,8 +318,15 @@ class RoomMaker:
 
         def next_room(room: tuple[float, float], trial: Trial) -> tuple[float, float] | None:
             (room_bytes, _), (over_bytes,) = room, trial.over_bytes
+            if not math.isfinite(trial.seconds) or over_bytes > 0:
+                # the next group needs as much beside its tensors
+                beside_room = self.budget.device_bytes + over_bytes - trial.counted_bytes
+                self._beside_room[alike] = max(self._beside_room[alike], beside_room)
             if trial.fits:
                 if over_bytes >= -_SEARCH.worth * self.budget.device_bytes:
+                    return None
+                if trial.counted_s == 0 and trial.seconds <= self._kept_s(group) * (1 + _SEARCH.least_waits):
+                    # more room could save hardly anything
                     return None
                 if trial.counted_s > 0:
                     # more room helps only if it can save seconds
@@ -350,11 +371,16 @@ class RoomMaker:
         Copies on their way only add device bytes, so what does not fit without them gets no seconds, which saves planning time.
         """
         counted = self._bytes(group)
-        over_bytes, over_host_bytes = counted.peak - self.budget.device_bytes, float(counted.host - self.budget.host_bytes)
+        over_bytes = counted.peak + self._beside_bytes(group) - self.budget.device_bytes
+        over_host_bytes = float(counted.host - self.budget.host_bytes)
         if max(over_bytes, over_host_bytes) > 0:
             return Trial(group, math.inf, (float(over_bytes),), over_host_bytes)
         run = run_alone(group, self.costs, self._predictions)
         return Trial(group, run.times[-1][1], (float(run.peak_bytes - self._limit_bytes),), over_host_bytes)
+
+    def _beside_bytes(self, group: SequenceGroup) -> int:
+        """Bytes of gradients that wait whole for the last backward of a group of several chunks."""
+        return self._accumulated_bytes if len(group.chunks) > 1 else 0
 
     def _bytes(self, group: SequenceGroup) -> RoundBytes:
         # ranks of a group hold as much as the first, which holds the most

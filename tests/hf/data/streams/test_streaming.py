@@ -437,7 +437,7 @@ def refusal(kind: str) -> str:
     rows = random_rows([5] * 9)
     stream: Any = Stream(rows) if kind != "huggingface" else datasets.Dataset.from_list(rows).to_iterable_dataset()
     config = {} if kind in ("no look-ahead", "huggingface") else {"lookahead_batches": 2}
-    arguments = {"workers": {"dataloader_num_workers": 2}, "no steps": {"max_steps": -1}}.get(kind, {})
+    arguments = {"max_steps": -1} if kind == "no steps" else {}
     others = {"eval_dataset": Stream(rows)} if kind == "evaluation" else {}
     if kind == "split":
         whole = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
@@ -453,7 +453,6 @@ def refusal(kind: str) -> str:
 REFUSALS = {
     "no look-ahead": "train_dataset is an iterable dataset and lookahead_batches is not set; set it to the number of global",
     "huggingface": "train_dataset is an iterable dataset and lookahead_batches is not set",
-    "workers": "dataloader_num_workers=2 has no effect with an iterable dataset",
     "no steps": "set max_steps",
     "evaluation": "eval_dataset is an iterable dataset, which cannot be evaluated as a whole; pass a map-style one",
     "map-style": "lookahead_batches=2 has no effect unless train_dataset is iterable; leave it out",

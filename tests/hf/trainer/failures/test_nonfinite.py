@@ -344,7 +344,7 @@ def test_a_step_that_is_finite_alone_says_so(ranks, rows: Rows, tmp_path: Path, 
 
 def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys) -> None:
     assert main(["replay", str(tmp_path)]) == 1
-    assert "give the folder nonfinite-step-N" in capsys.readouterr().err
+    assert "or nonfinite-step-N in it" in capsys.readouterr().err
     for content in ("[" * 10**5, "{}", "nonsense"):
         (tmp_path / "step.json").write_text(content)
         assert main(["replay", str(tmp_path)]) == 1

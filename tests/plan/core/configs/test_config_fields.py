@@ -14,9 +14,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_longctx.hf.models.classes import TESTED_MODELS
-from hf_longctx.hf.models.older.positions import max_positions
+from hf_longctx.hf.models.older.positions import has_limit, max_positions
 from hf_longctx.hf.models.spec import config_spec
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+from hf_longctx.plan.core.configs.fields import has_position_table
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.sim.scenario import read_model
 
@@ -43,6 +44,18 @@ def test_the_file_of_every_class_gives_the_spec_of_a_run(tmp_path: Path) -> None
         if counted != stated or (attends and expected.max_positions != max_positions(config)):
             wrong[name] = counted, stated, expected.max_positions, max_positions(config)
     assert not wrong
+
+
+def test_forecasts_know_the_classes_whose_positions_nothing_extends() -> None:
+    """A run refuses a `max_length` above their positions, and there is no rotary embedding to scale."""
+    fixed, tables = set(), set()
+    for _, config in default_configs():
+        text = config.get_text_config()
+        fixed |= {text.model_type} if has_limit(config) and not getattr(text, "rope_parameters", None) else set()
+        tables |= {text.model_type} if has_position_table(config.to_dict()) else set()
+    # the others state a number of positions, but need none, so that their config may state another
+    assert tables <= fixed and {"gpt2", "gptj", "opt", "biogpt", "bert", "roberta", "mpt"} <= tables
+    assert not {name for name in fixed - tables if any(word in name for word in ("gpt", "bert", "opt", "former"))}
 
 
 # state families, and classes whose sizes have names of their own, lie in properties, or are shared by layers

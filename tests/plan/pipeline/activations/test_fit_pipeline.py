@@ -21,7 +21,8 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.cells import GroupCells
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
 from hf_longctx.plan.pipeline.activations.joint_program import Moments
-from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, pipelined
+from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.planning import Planning
 

@@ -26,14 +26,20 @@ def test_what_is_compared_is_equal_and_a_missed_requirement_fails(tmp_path: Path
     written = tmp_path / "results.json"
     with pytest.raises(SystemExit, match="96 tokens: median ratio"):
         memory.main([*SMALL, "--json", str(written), "--require", "96:1000"])
-    plain, checkpointing, *ours = json.loads(written.read_text())
+    plain, checkpointing, *rest = json.loads(written.read_text())
+    selective = [result for result in rest if result["method"] in memory.SELECTIVE]
+    ours = [result for result in rest if result not in selective]
     table = capsys.readouterr().out
     assert [plain["method"], checkpointing["method"]] == ["plain HF", "HF checkpointing"]
-    for result in (plain, checkpointing, *ours):
-        assert result["saved_bytes"] == pytest.approx(result["predicted_bytes"], rel=0.01)
+    assert selective and selective[0]["method"] == "torch selective"
+    for result in (plain, checkpointing, *selective, *ours):
+        if result not in selective:
+            assert result["saved_bytes"] == pytest.approx(result["predicted_bytes"], rel=0.01)
         assert result["gradient_error"] <= 1e-5
         assert len(result["step_s"]) == len(result["ratios"]) == 1 and result["step_s"][0] > 0
         assert f"\n{result['method']} " in table
+    # selective checkpointing keeps what ours keeps
+    assert {result["predicted_bytes"] for result in selective} == {ours[1]["predicted_bytes"]}
     assert plain["saved_bytes"] > 5 * ours[0]["saved_bytes"] > 5 * checkpointing["saved_bytes"]
 
 
@@ -57,3 +63,14 @@ def test_every_requirement_is_judged(
         memory.Result("ours, no tiles", 96, [9.0], [0.1], 900, *rest),
     ]
     assert memory.missed(results, ratios, round_ratio, peak_share) == ([message] if message else [])
+
+
+def test_selective_checkpointing_is_judged_by_time_and_memory() -> None:
+    def result(method: str, step_s: float, peak_mib: int) -> memory.Result:
+        return memory.Result(method, 96, [step_s] * 3, [1.0] * 3, peak_mib << 20, 0, 0, 0.0)
+
+    results = [result(memory.BASELINE, 1.2, 90), result(memory.SELECTIVE[0], 1.1, 95), result(memory.JUDGED, 1.0, 95)]
+    assert memory.slower_than_selective(results, 0.0) == memory.slower_than_selective(results, 1.09) == []
+    assert memory.slower_than_selective(results, 1.11) == ["96 tokens: 1.100 times as fast as torch selective, required 1.11"]
+    results[1] = result(memory.SELECTIVE[0], 1.1, 94)
+    assert memory.slower_than_selective(results, 1.0) == ["96 tokens: 95 MiB at the peak, torch selective 94"]

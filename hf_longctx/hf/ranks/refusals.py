@@ -1,0 +1,65 @@
+"""Ends a refused script with one message: once for all ranks, without tracebacks, and last where a launcher allows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+# seconds for which other ranks wait for rank 0's message, after which the launcher ends them
+_GRACE_S = 15.0
+# torchrun and accelerate print the file as part of a frame that is as wide as its longest line
+_COLUMNS = 110
+
+
+class RefusedRun(ValueError):
+    """Raised for settings, models and data that cannot be trained; on every rank with the same message, unless it is data."""
+
+
+@contextmanager
+def refusals_last() -> Iterator[None]:
+    """Context for a training script, under which a refusal ends the process with its message alone.
+
+    Refusals are what this package raises for settings, models and data that cannot be trained, and `SystemExit` with a text.
+    The first rank of a machine says it. Under torchrun or accelerate the launcher prints the message, as the last thing of the
+    run; otherwise that rank prints it on standard error. Other errors keep their tracebacks.
+
+        with hf_longctx.refusals_last():
+            main()
+    """
+    try:
+        yield
+    except RefusedRun as error:
+        _end(str(error))
+    except SystemExit as error:
+        if not isinstance(error.code, str):
+            raise
+        _end(error.code)
+
+
+def _end(message: str) -> NoReturn:
+    """Ends this process with status 1; only the message of one rank of the machine remains."""
+    file, is_first = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("LOCAL_RANK", "0") == "0"
+    sys.stdout.flush()
+    if file is None:
+        # ranks of one machine are refused alike
+        if is_first:
+            print(message, file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    if not is_first:
+        # the first rank ends meanwhile, and its launcher then ends this one; if it does not, nobody else has the message
+        time.sleep(_GRACE_S)
+    record = {"message": {"message": _wrapped(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
+    Path(file).write_text(json.dumps(record))
+    raise SystemExit(1) from None
+
+
+def _wrapped(message: str) -> str:
+    wrap = textwrap.TextWrapper(_COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(part for line in message.split("\n") for part in wrap.wrap(line) or [""])

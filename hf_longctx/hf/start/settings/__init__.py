@@ -1,0 +1,1 @@
+"""Every field of `TrainingArguments`: what becomes of it under plans, and settings of other systems as ours."""

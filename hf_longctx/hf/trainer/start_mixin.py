@@ -1,0 +1,150 @@
+"""The start of a trainer: settings of other systems in our words, models of `model_init`, trainers of TRL."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers import Trainer, TrainingArguments, enable_full_determinism, set_seed
+from transformers.integrations.integration_utils import TensorBoardCallback
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.streams.sources import is_stream
+from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
+from hf_longctx.hf.start.arguments import run_problems
+from hf_longctx.hf.start.settings.fields import idle_settings
+from hf_longctx.hf.start.settings.translate import hidden_from_trainer, tell_settings, translate
+from hf_longctx.hf.start.trl import (
+    is_scored,
+    prepared_model_problems,
+    read_columns,
+    scored_loss,
+    scored_trainer_problems,
+)
+from hf_longctx.hf.trainer.replicas import ReplicaCheck
+from hf_longctx.hf.trainer.run import Run, RunRequest
+from hf_longctx.runtime.core.loss import TokenLoss
+
+# users put the mixin in front of a Trainer subclass, so type checkers treat it as one
+if TYPE_CHECKING:
+    _TrainerBase = Trainer
+else:
+    _TrainerBase = object
+
+
+class StartMixin(_TrainerBase):
+    """The part of `LongContextMixin` about its start, and about starting anew on a fresh model."""
+
+    longctx_config: LongContextConfig
+    longctx_run: Run
+    plans_evaluation: bool
+    _stop: OrderlyStop
+    _replicas: ReplicaCheck
+    # request from which the run was started, without the model
+    _request: RunRequest
+    # lines about settings of other systems that became ours
+    _lines: tuple[str, ...] = ()
+    # arguments of the trainer that a check of a fresh model needs again
+    _given: dict[str, Any]
+
+    def _translated(self, config: LongContextConfig, args: TrainingArguments | None) -> tuple[LongContextConfig, list[str]]:
+        """The config with the settings of accelerate and `Trainer` as ours; problems with those that have no such words."""
+        args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        words = translate(config, args, LaunchEnvironment.read())
+        self._lines = words.lines
+        return words.config, list(words.problems)
+
+    def _tell_settings(self) -> None:
+        """Says once what became of settings of other systems, and which settings have no effect."""
+        if self.is_fsdp_enabled:
+            self.longctx_run.close()
+            raise ValueError(
+                "accelerate was started with FSDP before the trainer was made (by an Accelerator of your own), so it would shard "
+                "parameters, too; make the trainer first, or leave FSDP out and set LongContextConfig(parameters='sharded')"
+            )
+        draws = not is_scored(type(self))
+        # a trainer that draws its own batches evaluates them itself, too
+        idle = idle_settings(self.args, draws, draws and self.plans_evaluation, self.compute_metrics is not None)
+        if draws and is_stream(self.train_dataset) and (count := self.args.dataloader_num_workers):
+            idle.append(f"dataloader_num_workers={count} (threads read a stream ahead, see lookahead_batches and stream_readers)")
+        tell_settings(self.args, self._lines, idle)
+
+    def _first_model(self, model: Any, model_init: Any, args: TrainingArguments | None) -> Any:
+        """The model that the trainer was given, or the first one that `model_init` makes; raises ValueError for both or none."""
+        if model_init is None:
+            return model
+        if model is not None:
+            raise ValueError("the trainer arguments model and model_init were given; pass one of them")
+        assert args is not None
+        self.model_init = model_init
+        _seed(args)
+        return self.call_model_init()
+
+    def _begin_anew(self, trial: Any) -> None:
+        """Starts the run anew on a fresh model, as `Trainer` makes one before each training if it has `model_init`. Collective.
+
+        trial: the settings of a hyperparameter search, which the new run has from its start.
+        """
+        if self.model_init is None:
+            return
+        old = self.longctx_run
+        for callback in (old.report, self._stop, self._replicas):
+            self.remove_callback(callback)
+        # other ranks may still read from the groups that are closed next
+        self.accelerator.wait_for_everyone()
+        old.close()
+        # the old model must not stay beside the new one
+        nothing: Any = None
+        self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = nothing
+        with hidden_from_trainer(self.args):
+            self._hp_search_setup(trial)
+            _seed(self.args)
+            model: Any = self.call_model_init(trial)
+            problems = run_problems(type(self), self.longctx_config, model, self.args, self._given)
+            self._start(replace(self._request, model=model, problems=problems, control=None))
+        self.model = self.model_wrapped = model
+        if self.place_model_on_device:
+            self._move_model_to_device(model, self.args.device)
+        self._report()
+
+    if TYPE_CHECKING:
+
+        def _start(self, request: RunRequest) -> None: ...
+
+        def _report(self) -> None: ...
+
+    def _log_to_output_dir(self) -> None:
+        """Names TensorBoard's folder now: an evaluation before training would start the log in ./runs, where it would stay."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
+                name = f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}"
+                callback.logging_dir = str(Path(self.args.output_dir or ".") / "runs" / name)
+
+    def _request_of_prepared(
+        self, given: dict[str, Any], control: dist.ProcessGroup | None, token_loss: TokenLoss | None
+    ) -> RunRequest:
+        """The request of a trainer of TRL, with the model, the arguments and the sets that the trainer has made ready."""
+        self.train_dataset = read_columns(type(self), self.train_dataset)
+        self.eval_dataset = read_columns(type(self), self.eval_dataset)
+        model: Any = self.model
+        problems = run_problems(type(self), self.longctx_config, model, self.args, given) + prepared_model_problems(model)
+        datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        reference = None
+        if is_scored(type(self)):
+            problems += scored_trainer_problems(self)
+            if token_loss is not None:
+                problems.append(f"token_loss has no effect beside the loss of {type(self).__name__}; leave it out")
+            # the trainer's own loader reads its rows
+            datasets, reference, token_loss = {}, getattr(self, "ref_model", None), scored_loss(self)
+        request = RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
+        return replace(request, token_loss=token_loss, reference=reference)
+
+
+def _seed(args: TrainingArguments) -> None:
+    """Seeds as `Trainer` does before it makes a model."""
+    (enable_full_determinism if args.full_determinism else set_seed)(args.seed)

@@ -1,0 +1,37 @@
+"""Sizes of LoRA for a model that is known by its shapes alone, as PEFT makes it and a run of it counts it."""
+
+from __future__ import annotations
+
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+
+# elements of one value in fp32, and in bf16
+_WIDE, _HALF = 4, 2
+
+
+def lora_adapters(model: ModelSpec, rank: int) -> AdapterSpec:
+    """LoRA of this rank on every matrix of the layers, with PEFT's defaults; embedding and head are frozen.
+
+    Two matrices stand beside every matrix, but not beside routed experts, which are no modules of their own. Beside weights in
+    half precision they are in fp32, and autocast in bf16 makes a copy of each input, as `hf.models.layers.adapter_spec` reads of
+    such a model.
+    """
+    d, f, e = model.hidden_size, model.intermediate_size, model.bytes_per_element
+    num_wide = 0 if model.experts.num_experts else 2 if model.gated_mlp else 1
+    num_mlp = num_wide + (num_wide > 0)
+    heads, mlp = 4 * d + model.query_size + model.kv_size + model.output_size, num_mlp * (d + f)
+    is_copied, width = e < _WIDE, max(_WIDE, e)
+    saved = _HALF if is_copied else e
+    copied = saved if is_copied else 0
+    in_mlp = copied * (num_wide * d + (num_mlp - num_wide) * f) + saved * num_mlp * rank
+    return AdapterSpec(
+        layer_parameters=rank * (heads + mlp),
+        layer_bytes=rank * (heads + mlp) * width,
+        attention_saved_bytes=copied * (3 * d + model.output_size) + saved * 4 * rank,
+        mlp_saved_bytes=in_mlp,
+        cut_bytes=4 * rank * 3 * width,
+        tile_bytes=in_mlp + (2 * width * max(d, f) if num_mlp else 0),
+        reads_first_norm=not is_copied,
+        reads_attention=not is_copied,
+        reads_second_norm=not is_copied and num_mlp > 0,
+        reads_product=not is_copied and num_mlp > 0,
+    )

@@ -1,0 +1,197 @@
+"""Bounds the seconds of a whole step by what memory costs, and finds how full its micro-batches should be.
+
+Both rest on prices (`activations/prices.py`). Take any plan of a step on N ranks and a price of p seconds for a byte of room. The
+rank-seconds of a group of d ranks are at least
+
+    d * ( group_s  +  sum over its sequences of (seconds + added seconds at p)  -  p * room )
+
+since its added seconds are. A group needs a slot of every of its ranks, which costs c seconds: its fixed seconds and its gathers.
+With p * room = c the number of slots drops out, and the sum over sequences, each at its cheapest degree, divided by N, is a lower
+bound. It is tighter with a price p >= c / room of its own for every sequence and degree,
+
+    added seconds of the sequence  =  max over p of  ( least_s(p) - p * room + c ),
+
+where the room, bought at a higher price, counts for this sequence alone: the group's own price is then the highest of its
+sequences', at which those of the others are no less. Two kinds of room are bounded, each by itself: device and host together, and
+the device with what the link copies during the forwards. The seconds of its forwards are room that a sequence brings along.
+
+Whoever knows a plan of `most_s` seconds may leave out the degrees at which a sequence alone would take longer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hf_longctx.plan.activations.prices import MemoryPrices
+from hf_longctx.plan.chunks.slices import LEAST_SLICE_TOKENS
+from hf_longctx.plan.core.arrays import FloatArray
+from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
+from hf_longctx.plan.groups.problem import GroupingProblem
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.layer import Load, OutsideBytes
+
+# number of prices that are tried for every sequence, and of sizes for which bytes beside layers are counted
+_NUM_PRICES, _NUM_SIZES = 16, 12
+# tokens of the shortest slice: slices take equal time, so that the last has at least half of the mean; a sixteenth for rounding
+_SHORTEST_SLICE = LEAST_SLICE_TOKENS * 15 // 32
+
+
+@dataclass(frozen=True, slots=True)
+class Fullness:
+    """How full micro-batches should be. seconds: those of their gathers, and of what policies add."""
+
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one step: its sequences, costs and budget."""
+
+    problem: GroupingProblem
+    costs: CostModel
+    budget: ActivationBudget
+
+    @cached_property
+    def prices(self) -> MemoryPrices:
+        return MemoryPrices.of(self.problem.lengths, self.costs)
+
+    @cached_property
+    def forward_s(self) -> FloatArray:
+        """Seconds that every sequence adds to the forward of a group of each degree [degree, sequence]."""
+        lengths = np.array(self.problem.lengths, dtype=np.float64)
+        shapes = [self.problem.shapes[degree] for degree in self.problem.degrees]
+        return np.stack([self.costs.forward_sequences_s(lengths, shape) for shape in shapes])
+
+    def lower_bound_s(self, most_s: float = math.inf) -> float:
+        """Lower bound on the seconds of every plan's chunks, gathers counted. most_s: those of a plan that is known.
+
+        Not above `most_s`, since that plan may be the best one.
+        """
+        problem = self.problem
+        if not problem.lengths:
+            return 0.0
+        ends_s = problem.seconds + np.array(problem.group_s)[:, None] + problem.micro_batch_s
+        fits = np.array(problem.lengths) <= np.array(problem.degrees)[:, None] * problem.capacity
+        usable = fits & (ends_s <= most_s)
+        if not usable.any(axis=0).all():
+            return most_s
+        work = np.where(usable, problem.seconds, np.inf) * np.array(problem.degrees)[:, None]
+        found = [problem.lower_bound_s()]
+        for by_link, top in ((False, math.inf), *((True, top) for top in self._tops)):
+            slot_s = self._slot_s(by_link)
+            added = self._added_s(slot_s, by_link, top)
+            # the first micro-batch costs what its gathers add to those of a slot
+            first_s = min(problem.group_s) + problem.micro_batch_s - slot_s
+            found.append(float(np.min(work + added, axis=0).sum()) / problem.num_ranks + first_s)
+        return min(most_s, max(found))
+
+    def _slot_s(self, by_link: bool) -> float:
+        """Least seconds that a slot of a rank costs: the fixed ones of a group, and the gathers of a micro-batch.
+
+        Slices, and packs after them, share a micro-batch, so that each costs only the gathers of a further chunk. But then all
+        gradients wait whole on the device, and a slot lacks their room, worth its share of the seconds.
+        """
+        problem, fixed_s = self.problem, min(self.problem.group_s)
+        whole_s = fixed_s + problem.micro_batch_s
+        if not self._is_sliceable:
+            return whole_s
+        further_s = fixed_s + COUNTED_SHARE * (round_gather_s(self.costs, 2) - round_gather_s(self.costs, 1))
+        waiting = ByteModel(self.costs.model).accumulated(self.costs.parameters, self.costs.shard_ranks)
+        room = self.budget.device_bytes + max(self._other_room(degree, by_link) for degree in problem.degrees)
+        return min(whole_s, further_s + whole_s * waiting / max(1, room))
+
+    def fullness(self) -> Fullness:
+        """The number of micro-batches that probably takes the fewest seconds, if all ranks hold equally much."""
+        problem, budget, prices = self.problem, self.budget, self.prices
+        num_ranks, rate = problem.num_ranks, self.costs.cluster.hardware.copy_bytes_per_s
+        degrees = np.array(problem.degrees)[:, None]
+        fits = np.array(problem.lengths) <= degrees * problem.capacity
+        cheapest = np.where(fits, problem.seconds * degrees, np.inf).argmin(axis=0)
+        forward_s = float((self.forward_s * degrees)[cheapest, np.arange(len(problem.lengths))].sum()) / num_ranks
+        tokens = sum(problem.lengths) / num_ranks
+        room = max(1.0, budget.device_bytes - self._beside(max(1, budget.tile_tokens)))
+        total = tokens * float(prices.num_bytes.sum() + prices.pair_bytes.sum())
+        order = np.argsort(prices.seconds / prices.num_bytes, kind="stable")
+        sizes, seconds = tokens * prices.num_bytes[order], tokens * prices.seconds[order]
+        best = Fullness(1, math.inf)
+        for number in range(max(1, math.ceil(tokens / problem.capacity)), len(problem.lengths) + 1):
+            left = total - number * room - min(rate * forward_s, number * budget.host_bytes)
+            added_s = 0.0
+            for num_bytes, again_s in zip(sizes, seconds, strict=True):
+                added_s += again_s * min(1.0, max(0.0, left / num_bytes)) if num_bytes else 0.0
+                left -= num_bytes
+            total_s = number * (min(problem.group_s) + problem.micro_batch_s) + added_s
+            if total_s < best.seconds:
+                best = Fullness(number, total_s)
+            if not added_s:
+                break
+        return best
+
+    @property
+    def _tops(self) -> list[float]:
+        """Highest prices that are tried where the link counts: seconds per byte of the classes that are cheap to recompute."""
+        prices, copy_s = self.prices, 1 / self.costs.cluster.hardware.copy_bytes_per_s
+        return sorted({float(price) for price in prices.seconds / prices.num_bytes if 0 < price <= copy_s})
+
+    def _added_s(self, slot_s: float, by_link: bool, top: float) -> FloatArray:
+        """Least rank-seconds added for every sequence at every degree, with its share of a slot [degree, sequence]."""
+        problem, budget = self.problem, self.budget
+        rate = self.costs.cluster.hardware.copy_bytes_per_s
+        added = np.empty_like(problem.seconds)
+        rooms = [
+            np.maximum(1.0, budget.device_bytes - self._outside_bytes(degree)) + self._other_room(degree, by_link)
+            for degree in problem.degrees
+        ]
+        low = slot_s / max(float(room.max()) for room in rooms)
+        high = top if by_link else max(low, float((self.prices.seconds / self.prices.num_bytes).min()))
+        grid = np.geomspace(low, max(low, high), _NUM_PRICES) if low < high else np.array([high])
+        held_s = self.prices.least_s(grid[:, None])
+        for k, (degree, room) in enumerate(zip(problem.degrees, rooms, strict=True)):
+            # a higher price than `top` is never paid, so that the room of a slot may cost less than the slot
+            share_s = np.minimum(slot_s, high * room)
+            values = held_s / degree - (grid[:, None] * rate * self.forward_s[k] if by_link else 0.0)
+            # bytes that a sequence brings along must not count less for others where the price is higher
+            values = np.minimum(values, values[-1])
+            paid_s = grid[:, None] * room
+            own = np.where(paid_s >= share_s * (1 - 1e-12), values - paid_s + share_s, -np.inf)
+            added[k] = degree * np.max(own, axis=0)
+        return added
+
+    def _other_room(self, degree: int, by_link: bool) -> float:
+        """Bytes of room besides the device: on the host, or copied in the fixed seconds of a group's forward."""
+        if not by_link:
+            return float(self.budget.host_bytes)
+        fixed_s, _ = self.costs.exchange_line(self.problem.shapes[degree], is_backward=False)
+        return self.costs.cluster.hardware.copy_bytes_per_s * (self.costs.coefficients.forward.chunk_s + fixed_s)
+
+    @property
+    def _is_sliceable(self) -> bool:
+        """Whether slices could be tried for a sequence of the step."""
+        # ranks that share parameters run one order of actions, so that only a group of all ranks may have slices
+        fewest = self.problem.num_ranks if self.costs.parameters == "sharded" else self.problem.degrees[0]
+        return max(self.problem.lengths) >= 2 * LEAST_SLICE_TOKENS * fewest
+
+    def _outside_bytes(self, degree: int) -> FloatArray:
+        """Least bytes that a group with each sequence needs beside what layers hold, when the last of its forwards ends.
+
+        Its backward comes next, also where it is that of the last slice. More tokens need more bytes.
+        """
+        tokens = np.maximum(1, np.array(self.problem.lengths) // degree)
+        if self._is_sliceable:
+            tokens = np.minimum(tokens, _SHORTEST_SLICE)
+        sizes = np.unique(np.geomspace(tokens.min(), tokens.max(), _NUM_SIZES).astype(np.int64))
+        beside = np.array([self._beside(int(size)) for size in sizes])
+        found: FloatArray = beside[np.searchsorted(sizes, tokens, side="right") - 1]
+        return found
+
+    def _beside(self, num_tokens: int) -> float:
+        load = Load.document(num_tokens, self.costs.model.num_layers)
+        found = [OutsideBytes(self.costs.model, load, tile) for tile in {0, self.budget.tile_tokens}]
+        return float(min(each.shared + max(each.head, each.forward, each.backward) for each in found))

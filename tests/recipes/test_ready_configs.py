@@ -1,0 +1,86 @@
+"""Ready configs fit the hardware that they name, by the plan that they name; their samples are read and tokenised."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.models.chats import byte_tokenizer
+from transformers import TrainingArguments
+
+from hf_longctx import LongContextConfig
+from hf_longctx.cli.main import build_parser
+from hf_longctx.cli.plan import _request
+from hf_longctx.plan.cost.profiles import normal_name
+from hf_longctx.recipes.settings import read_settings
+from hf_longctx.recipes.sft import RecipeArguments
+from hf_longctx.recipes.sources import load_tokens
+from hf_longctx.sim.output.summary import run_settings
+from hf_longctx.sim.scenario import build_scenario
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+MODELS = sorted((RECIPES / "models").glob("*.yaml"))
+TASKS = sorted((RECIPES / "tasks").glob("*/config.yaml"))
+# settings of a file that decide what fits, besides max_length and rope_scaling
+DECISIVE = (
+    "dtype",
+    "lora_rank",
+    "load_in_4bit",
+    "parameters",
+    "stages",
+    "shard_ranks",
+    "expert_ranks",
+    "optim",
+    "optimizer_states",
+)
+DECISIVE += ("fp32_master_weights", "activations", "host_gib", "method", "degrees", "tokens_per_rank", "solver")
+
+
+def named(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.parametrize("path", [*MODELS, *TASKS], ids=named)
+def test_a_ready_config_fits_the_hardware_that_it_names(path: Path) -> None:
+    text = path.read_text()
+    [command] = re.findall(r"^#   hf-longctx (plan .*)$", text, re.MULTILINE)
+    settings = yaml.safe_load(text)
+    options = build_parser().parse_args(shlex.split(command))
+    scenario = build_scenario(_request(options, settings["max_length"]))
+    assert scenario.longest_tokens >= settings["max_length"]
+    # beyond the model's own positions, a run needs scaled ones; within them it refuses to scale
+    assert ("rope_scaling" in settings) == (settings["max_length"] > scenario.costs.model.max_positions)
+    # assumptions of the plan are the settings of the run
+    forecast = {name: value for name, value in run_settings(scenario).items() if name in DECISIVE}
+    assert forecast == {name: str(settings[name]) for name in DECISIVE if name in settings}
+    assert normal_name(Path(settings["model_name_or_path"]).name).startswith(normal_name(options.model))
+
+
+def test_ready_configs_and_their_samples_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # shipped files are found in the package, from every folder
+    monkeypatch.chdir(tmp_path)
+    chatml = (RECIPES / "configs" / "chatml.jinja").read_text()
+    read: set[tuple[str, ...]] = set()
+    for path in (*MODELS, *TASKS):
+        all_settings = (RecipeArguments, LongContextConfig, TrainingArguments)
+        recipe, config, args = read_settings(all_settings, [str(path), "--use_cpu", "true"])
+        assert config.max_length and args.output_dir.startswith("outputs/")
+        assert recipe.chat_template is None or Path(recipe.chat_template).read_text() == chatml
+        files = tuple(source.path for source in recipe.sources)
+        if files not in read:
+            # the checkpoint's tokenizer is not here
+            found = load_tokens(recipe.sources, byte_tokenizer(chatml), seed=0, held_out=recipe.eval_documents)
+            assert len(found.train) > 0
+            assert all(any(label >= 0 for label in row.get("labels", row["input_ids"])) for row in found.train)
+        read.add(files)
+
+
+def test_every_folder_of_a_task_has_a_config_a_sample_and_a_page() -> None:
+    for folder in (RECIPES / "tasks").iterdir():
+        kinds = {file.suffix for file in folder.iterdir()}
+        assert {".yaml", ".jsonl", ".md"} <= kinds, folder
+    page = (RECIPES / "models" / "README.md").read_text()
+    assert [path.name for path in MODELS] == sorted(re.findall(r"\]\(([\w.-]+\.yaml)\)", page))
