@@ -16,16 +16,16 @@ import xxhash
 from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.streams.states import counts_samples, steps_of
+from hf_longctx.hf.data.streams.states import counts_samples, keeps_state, steps_of
 
 
 class ShardedStream(torch.utils.data.IterableDataset[Any]):
     """An iterable dataset that a function makes for every reader, for loaders that cannot be divided afterwards.
 
     `make(reader, num_readers)` runs on the rank of the reader alone and returns an iterable over that reader's rows: each row is
-    a mapping, and an item may be a list of rows. If the iterable has `set_epoch`, or its `dataset` has, that is called before
-    every epoch; if it has `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, a resumed run goes on from its
-    state.
+    a mapping, and an item may be a list of rows. If the iterable has `set_epoch`, or the dataset or sampler of a loader has, that
+    is called before every epoch; if it has `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, a resumed run
+    goes on from its state.
 
     Example:
 
@@ -67,12 +67,24 @@ def reader_stream(stream: Any, reader: int, num_readers: int) -> Any:
             f"the loader of reader {reader} stacks rows to batches (batch_size={made.batch_size}); make it with batch_size=None, "
             f"or with collate_fn=list, so that it gives rows"
         )
+    own = made.generator
+    if own is not None and keeps_state(made) and getattr(made.sampler, "generator", None) is own:
+        # the state holds the generator before the loader draws its workers' seed from it, too
+        raise ValueError(
+            f"the loader of reader {reader} shuffles with its own generator, of which its state_dict keeps too little, so the "
+            f"epochs after a resumed one would have another order; give the generator to its sampler alone, as in "
+            f"StatefulDataLoader(rows, sampler=RandomSampler(rows, generator=generator)), with torchdata's RandomSampler"
+        )
     return made
 
 
 def begin_epoch(stream: Any, epoch: int, is_resumed: bool) -> None:
-    """Tells a dataset, or the dataset of a loader, which epoch comes next; is_resumed: its earlier epochs were in another run."""
-    for each in (stream, stream.dataset if isinstance(stream, torch.utils.data.DataLoader) else None):
+    """Tells a dataset, or the dataset or sampler of a loader, which epoch comes next.
+
+    is_resumed: earlier epochs were read in another run.
+    """
+    inner = (stream.dataset, stream.sampler) if isinstance(stream, torch.utils.data.DataLoader) else ()
+    for each in (stream, *inner):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
             return

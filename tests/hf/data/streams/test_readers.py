@@ -198,9 +198,11 @@ def stateful_loader(reader: int, num_readers: int, num_workers: int = 0, kind: s
     samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
     rows = random_rows([3 + number % 5 for number in range(23)])[reader::num_readers]
     if kind == "shuffled":
+        sampler = samplers.RandomSampler(rows, generator=torch.Generator().manual_seed(reader))
+        return torchdata.StatefulDataLoader(rows, batch_size=None, sampler=sampler, num_workers=num_workers)
+    if kind == "shared generator":
         generator = torch.Generator().manual_seed(reader)
-        sampler = samplers.RandomSampler(rows, generator=generator)
-        return torchdata.StatefulDataLoader(rows, batch_size=None, sampler=sampler, generator=generator, num_workers=num_workers)
+        return torchdata.StatefulDataLoader(rows, batch_size=None, shuffle=True, generator=generator)
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
     return torchdata.StatefulDataLoader(stream, batch_size=2, collate_fn=list, num_workers=num_workers)
 
@@ -215,6 +217,23 @@ def test_a_stateful_loader_of_torchdata_goes_on_exactly(monkeypatch, num_workers
     for number in (0, 2, 5, 6, 8) if not num_workers else (2, 7):
         resumed = some(stream, 12 - number, straight[number].after)
         assert ids(resumed) == ids(straight[number + 1 :])
+
+
+def test_a_loader_whose_state_leaves_out_a_part_of_its_shuffle_is_refused() -> None:
+    # its state leads to the next row, but the epoch after that of a resumed run has another order
+    stream = ShardedStream(lambda reader, num_readers: stateful_loader(reader, num_readers, kind="shared generator"))
+    with pytest.raises(ValueError, match=r"loader of reader 0 shuffles with its own generator.* to its sampler"):
+        some(stream, 1, Place.begin(2))
+
+
+def test_the_sampler_of_a_loader_is_told_the_epoch() -> None:
+    rows = random_rows([3] * 12)
+    sampler = torch.utils.data.DistributedSampler(rows, num_replicas=1, rank=0, seed=3)
+    stream = ShardedStream(lambda reader, n: torch.utils.data.DataLoader(rows, batch_size=None, sampler=sampler, collate_fn=dict))
+    straight = some(stream, 6, Place.begin(1))
+    assert sorted(flat(straight[:3])) == sorted(flat(straight[3:])) and ids(straight[:3]) != ids(straight[3:])
+    for number in (1, 2, 3):
+        assert ids(some(stream, 5 - number, straight[number].after)) == ids(straight[number + 1 :])
 
 
 def test_an_object_that_counts_samples_over_all_ranks_begins_a_resumed_epoch_in_its_order() -> None:

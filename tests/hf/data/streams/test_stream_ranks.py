@@ -174,7 +174,7 @@ def failing(kind: str, folder: str) -> tuple[int, str, list[str]]:
     stream = ShardedStream(lambda reader, _: Part(parts[reader], **(at if reader else {})))
     recorder, message, logged = LossRecorder(), "", Lines(named)
     logging.getLogger("hf_longctx").addHandler(logged)
-    config = {**CONFIG, "stream_readers": 2, "collective_timeout_s": 3.0 if kind == "slow" else 60.0}
+    config = {**CONFIG, "stream_readers": 2, "collective_timeout_s": 8.0 if kind == "slow" else 60.0}
     with tempfile.TemporaryDirectory() as out:
         # evaluations come while the next batch is not complete
         arguments = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1} if kind == "slow" else {"max_steps": 11}
