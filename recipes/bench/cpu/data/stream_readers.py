@@ -119,7 +119,7 @@ def rate(setting: Setting, source: str, readers: int, plans: PlanSource, tokeniz
     rules = StreamRules("train_dataset", VOCAB_SIZE, *limits, "truncate", setting.rows_per_step, None, False)
     stream = PlannedStream(StreamSource(ShardedStream(make), rules, readers, LOOKAHEAD), Place.begin(readers), plans)
     batches = iter(stream)
-    # what is read ahead before the clock starts would count as free
+    # rows that are read ahead before the clock starts would count as free
     for _ in range(LOOKAHEAD + 1):
         next(batches)
     begun_s, num_rows, num_tokens = time.perf_counter(), 0, 0
