@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.config import LongContextConfig
     from hf_longctx.hf.data.chat import DataError
     from hf_longctx.hf.data.mixture import mix_datasets
+    from hf_longctx.hf.data.streams.sources import ShardedStream
     from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.evaluation.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
@@ -36,6 +37,7 @@ _HOMES = {
     "LongContextTrainer": "hf_longctx.hf.trainer.trainer",
     "MuonWithAdamW": "hf_longctx.hf.start.settings.muon",
     "NeedleTask": "hf_longctx.hf.evaluation.needles",
+    "ShardedStream": "hf_longctx.hf.data.streams.sources",
     "TokenLoss": "hf_longctx.runtime.core.loss",
     "extend_positions": "hf_longctx.hf.models.rope",
     "load_pipeline_stage": "hf_longctx.hf.start.stages",
@@ -58,6 +60,7 @@ __all__ = [
     "LongContextTrainer",
     "MuonWithAdamW",
     "NeedleTask",
+    "ShardedStream",
     "TokenLoss",
     "__version__",
     "extend_positions",

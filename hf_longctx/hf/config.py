@@ -87,8 +87,17 @@ class LongContextConfig:
     lookahead_batches: int | None = field(
         default=None,
         metadata={
-            "help": "Needed for an iterable `train_dataset`, and only there: how many global batches rank 0 may read ahead "
-            "of the running step. Default: none."
+            "help": "Needed for an iterable `train_dataset`, and only there: how many global batches may be read ahead of the "
+            "running step. Default: none."
+        },
+    )
+    stream_readers: int = field(
+        default=1,
+        metadata={
+            "help": "Number of readers of an iterable `train_dataset`. Each reads and tokenises its own shard ahead, in a "
+            "thread of one rank (they are spread over ranks), and sends tokens straight to the ranks that hold them. Readers "
+            "take turns, sequence by sequence. A run resumes on any number of ranks with the same number of readers "
+            "(docs/guides/data.md). Needs a dataset that can be divided: with a method `shard`, or a `ShardedStream`."
         },
     )
     degrees: Degrees | None = field(
@@ -387,6 +396,7 @@ KINDS: dict[str, Kind] = {
     "tile_tokens": Whole(0, "it cannot be negative (0: untiled)"),
     "tokens_per_step": _TOKENS,
     "lookahead_batches": Whole(1, "at least 1 global batch must be read ahead", is_optional=True, most=2**31),
+    "stream_readers": Whole(1, "give the number of readers, 1 for rank 0 alone", most=2**16),
     "degrees": Sizes(),
     "method": Word(GROUP_METHODS),
     "stages": NumStages(),

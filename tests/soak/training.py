@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "replicated": ({}, (2, 3, 4)),
     "sharded": ({"parameters": "sharded"}, (2, 3, 4)),
     "stages": ({"stages": 2}, (2, 4)),
-    "stream": ({"lookahead_batches": 2}, (2, 3, 4)),
+    "stream": ({"lookahead_batches": 2, "stream_readers": 3}, (2, 3, 4)),
 }
 # methods of the trainer -> names of the phases that they are
 _METHODS = {
@@ -167,7 +167,7 @@ def train(rank: int, tell: Tell, case: Case, folder: str) -> None:
     rows = datasets.load_from_disk(f"{folder}/rows")
     trainer = make_trainer(
         ModelCase(promoted=True),
-        rows.to_iterable_dataset() if case.kind == "stream" else rows,
+        rows.to_iterable_dataset(num_shards=3) if case.kind == "stream" else rows,
         f"{folder}/out",
         {"tokens_per_rank": 64, "collective_timeout_s": case.timeout_s, **KINDS[case.kind][0]},
         {

@@ -2,6 +2,6 @@
 
 In the order of use: `tokenise` and `chat` make rows of tokens, `mixture` mixes datasets, `scan` and `scan_cache` check rows and
 read their lengths, `sampler` draws the sequences of each step, `planned_batches` attaches a plan to each step, and `collator`
-cuts out the tokens that one rank holds. `streaming` does all of this for iterable datasets; `resume` continues after a
+cuts out the tokens that one rank holds. `streams` does all of this for iterable datasets; `resume` continues after a
 checkpoint.
 """

@@ -1,6 +1,6 @@
 """Joins sampler and planner: a batch sampler that draws the sequences of each step and attaches their plan.
 
-Built by the trainer for map-style datasets; `streaming.PlannedStream` is its counterpart for iterable ones.
+Built by the trainer for map-style datasets; `streams.planned_stream.PlannedStream` is its counterpart for iterable ones.
 """
 
 from __future__ import annotations

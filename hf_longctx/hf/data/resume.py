@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers.trainer_utils import has_length
 
 from hf_longctx.hf.checkpoints.manifest import DATA_FILE, read_record
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.streaming import Cursor
+from hf_longctx.hf.data.streams.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +26,7 @@ _REMEDIES = {
     "sequences_per_step": "choose per_device_train_batch_size x ranks x gradient_accumulation_steps as before",
     "sequences_per_plan": "every epoch ends with a whole plan, so choose gradient_accumulation_steps as before",
     "tokens_per_step": "set it back",
+    "stream_readers": "every reader has its own shard, on any number of ranks, so set it back",
     "shuffle_seed": "set data_seed (or seed) and train_sampling_strategy back",
     "dataloader_drop_last": "set it back",
     "cut_tokens": "longer sequences are cut at this length, so set max_length, or tokens_per_rank and degrees, back",
@@ -49,6 +49,7 @@ def data_settings(
         "sequences_per_step": None if by_tokens else sequences_per_step(args),
         "sequences_per_plan": args.per_device_train_batch_size * args.world_size if ends_by_plans else None,
         "tokens_per_step": config.tokens_per_step,
+        "stream_readers": config.stream_readers if train_dataset == "stream" and config.stream_readers > 1 else None,
         "shuffle_seed": shuffle_seed,
         "dataloader_drop_last": args.dataloader_drop_last,
         # truncation does not change which samples a step has, unless steps are made by counting tokens
@@ -64,7 +65,7 @@ class DataRecorder:
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
-        self.cursor: Callable[[], Cursor | None] = lambda: None
+        self.place: Callable[[], Place | None] = lambda: None
         self.resumed_from: Path | None = None
         self.starts_anew = False
         # steps that were left out so far, since their loss or gradients were not finite
@@ -74,9 +75,9 @@ class DataRecorder:
         """Stores which data the present training reads, for its checkpoints and for `problems`."""
         self.settings = settings
 
-    def follow(self, cursor: Callable[[], Cursor | None]) -> None:
-        """From now on, puts the place in the stream into records; `cursor` returns that place on rank 0."""
-        self.cursor = cursor
+    def follow(self, place: Callable[[], Place | None]) -> None:
+        """From now on, puts the place in the stream into records; `place` returns it, and is collective."""
+        self.place = place
 
     def resume(self, folder: Path | None, starts_anew: bool = False) -> None:
         """Stores the checkpoint after whose data the next training goes on; None: the data start at their beginning.
@@ -86,15 +87,12 @@ class DataRecorder:
         self.resumed_from, self.starts_anew = folder, starts_anew
 
     def record(self, step: int) -> dict[str, Any] | None:
-        """The record of the data before optimizer step `step` ends; None if a stock loader reads them.
-
-        The place in a stream is right on rank 0.
-        """
+        """The record of the data before optimizer step `step` ends; None if a stock loader reads them. Collective."""
         if not self.settings:
             return None
-        cursor = self.cursor()
-        place = None if cursor is None else asdict(cursor)
-        return {"step": step, "settings": self.settings, "cursor": place, "skipped_steps": self.num_skipped}
+        place = self.place()
+        cursor = None if place is None else place.to_json()
+        return {"step": step, "settings": self.settings, "cursor": cursor, "skipped_steps": self.num_skipped}
 
     def problems(self) -> list[str]:
         """Lists on any rank what keeps it from going on after the checkpoint's data.
@@ -107,7 +105,7 @@ class DataRecorder:
         remedy = "set LongContextConfig(resume_partial=True) to go on without it, or ignore_data_skip=True to start the data anew"
         try:
             record = self._record()
-            _cursor_of(record)
+            _place_of(record)
         except ValueError as error:
             return [f"{self.resumed_from}: {error}; {remedy}"]
         if record is None:
@@ -124,27 +122,23 @@ class DataRecorder:
             if record["settings"].get(name) != value
         ]
 
-    def start(self) -> Cursor:
-        """Position from which a stream continues; its beginning if nothing is resumed."""
-        return _cursor_of(self._record()) or Cursor()
+    def start(self, num_readers: int) -> Place:
+        """Place from which a stream with so many readers continues; its beginning if nothing is resumed."""
+        return _place_of(self._record()) or Place.begin(num_readers)
 
     def _record(self) -> dict[str, Any] | None:
         """The record of the checkpoint; raises ValueError for one that cannot be read."""
         return None if self.resumed_from is None or self.starts_anew else read_record(self.resumed_from)
 
 
-def _cursor_of(record: dict[str, Any] | None) -> Cursor | None:
+def _place_of(record: dict[str, Any] | None) -> Place | None:
     """The place in the stream that a record has, if any; raises ValueError for one that is none."""
     if record is None or record["cursor"] is None:
         return None
     try:
-        cursor = Cursor(**record["cursor"])
-    except TypeError:
-        raise ValueError(f"{DATA_FILE} has no place in a stream, but {record['cursor']!r:.80}") from None
-    numbers = (cursor.epoch, cursor.row, cursor.piece)
-    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(cursor.digest, str):
-        raise ValueError(f"{DATA_FILE} has no place in a stream, but {record['cursor']!r:.80}")
-    return cursor
+        return Place.from_json(record["cursor"])
+    except ValueError as error:
+        raise ValueError(f"{DATA_FILE} has {error}") from None
 
 
 def sequences_per_step(args: TrainingArguments) -> int:

@@ -30,7 +30,7 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 logger = logging.getLogger(__name__)
 
-# a step's lengths, or a function that waits for them in the planner's thread
+# a step's lengths, or a function that returns them once the step after it has been drawn
 Lengths = list[int] | Callable[[], list[int]]
 
 
@@ -38,7 +38,7 @@ class PlanSource:
     """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new costs.
 
     The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets
-    samples. Lengths and the fast planner may take as long as they need: while rank 0 waits for them, it tells the other ranks so
+    samples. The fast planner may take as long as it needs: while rank 0 waits for it, it tells the other ranks so
     every `alive_s` seconds, which must be less than the control group's time-out. `DraftPlanner` limits the wait for a slow
     solver, and counts on rank 0 the plans of that solver that were replaced: `late_plans` and `failed_plans`.
     """
@@ -65,11 +65,16 @@ class PlanSource:
         If the planner raises an error, every rank raises it.
         """
         waiting = iter(steps)
-        pending = self._submit(next(waiting, None), explore)
-        while pending is not None:
-            current, pending = pending, self._submit(next(waiting, None), explore)
+        step, pending = next(waiting, None), None
+        while step is not None:
             begun_s = time.perf_counter()
+            following = next(waiting, None)
+            current = self._submit(*step, explore) if pending is None else pending
+            # nothing may wait in the planner's thread, since an evaluation needs it too
+            is_known = following is not None and not callable(following[1])
+            pending = self._submit(*following, explore) if following is not None and is_known else None
             plan = self._share(current)
+            step = following
             # an evaluation's plans explore nothing
             self.waited_s += (time.perf_counter() - begun_s) * explore
             yield plan
@@ -110,16 +115,13 @@ class PlanSource:
         is_known = self.costs.coefficients.is_measured or bool(self.config.static_degree)
         return explore and self._explore_steps > 0 and not is_known
 
-    def _submit(self, step: tuple[int, Lengths] | None, explore: bool) -> Future[Draft] | int | None:
-        """The future of a draft on rank 0; the step's number on other ranks; None after the last step."""
-        if step is None:
-            return None
-        number, lengths = step
+    def _submit(self, number: int, lengths: Lengths, explore: bool) -> Future[Draft] | int:
+        """The future of a draft on rank 0; the step's number on other ranks."""
         if self.pool.rank:
             return number
+        known = lengths() if callable(lengths) else lengths
 
         def draft() -> Draft:
-            known = lengths() if callable(lengths) else lengths
             if self._explores(explore):
                 return Draft(self.solve(number, known, explore))
             if not is_slow(self.config):
@@ -155,7 +157,7 @@ class PlanSource:
         stop_s = time.monotonic() + limit_s
         while (left_s := stop_s - time.monotonic()) > 0 and wait([pending], timeout=min(left_s, self.alive_s)).not_done:
             if left_s > self.alive_s and self.pool.control is not None:
-                logger.warning("a plan, or the data that it waits for, takes longer than %g s; all ranks wait", self.alive_s)
+                logger.warning("a plan takes longer than %g s; all ranks wait", self.alive_s)
                 self._broadcast("")
 
     def _receive(self) -> StepPlan:

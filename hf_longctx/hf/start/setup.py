@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
-from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapters
 from hf_longctx.hf.models.older.positions import absent_token_ids

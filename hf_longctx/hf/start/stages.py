@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longctx.hf.checkpoints.stage_loading import checkpoint_config, load_stage
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import CLASSIFIERS
 from hf_longctx.hf.models.spec import cluster_spec, config_spec

@@ -129,13 +129,14 @@ def _scored_problems(name: str, args: Any, config: LongContextConfig) -> list[st
     for argument, (allowed, why) in _SCORED_ARGUMENTS.items():
         if (value := getattr(args, argument, allowed[0])) not in allowed:
             problems.append(f"{argument}={value!r} is not supported with {name}: {why}")
-    for setting, default in (("tokens_per_step", None), ("long_sequences", "error"), ("lookahead_batches", None)):
+    reading = (("lookahead_batches", None), ("stream_readers", 1))
+    for setting, default in (("tokens_per_step", None), ("long_sequences", "error"), *reading):
         if (own := getattr(config, setting)) != default:
             problems.append(
                 f"{setting}={own!r} has no effect, since {name} draws its batches itself; leave it out"
                 + (
                     ""
-                    if setting == "lookahead_batches"
+                    if (setting, default) in reading
                     else ", and set per_device_train_batch_size and max_length of its arguments"
                 )
             )

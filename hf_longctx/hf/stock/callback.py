@@ -446,6 +446,6 @@ def _without_effect(config: LongContextConfig) -> list[str]:
     """Changed settings that have no effect, since nothing measures or reports the forwards of a stock trainer."""
     idle = (
         *("calibration_steps", "fp32_gradients", "fp32_master_weights", "optimizer_states", "timeline_steps"),
-        *("lookahead_batches", "micro_batch_trials", "token_metrics"),
+        *("lookahead_batches", "stream_readers", "micro_batch_trials", "token_metrics"),
     )
     return [field.name for field in fields(config) if field.name in idle and getattr(config, field.name) != field.default]

@@ -119,8 +119,7 @@ class CheckpointMixin(_TrainerBase):
             self._staged = None
         # one rank may have written for longer than the control group's time-out, so wait on the default group first
         PartialState().wait_for_everyone()
-        # rank 0 alone reads a stream and knows its place
-        record = gather_objects(run.recorder.record(state.global_step) if run.pool.rank == 0 else None, run.control)[0]
+        record = gather_objects(run.recorder.record(state.global_step), run.control)[0]
         with staged.holding():
             if self.args.should_save and record is not None:
                 write_json(staged.folder / DATA_FILE, record)

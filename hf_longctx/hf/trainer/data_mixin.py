@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import sequences_per_step
-from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.start.trl import is_scored, read_columns
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.run import Run

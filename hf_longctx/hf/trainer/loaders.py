@@ -15,7 +15,8 @@ from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.resume import data_settings, plans_done
 from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.data.scan import token_rows
-from hf_longctx.hf.data.streaming import PlannedStream, StreamBatches, is_stream
+from hf_longctx.hf.data.streams.planned_stream import PlannedStream, StreamSource
+from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.trainer.run import Run
@@ -89,16 +90,16 @@ def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataL
 
 
 def _stream_loader(run: Run, stream: Any, global_step: Callable[[], int]) -> DataLoader[Any]:
-    """Planned steps of an iterable training set, read by rank 0 alone."""
+    """Planned steps of an iterable training set."""
     args, config = run.args, run.config
     assert config.lookahead_batches is not None
     _check_resumed(run, "stream", None, config.long_sequences != "error")
-    batches = StreamBatches(stream, run.sets.stream_rules(), run.recorder.start())
+    source = StreamSource(stream, run.sets.stream_rules(), config.stream_readers, config.lookahead_batches)
     # an epoch of the trainer is the whole run, since nobody knows when the stream ends
     per_epoch = args.max_steps * args.gradient_accumulation_steps
     done = partial(_batches_done, run, per_epoch, global_step)
-    planned = PlannedStream(batches, config.lookahead_batches, run.source, lambda: done() % per_epoch)
-    run.recorder.follow(lambda: planned.cursor)
+    planned = PlannedStream(source, run.recorder.start(config.stream_readers), run.source, lambda: done() % per_epoch)
+    run.recorder.follow(planned.place)
     return planned.loader(_pins_memory(run))
 
 

@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels.task import HeadTask, task_of
 from hf_longctx.hf.data.resume import DataRecorder
-from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend

@@ -19,7 +19,8 @@ from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
-from hf_longctx.hf.data.streaming import StreamRules, is_stream, stream_problems
+from hf_longctx.hf.data.streams.rows import StreamRules
+from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_problems
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
@@ -69,6 +70,9 @@ class SequenceSets:
         else:
             settings["layers of the stages"] = ranges
             problems += _differing_stages(own_stage(len(ranges)), model, self.control)
+        if self.config.stream_readers > 1 and is_stream(stream := datasets.get("train_dataset")):
+            # each rank takes its own readers' shards
+            settings["sources and shuffles of train_dataset"] = source_digest(stream)
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None and not is_stream(dataset)}
         for name, scan in self._scan(given).items():
             problems += scan.problems

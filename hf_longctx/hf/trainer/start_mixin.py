@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments, enable_full_determinism, se
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import run_problems
@@ -71,7 +71,7 @@ class StartMixin(_TrainerBase):
         # a trainer that draws its own batches evaluates them itself, too
         idle = idle_settings(self.args, draws, draws and self.plans_evaluation, self.compute_metrics is not None)
         if draws and is_stream(self.train_dataset) and (count := self.args.dataloader_num_workers):
-            idle.append(f"dataloader_num_workers={count} (a thread of rank 0 reads a stream ahead, see lookahead_batches)")
+            idle.append(f"dataloader_num_workers={count} (threads read a stream ahead, see lookahead_batches and stream_readers)")
         tell_settings(self.args, self._lines, idle)
 
     def _first_model(self, model: Any, model_init: Any, args: TrainingArguments | None) -> Any:

@@ -27,7 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.streaming import is_stream
+from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.log_probs.loader import LoaderCheck
 from hf_longctx.hf.log_probs.rewards import passes_of
 from hf_longctx.hf.log_probs.trl_methods import LogProbMixin

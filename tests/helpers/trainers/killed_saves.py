@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "replicated": {},
     "sharded": {"parameters": "sharded"},
     "staged": {"stages": 2},
-    "stream": {"lookahead_batches": 2},
+    "stream": {"lookahead_batches": 2, "stream_readers": 3},
     # a stock trainer with the callback alone
     "callback": {},
 }
@@ -38,7 +38,7 @@ LIMIT = {"save_total_limit": 1}
 
 def trainer_of(kind: str, folder: str, config: dict[str, Any] | None = None, **arguments: Any) -> Any:
     rows = random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 5)
-    data: Any = datasets.Dataset.from_list(rows).to_iterable_dataset() if kind == "stream" else rows
+    data: Any = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3) if kind == "stream" else rows
     # forked programs have no process group yet, by which `make_trainer` would divide
     saving = {
         "per_device_train_batch_size": 4,

@@ -16,14 +16,14 @@ from transformers import TrainerState, TrainingArguments
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.checkpoints.manifest import write_json
 from hf_longctx.hf.data.resume import DataRecorder, check_resumed, data_settings, plans_done
-from hf_longctx.hf.data.streaming import Cursor
+from hf_longctx.hf.data.streams.place import Anchor, Cursor, Place
 
 
-def recorder(folder: Path, train_dataset: str, cursor: Cursor | None = None, **arguments: Any) -> DataRecorder:
+def recorder(folder: Path, train_dataset: str, place: Place | None = None, **arguments: Any) -> DataRecorder:
     args = training_arguments(str(folder), **arguments)
     made = DataRecorder()
     made.describe(data_settings(args, LongContextConfig(), train_dataset, 3, None))
-    made.follow(lambda: cursor)
+    made.follow(lambda: place)
     return made
 
 
@@ -36,20 +36,34 @@ def save(folder: Path, step: int, made: DataRecorder) -> Path:
 
 
 def test_a_cursor_survives_the_checkpoint(tmp_path: Path) -> None:
-    cursor = Cursor(2, 17, 1, "abc")
-    checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream", cursor))
+    anchored = Cursor(2, 17, 1, "abc", Anchor(1, 3, "def", '{"row": 3}'))
+    place = Place(1, (Cursor(3), anchored))
+    checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream", place))
     again = recorder(tmp_path, "stream")
     again.resume(checkpoint)
-    assert again.problems() == [] and again.start() == cursor
+    assert again.problems() == [] and again.start(2) == place
+    record = json.loads((checkpoint / "longctx_data.json").read_text())
+    # a record of a version that had one reader
+    write_json(checkpoint / "longctx_data.json", {**record, "cursor": {"epoch": 2, "row": 17, "piece": 1, "digest": "abc"}})
+    assert again.problems() == [] and again.start(1) == Place(0, (Cursor(2, 17, 1, "abc"),))
+    for damaged in (
+        {"epoch": "2"},
+        {"turn": 2, "readers": [{}, {}]},
+        {"turn": 0, "readers": []},
+        [],
+        {"turn": 0, "readers": [3]},
+    ):
+        write_json(checkpoint / "longctx_data.json", {**record, "cursor": damaged})
+        assert "has no place in a stream" in again.problems()[0]
     assert not list(checkpoint.glob("*.tmp"))
 
 
 def test_a_run_that_starts_or_skips_nothing_has_no_cursor_and_no_problems(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream", Cursor(2, 17)))
+    checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream", Place(0, (Cursor(2, 17),))))
     for where, starts_anew in ((None, False), (checkpoint, True)):
         again = recorder(tmp_path, "another")
         again.resume(where, starts_anew)
-        assert again.problems() == [] and again.start() == Cursor()
+        assert again.problems() == [] and again.start(2) == Place.begin(2)
 
 
 def test_a_checkpoint_of_an_older_version_is_said_and_a_stream_refused(tmp_path: Path, caplog: Any) -> None:
@@ -143,7 +157,7 @@ def test_how_a_step_is_divided_matters_only_where_plans_end_an_epoch(tmp_path: P
     for number, (train_dataset, arguments, is_refused) in enumerate(
         [("digest", {}, False), ("digest", {"dataloader_drop_last": True}, True), ("stream", {}, True)]
     ):
-        checkpoint = save(tmp_path, number, recorder(tmp_path, train_dataset, Cursor(), **whole, **arguments))
+        checkpoint = save(tmp_path, number, recorder(tmp_path, train_dataset, Place.begin(1), **whole, **arguments))
         for division, is_other in ((whole, False), (halves, True)):
             again = recorder(tmp_path, train_dataset, **division, **arguments)
             again.resume(checkpoint)
@@ -172,4 +186,4 @@ def test_a_record_that_is_none_is_refused(tmp_path, data: str, text: str) -> Non
     (problem,) = again.problems()
     assert "longctx_data.json" in problem and "resume_partial=True" in problem
     again.resume(checkpoint, starts_anew=True)
-    assert again.problems() == [] and again.start() == Cursor()
+    assert again.problems() == [] and again.start(2) == Place.begin(2)

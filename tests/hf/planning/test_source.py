@@ -66,18 +66,21 @@ def test_one_step_is_drawn_ahead_and_no_more() -> None:
         assert drawn == list(range(step + 2))
 
 
-def test_lengths_may_be_waited_for_while_the_step_before_runs() -> None:
-    known = threading.Event()
+def test_lengths_may_be_known_only_when_the_step_after_is_drawn() -> None:
+    known: dict[int, list[int]] = {}
 
-    def late() -> list[int]:
-        known.wait(10.0)
-        return [5, 6]
+    def steps() -> Iterator[tuple[int, Any]]:
+        yield 0, [7]
+        for step in (1, 2):
+            yield step, lambda step=step: known[step]
+            known[step] = [5, 5 + step]
 
-    plans = lone_source(tiny_costs(4)).plans([(0, [7]), (1, late), (2, late)], explore=False)
-    # the first plan is there before the lengths of the second are
-    assert next(plans).lengths == (7,)
-    known.set()
-    assert [plan.lengths for plan in plans] == [(5, 6), (5, 6)]
+    source = lone_source(tiny_costs(4))
+    plans = source.plans(steps(), explore=False)
+    assert next(plans).lengths == (7,) and not known
+    # plans of an evaluation come meanwhile
+    assert [plan.lengths for plan in source.plans([(9, [4])], explore=False)] == [(4,)]
+    assert [plan.lengths for plan in plans] == [(5, 6), (5, 7)]
 
 
 def test_an_error_of_the_planner_is_raised_where_the_plan_is_drawn() -> None:
@@ -305,21 +308,21 @@ def patient_on_rank(waits_for: str) -> tuple[list[str], str]:
     """Message that a rank receives before the plan, and the plan's solver."""
     planner = ScriptedPlanner(late=(0,) if waits_for == "solver" else ())
     pool = group_pool()
+
+    def plan_slowly(*step: Any) -> Any:
+        if waits_for == "fast planner":
+            planner.go.wait(30.0)
+        return planner(*step)
+
     source = ListeningSource(
-        pool, tiny_costs(2), slow_config(64, (1, 2)), alive_s=0.02, late_s=60.0, planner=refuse if pool.rank else planner
+        pool, tiny_costs(2), slow_config(64, (1, 2)), alive_s=0.02, late_s=60.0, planner=refuse if pool.rank else plan_slowly
     )
     source.listen(planner.go)
-
-    def lengths() -> list[int]:
-        if waits_for == "lengths":
-            planner.go.wait(30.0)
-        return [5, 6]
-
-    (plan,) = source.plans([(0, lengths)], explore=False)
+    (plan,) = source.plans([(0, [5, 6])], explore=False)
     return source.messages[:2], plan.estimate.solver
 
 
-@pytest.mark.parametrize("waits_for", ["lengths", "solver"])
+@pytest.mark.parametrize("waits_for", ["fast planner", "solver"])
 def test_ranks_hear_from_rank_zero_while_it_waits(ranks, waits_for: str) -> None:
     assert ranks(2).run(patient_on_rank, waits_for) == [(["", ""], "slow")] * 2
 

@@ -168,7 +168,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "parallelism_config": _only((None,), "leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
     "dataloader_drop_last": _supported(),
-    "dataloader_num_workers": _supported("no effect with a stream, which a thread of rank 0 reads"),
+    "dataloader_num_workers": _supported("no effect with a stream, which threads of its readers read"),
     "dataloader_pin_memory": _supported(),
     "dataloader_persistent_workers": _supported(),
     "dataloader_prefetch_factor": _supported(),

@@ -13,13 +13,15 @@ import pytest
 import torch
 from helpers.models.reference import random_rows, relative_error
 from helpers.models.tiny_models import VOCAB_SIZE, ModelCase
+from helpers.trainers.stream_batches import read_batches
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer, plain_steps
 
 from hf_longctx.hf.data.collator import PlannedDataset, TokenSequence
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.data.scan_cache import cached_scan
-from hf_longctx.hf.data.streaming import Cursor, StreamBatches, StreamRules
+from hf_longctx.hf.data.streams.place import Place
+from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.tokenise import DataError, uniform
 from hf_longctx.hf.trainer.tokens.row_scores import plain_scores
 
@@ -109,9 +111,9 @@ def test_a_packed_stream_has_the_sequences_of_its_documents_and_resumes_inside_a
     settings = StreamRules("d", VOCAB_SIZE, limit, 50, 50, long_sequences, 3, None, False)
     expected = sequences(PlainList(weighted_rows()), limit, long_sequences)
     stream = PlainList(packed(weighted_rows(), columns))
-    batches = list(itertools.islice(StreamBatches(stream, settings, Cursor()), -(-len(expected) // 3)))
+    batches = list(itertools.islice(read_batches(stream, settings, Place.begin(1)), -(-len(expected) // 3)))
     assert [listed(sequence) for batch in batches for sequence in batch.sequences] == expected
-    resumed = list(itertools.islice(StreamBatches(stream, settings, batches[0].after), len(batches) - 1))
+    resumed = list(itertools.islice(read_batches(stream, settings, batches[0].after), len(batches) - 1))
     assert [listed(sequence) for batch in resumed for sequence in batch.sequences] == expected[3:]
 
 

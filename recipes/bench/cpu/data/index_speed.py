@@ -1,6 +1,6 @@
 """Seconds and memory that the index of a large dataset takes: first scan, reading it from the cache, start of an epoch.
 
-    python recipes/bench/cpu/index_speed.py [--rows 1000000] [--shortest 64] [--longest 128] [--labels] [--json FILE]
+    python recipes/bench/cpu/data/index_speed.py [--rows 1000000] [--shortest 64] [--longest 128] [--labels] [--json FILE]
 
 Writes a dataset of random token ids (int32, as tokenizers give them) into a temporary folder, about 4 bytes per token
 (8 with labels), and deletes it at the end. Every measurement runs in a process of its own. Memory is the peak of that process's

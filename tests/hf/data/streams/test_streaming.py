@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -20,9 +21,12 @@ from datasets.distributed import split_dataset_by_node
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import VOCAB_SIZE, ModelCase
 from helpers.models.versions import resuming
+from helpers.trainers.stream_batches import ReadBatch, read_batches
 from helpers.trainers.trainer_runs import LossRecorder, make_trainer
 
-from hf_longctx.hf.data.streaming import Cursor, GlobalBatch, StreamBatches, StreamReader, StreamRules
+from hf_longctx.hf.data.streams.place import Place
+from hf_longctx.hf.data.streams.planned_stream import StreamReaders, StreamSource
+from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.ranks.agreement import gather_objects
 
 Rows = list[dict[str, list[int]]]
@@ -66,15 +70,15 @@ def rules(**changes: Any) -> StreamRules:
     return StreamRules(**{**settings, **changes})
 
 
-def some_batches(stream: Any, count: int, start: Cursor | None = None, **changes: Any) -> list[GlobalBatch]:
-    return list(itertools.islice(StreamBatches(stream, rules(**changes), start or Cursor()), count))
+def some_batches(stream: Any, count: int, start: Place | None = None, **changes: Any) -> list[ReadBatch]:
+    return list(itertools.islice(read_batches(stream, rules(**changes), start or Place.begin(1)), count))
 
 
-def tokens(batch: GlobalBatch) -> list[tuple[list[int], list[int]]]:
+def tokens(batch: ReadBatch) -> list[tuple[list[int], list[int]]]:
     return [(sequence.input_ids.tolist(), sequence.shift_labels.tolist()) for sequence in batch.sequences]
 
 
-def rows_of(batch: GlobalBatch) -> list[list[int]]:
+def rows_of(batch: ReadBatch) -> list[list[int]]:
     return [sequence.input_ids.tolist() for sequence in batch.sequences]
 
 
@@ -161,7 +165,8 @@ def test_a_stream_that_does_not_repeat_itself_is_refused(changes: dict[str, Any]
     rows = random_rows([9, 3, 5, 2, 7, 4, 6, 8])
     after = some_batches(Stream(rows), 1, **changes)[0].after
     other = [rows[1], rows[0], *rows[2:]]
-    with pytest.raises(ValueError, match=f"before row {after.row} of epoch 0 are not those of the run"):
+    (cursor,) = after.readers
+    with pytest.raises(ValueError, match=f"before row {cursor.row} of epoch 0 are not those of the run"):
         some_batches(Stream(other), 1, after, **changes)
     with pytest.raises(ValueError, match="ended after 1 rows of epoch 0, but the checkpoint stopped at row"):
         some_batches(Stream(rows[:1]), 1, after, **changes)
@@ -199,7 +204,7 @@ def test_a_bad_row_is_named_when_it_comes(name: str) -> None:
     row, message = BAD_ROWS[name]
     first = {"attention_mask": [1, 1, 1]} if name == "padding" else {}
     rows = [{**good(number), **first} for number in range(5)] + [row]
-    batches = iter(StreamBatches(Stream(rows), rules(), Cursor()))
+    batches = read_batches(Stream(rows), rules(), Place.begin(1))
     next(batches)
     with pytest.raises(ValueError, match=message):
         next(batches)
@@ -240,27 +245,44 @@ def settled(count: Any) -> int:
     return before
 
 
+def readers_alone(stream: Any, lookahead: int, **changes: Any) -> StreamReaders:
+    """All readers of a stream in one process, without a planner."""
+    plans: Any = SimpleNamespace(pool=SimpleNamespace(control=None, rank=0), alive_s=0.2)
+    count = changes.pop("num_readers", 1)
+    return StreamReaders(StreamSource(stream, rules(**changes), count, lookahead), Place.begin(count), plans)
+
+
 @pytest.mark.parametrize("lookahead", [1, 3])
 def test_the_reader_never_gets_further_ahead(lookahead: int) -> None:
     stream = Stream([good(n) for n in range(400)])
-    reader = StreamReader(StreamBatches(stream, rules(), Cursor()), lookahead)
+    readers = readers_alone(stream, lookahead)
+    steps = readers.steps(0)
+    next(steps)
     for step in range(5):
-        reader.take()
+        next(steps)
+        assert readers.taken()[0].lengths == (3, 3, 3, 3)
         # the batch in use and the batches of the look-ahead have four rows each
         assert settled(lambda: stream.num_read) == 4 * (step + 1 + lookahead)
-        reader.release()
-    reader.stop()
+    readers.stop()
 
 
-def test_a_stopped_reader_ends_its_thread_and_whoever_waits() -> None:
+def test_stopped_readers_end_their_threads() -> None:
     before = settled(threading.active_count)
-    reader = StreamReader(StreamBatches(Stream([good(n) for n in range(400)]), rules(), Cursor()), 1)
-    reader.take()
-    reader.stop()
+    hangs = threading.Event()
+
+    class Hanging(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            yield from itertools.islice(super().__iter__(), 6)
+            hangs.wait()
+
+    readers = readers_alone(Hanging([good(n) for n in range(400)]), 1)
+    steps = readers.steps(0)
+    next(steps)
+    next(steps)
+    readers.taken()
+    readers.stop()
+    hangs.set()
     assert settled(threading.active_count) == before
-    with pytest.raises(RuntimeError, match="no longer read"):
-        for _ in range(3):
-            reader.take()
 
 
 def train(rows: Any, folder: str, config: dict[str, Any], arguments: dict[str, Any], resume: int | None = None) -> tuple:
@@ -318,7 +340,7 @@ def test_a_run_resumed_in_the_middle_goes_on_with_the_same_samples(ranks, tmp_pa
         assert resumed == pytest.approx(straight[5:], rel=1e-9)
     # the second rank has a stream, too, but does not read it
     assert results[0][2] > 0 and results[1][2] == 0
-    cursor = json.loads((tmp_path / "checkpoint-5" / "longctx_data.json").read_text())["cursor"]
+    (cursor,) = json.loads((tmp_path / "checkpoint-5" / "longctx_data.json").read_text())["cursor"]["readers"]
     assert (cursor["epoch"], len(cursor["digest"])) == (1, 32)
     straight = results[0][0]
     # one rank with the same eight sequences per step

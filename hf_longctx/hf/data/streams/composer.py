@@ -1,0 +1,174 @@
+"""Makes global batches from what readers announce: every rank does it alike, from the lengths of all readers' sequences.
+
+Readers take turns: reader 0 gives a sequence, then reader 1, and so on, then reader 0 again. A reader whose epoch is over is left
+out until all of them are at its end; the next epoch begins with reader 0. A batch is complete when it has `sequences_per_step`
+sequences, when it reaches `tokens_per_step` tokens, or at the end of an epoch (`drop_last` drops that last one). So batches are a
+function of the shards and of nothing else: not of ranks, and not of who reads faster.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_longctx.hf.data.scan import LOSS_WEIGHTS
+from hf_longctx.hf.data.streams.overlap import SharedRows
+from hf_longctx.hf.data.streams.place import Place
+from hf_longctx.hf.data.streams.rows import StreamRules
+
+
+class Announced(NamedTuple):
+    """A sequence, as all ranks learn of it; row_hash and columns as in `ReadSequence`."""
+
+    num_tokens: int
+    has_label: bool
+    row_hash: int | None
+    columns: str
+
+
+class EpochEnds(NamedTuple):
+    """The end of a reader's epoch."""
+
+
+class Fails(NamedTuple):
+    """The error with which a reader ends."""
+
+    text: str
+
+
+Item = Announced | EpochEnds | Fails
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedBatch:
+    """The sequences of one step over all ranks.
+
+    members: reader of every sequence, and number of the reader's item. taken: number of items of each reader that are used up
+    with this batch. turn: the reader that gives the next sequence. is_weighted: labels have weights.
+    """
+
+    members: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
+    taken: tuple[int, ...]
+    turn: int
+    is_weighted: bool
+
+
+class BatchComposer:
+    """Makes batches from announced items, from a place on.
+
+    `taken` counts the items of each reader that were used, in batches or in the one that is being filled.
+    """
+
+    def __init__(self, rules: StreamRules, start: Place) -> None:
+        count = len(start.readers)
+        self.rules, self.num_readers, self.turn = rules, count, start.turn
+        self.epoch = start.epoch
+        self.has_ended = [cursor.epoch > start.epoch for cursor in start.readers]
+        self.taken = [0] * count
+        self.known: list[deque[Item]] = [deque() for _ in range(count)]
+        self.shared = SharedRows(rules.name, count)
+        self._failure: ValueError | None = None
+        self._begin_epoch(is_whole=not any(self.has_ended) and all(cursor.is_begin for cursor in start.readers))
+
+    def announce(self, reader: int, items: Sequence[Item]) -> None:
+        """Takes note of further items of a reader."""
+        self.known[reader].extend(items)
+
+    def lacks(self, reader: int) -> bool:
+        """Whether a reader must announce more before its present epoch can go on."""
+        return not self.has_ended[reader] and not self.known[reader]
+
+    def next_batch(self) -> ComposedBatch | None:
+        """The next batch; None until more is announced.
+
+        Raises ValueError, at every call, at the place where a reader fails, and for an epoch that cannot be trained on.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._next_batch()
+        except ValueError as error:
+            self._failure = error
+            raise
+
+    def _next_batch(self) -> ComposedBatch | None:
+        while True:
+            reader = self.turn
+            if all(self.has_ended):
+                if (last := self._end_epoch()) is not None:
+                    return last
+            elif self.has_ended[reader]:
+                self.turn = (reader + 1) % self.num_readers
+            elif not self.known[reader]:
+                return None
+            else:
+                item = self.known[reader][0]
+                if isinstance(item, Fails):
+                    raise ValueError(item.text)
+                self.known[reader].popleft()
+                self.taken[reader] += 1
+                self.turn = (reader + 1) % self.num_readers
+                if isinstance(item, EpochEnds):
+                    self.has_ended[reader] = True
+                elif self._is_full_with(reader, item):
+                    return self._close()
+
+    def _is_full_with(self, reader: int, item: Announced) -> bool:
+        """Puts a sequence into the batch; returns whether that completes it."""
+        rules = self.rules
+        self._members.append((reader, self.taken[reader] - 1))
+        self._lengths.append(item.num_tokens)
+        self._num_tokens += item.num_tokens
+        self._num_sequences += 1
+        self._has_label = self._has_label or item.has_label
+        self._compare_columns(reader, item.columns)
+        if item.row_hash is not None:
+            self.shared.add(reader, item.row_hash)
+        if rules.tokens_per_step is not None:
+            return self._num_tokens >= rules.tokens_per_step
+        return len(self._members) == rules.sequences_per_step
+
+    def _compare_columns(self, reader: int, columns: str) -> None:
+        """Raises ValueError if rows of one reader have weights or labels and rows of another have none."""
+        first, known = self._columns or (reader, columns)
+        self._columns = first, known
+        if columns != known:
+            shown = [f"reader {number}: {found or 'none'}" for number, found in ((first, known), (reader, columns))]
+            raise ValueError(
+                f"{self.rules.name} has columns beside input_ids that differ between shards ({'; '.join(shown)}); give all "
+                f"files the same columns"
+            )
+
+    def _close(self) -> ComposedBatch:
+        is_weighted = self._columns is not None and LOSS_WEIGHTS in self._columns[1]
+        batch = ComposedBatch(tuple(self._members), tuple(self._lengths), tuple(self.taken), self.turn, is_weighted)
+        self._members, self._lengths, self._num_tokens, self._is_empty = [], [], 0, False
+        return batch
+
+    def _end_epoch(self) -> ComposedBatch | None:
+        """Goes to the next epoch; returns the last batch of this one, if it is not complete and not dropped."""
+        rules, is_left, is_empty, num_sequences = self.rules, bool(self._members), self._is_empty, self._num_sequences
+        if self._is_whole and not self._has_label:
+            raise ValueError(f"{rules.name} has no token with a label, so there is nothing to learn from it; check its labels")
+        self.shared.end_epoch(self.epoch)
+        self.turn = 0
+        last = self._close() if is_left and not rules.drop_last else None
+        if last is None and is_empty:
+            raise ValueError(
+                f"dataloader_drop_last leaves no step: {num_sequences} sequences of {rules.name} are fewer than one step of "
+                f"{rules.sequences_per_step}; set it to False or lower per_device_train_batch_size"
+            )
+        self.epoch += 1
+        self.has_ended = [False] * self.num_readers
+        self._begin_epoch(is_whole=True)
+        return last
+
+    def _begin_epoch(self, is_whole: bool) -> None:
+        self._members: list[tuple[int, int]] = []
+        self._lengths: list[int] = []
+        self._columns: tuple[int, str] | None = None
+        self._num_tokens, self._num_sequences, self._has_label = 0, 0, False
+        self._is_whole = self._is_empty = is_whole

@@ -1,0 +1,261 @@
+"""Makes the sequences of one reader from its rows: checks them, cuts long ones, and knows after each where a resumed run goes on.
+
+A resumed run reads the epoch's rows before the cursor again, or those since the last state of the dataset (`Anchor`), drops them,
+and compares their hash with that of the first run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader
+
+from hf_longctx.hf.data.collator import TokenSequence, shift
+from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
+from hf_longctx.hf.data.scan import LOSS_WEIGHTS, RowTokens, row_tokens, too_long
+from hf_longctx.hf.data.streams.place import Anchor, Cursor
+from hf_longctx.hf.data.streams.sources import begin_epoch
+from hf_longctx.hf.data.streams.states import keeps_state, load_state, take_state
+
+logger = logging.getLogger(__name__)
+
+# rows from one state of a dataset to the next: a resumed run reads at most so many again
+ROWS_PER_STATE = 256
+# rows of an epoch in which workers of a loader that all read the same rows are found out
+_WORKER_ROWS = 256
+# name in messages of a reader that is alone
+ONLY_READER = "the stream"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRules:
+    """Rules by which rows become sequences, and sequences become global batches. Equal rules and rows give equal batches.
+
+    A sequence has at most `max_length` tokens, which is a setting, and at most `room_tokens`, which is what memory holds.
+    placeholders: token ids that no row may have, since they stand for padding, images, sound or video.
+    """
+
+    name: str
+    vocab_size: int
+    max_length: int
+    tokens_per_rank: int
+    room_tokens: int
+    long_sequences: str
+    sequences_per_step: int
+    tokens_per_step: int | None
+    drop_last: bool
+    placeholders: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSequence:
+    """A sequence, the reader's cursor after it, and what other ranks learn of its row.
+
+    row_hash: a hash of the row whose first sequence this is; None for its other sequences. columns: those of the row that change
+    what is learnt.
+    """
+
+    tokens: TokenSequence
+    after: Cursor
+    row_hash: int | None
+    columns: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfEpoch:
+    """End of the rows that a reader has in one epoch; `after`: its cursor in the next one."""
+
+    after: Cursor
+
+
+class SequenceReader:
+    """Iterates over the sequences of one reader from a cursor on, without end; `EndOfEpoch` divides its epochs.
+
+    make: returns the reader's dataset. origin: name of the reader in messages. `epoch` and `num_rows` say how far it has read.
+    Raises ValueError for a row that cannot be trained on and for a dataset that fails, naming the row's number; for an epoch
+    without rows; and if the rows before the cursor are not those of the run that wrote the cursor.
+    """
+
+    def __init__(self, make: Callable[[], Any], rules: StreamRules, start: Cursor, origin: str = ONLY_READER) -> None:
+        self.make, self.rules, self.start, self.origin = make, rules, start, origin
+        anchor = start.anchor
+        self.epoch, self.num_rows = (start.epoch, 0) if anchor is None else (anchor.epoch, anchor.row)
+        self._anchor, self._pending = anchor, None
+        # the first row after which the next state is taken
+        self._state_row = 0 if anchor is None else anchor.row - 1 + ROWS_PER_STATE
+        self._hashed = xxhash.xxh3_128(b"" if anchor is None else anchor.digest.encode())
+        self._has_states = self._has_told_cuts = False
+        self._columns: list[str] | None = None
+        # hashes of the first rows of a loader with workers, until they are checked
+        self._worker_rows: list[int] | None = []
+
+    def __iter__(self) -> Iterator[ReadSequence | EndOfEpoch]:
+        stream, start = self._made(), self.start
+        self._has_states = keeps_state(stream)
+        if start.anchor is None and start.row:
+            logger.warning(
+                "%s: reading and dropping %d rows of epoch %d of %s before the cursor",
+                *(self.rules.name, start.row, start.epoch, self.origin),
+            )
+        is_first = True
+        while True:
+            begin_epoch(stream, self.epoch, is_first)
+            if is_first and start.anchor is not None:
+                load_state(stream, start.anchor.state)
+            is_first = False
+            for tokens, is_item in self._rows(stream):
+                yield from self._row(stream, tokens, is_item)
+                self.num_rows += 1
+            after = self._end_epoch()
+            if after.epoch > start.epoch:
+                yield EndOfEpoch(after)
+
+    def _made(self) -> Any:
+        try:
+            return self.make()
+        except ValueError as error:
+            raise ValueError(f"{self.rules.name}: {error}") from error
+        except Exception as error:
+            raise ValueError(f"{self.rules.name} could not be opened for {self.origin}: {_said(error)}") from error
+
+    def _row(self, stream: Any, tokens: RowTokens, is_item: bool) -> Iterator[ReadSequence]:
+        """Yields the sequences of one row that come from the cursor on."""
+        start, place = self.start, (self.epoch, self.num_rows)
+        is_start = place == (start.epoch, start.row)
+        if is_start and not start.piece:
+            self._compare()
+        if self._pending is not None:
+            # not before, so that a run that goes on from this state has at least one row to compare
+            self._anchor, self._hashed, self._pending = self._pending, xxhash.xxh3_128(self._pending.digest.encode()), None
+        row_hash = self._add(tokens)
+        self._watch_workers(stream, row_hash)
+        if is_start and start.piece:
+            self._compare()
+        digest = self._hashed.hexdigest()
+        if self._has_states and is_item and self.num_rows >= self._state_row:
+            self._state_row = self.num_rows + ROWS_PER_STATE
+            state = take_state(stream)
+            self._has_states = state is not None
+            self._pending = None if state is None else Anchor(self.epoch, self.num_rows + 1, digest, state)
+        cuts = self._cuts(np.array([len(tokens.input_ids)]), tokens.documents)
+        for piece, cut in enumerate(cuts):
+            if (*place, piece) >= (start.epoch, start.row, start.piece):
+                then = (self.num_rows + 1, 0) if piece + 1 == len(cuts) else (self.num_rows, piece + 1)
+                after = Cursor(self.epoch, *then, digest, self._anchor)
+                weights = None if tokens.loss_weights is None else shift(torch.tensor(tokens.loss_weights[cut]), last=0)
+                sequence = TokenSequence(
+                    torch.tensor(tokens.input_ids[cut]), shift(torch.tensor(tokens.labels[cut])), loss_weights=weights
+                )
+                yield ReadSequence(sequence, after, None if piece else row_hash, self._kinds)
+
+    @property
+    def _kinds(self) -> str:
+        """The columns that decide what is learnt from a row."""
+        return ", ".join(column for column in ("labels", LOSS_WEIGHTS) if column in (self._columns or ()))
+
+    def _end_epoch(self) -> Cursor:
+        """Checks what an epoch has given, and goes to the next one; returns the cursor there."""
+        rules, start, epoch, num_rows = self.rules, self.start, self.epoch, self.num_rows
+        if not num_rows:
+            again = "" if not epoch else f" in epoch {epoch}: every iteration must start anew, which a generator cannot do"
+            raise ValueError(f"{rules.name} gave no rows{again}{self._by()}; check its source, split and filters")
+        if epoch == start.epoch and num_rows < start.row + (start.piece > 0):
+            raise ValueError(
+                f"{rules.name} ended after {num_rows} rows of epoch {epoch}{self._by()}, but the checkpoint stopped at row "
+                f"{start.row}; resume with the same stream"
+            )
+        if (epoch, num_rows) == (start.epoch, start.row):
+            self._compare()
+        self._check_workers()
+        if self._anchor is None:
+            # a run that begins with the next epoch knows nothing of this one
+            self._hashed, self._pending = xxhash.xxh3_128(), None
+        self.epoch, self.num_rows, self._state_row = epoch + 1, 0, 0
+        return Cursor(epoch + 1) if self._anchor is None else Cursor(epoch + 1, 0, 0, self._hashed.hexdigest(), self._anchor)
+
+    def _rows(self, stream: Any) -> Iterator[tuple[RowTokens, bool]]:
+        """Checks the rows of an epoch and yields their tokens; the flag says whether a row ends an item of the dataset."""
+        rules, place = self.rules, f"of epoch {self.epoch} of {self.origin}"
+        try:
+            items = iter(stream)
+            while True:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                rows = item if isinstance(item, list) and item and all(isinstance(row, Mapping) for row in item) else [item]
+                for number, row in enumerate(rows, start=1):
+                    self._columns = sorted(row) if self._columns is None else self._columns
+                    tokens = row_tokens(row, self._columns, self.num_rows, rules.name, rules.vocab_size, rules.placeholders)
+                    yield tokens, number == len(rows)
+        except ValueError as error:
+            raise ValueError(f"{error} (row {self.num_rows} {place})") from error
+        except Exception as error:
+            raise ValueError(f"{rules.name} failed at row {self.num_rows} {place}: {_said(error)}") from error
+
+    def _cuts(self, row_length: IntArray, documents: IntArray | None) -> list[slice]:
+        """Cuts a row of `row_length` [1] tokens into sequences, by the same rule as for map-style datasets."""
+        rules, lengths, row = self.rules, row_length if documents is None else documents, self.num_rows
+        room, num_tokens = rules.room_tokens, int(lengths.max())
+        if rules.long_sequences == "error":
+            numbers = np.full(len(lengths), row)
+            for problem in too_long(lengths, rules.max_length, room, rules.tokens_per_rank, rules.name, numbers):
+                raise ValueError(f"{problem} (epoch {self.epoch} of {self.origin})")
+        limit = min(rules.max_length, room)
+        if num_tokens > limit and not self._has_told_cuts:
+            self._has_told_cuts = True
+            what = "truncated" if rules.long_sequences == "truncate" else "split"
+            logger.warning(
+                "%s: row %d has %d tokens and is %s at %d, as all later long rows are", rules.name, row, num_tokens, what, limit
+            )
+        index = SequenceIndex.build(row_length, limit, rules.long_sequences, documents)
+        return [slice(int(start), int(stop)) for start, stop in zip(index.starts, index.stops, strict=True)]
+
+    def _add(self, tokens: RowTokens) -> int:
+        """Adds a row to the hash of all rows; returns the hash of this row alone."""
+        own = xxhash.xxh3_64()
+        for hashed in (self._hashed, own):
+            # the length too, so that the same tokens divided into other rows hash differently
+            hashed.update(np.int64(len(tokens.input_ids)).tobytes() + tokens.input_ids.tobytes() + tokens.labels.tobytes())
+            if tokens.loss_weights is not None:
+                hashed.update(tokens.loss_weights.tobytes())
+            if tokens.documents is not None:
+                hashed.update(tokens.documents.tobytes())
+        return own.intdigest()
+
+    def _watch_workers(self, stream: Any, row_hash: int) -> None:
+        if self._worker_rows is not None and isinstance(stream, DataLoader) and stream.num_workers > 1:
+            self._worker_rows.append(row_hash)
+            if len(self._worker_rows) == _WORKER_ROWS:
+                self._check_workers()
+
+    def _check_workers(self) -> None:
+        """Raises ValueError if the first rows came at least twice each, as from workers that read the same rows."""
+        found, self._worker_rows = self._worker_rows or [], None
+        if len(found) > 3 and 1 < len(set(found)) <= len(found) // 2 + 1:
+            raise ValueError(
+                f"the workers of the loader of {self.origin} read the same rows ({len(set(found))} different ones among the "
+                f"first {len(found)}); let each read its part (torch.utils.data.get_worker_info), or set num_workers to 0"
+            )
+
+    def _compare(self) -> None:
+        start = self.start
+        if start.digest and self._hashed.hexdigest() != start.digest:
+            raise ValueError(
+                f"the rows of {self.rules.name} before row {start.row} of epoch {start.epoch}{self._by()} are not those of the "
+                f"run that is resumed; give the stream a fixed order (a seed for every shuffle), or set ignore_data_skip=True to "
+                f"start it from its beginning"
+            )
+
+    def _by(self) -> str:
+        return "" if self.origin == ONLY_READER else f" of {self.origin}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,184 @@
+"""Iterable datasets as sources of sequences: which can be used, and how one is divided among several readers.
+
+Reader r of n reads shard r of the dataset: `shard(num_shards=n, index=r)`, a method that datasets of `datasets` have, or what a
+`ShardedStream` makes for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import datasets
+import torch
+import xxhash
+from transformers import TrainingArguments
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.streams.states import counts_samples, keeps_state, steps_of
+
+
+class ShardedStream(torch.utils.data.IterableDataset[Any]):
+    """An iterable dataset that a function makes for every reader, for loaders that cannot be divided afterwards.
+
+    `make(reader, num_readers)` runs on the rank of the reader alone and returns an iterable over that reader's rows: each row is
+    a mapping, and an item may be a list of rows. If the iterable has `set_epoch`, or the dataset or sampler of a loader has, that
+    is called before every epoch; if it has `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, a resumed run
+    goes on from its state.
+
+    Example:
+
+        def make(reader, num_readers):
+            return StatefulDataLoader(rows.shard(num_readers, reader), batch_size=None, num_workers=2)
+
+        trainer = LongContextTrainer(train_dataset=ShardedStream(make), ...)
+    """
+
+    def __init__(self, make: Callable[[int, int], Iterable[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make(0, 1))
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset can only be iterated from its beginning."""
+    return isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset)
+
+
+def reader_stream(stream: Any, reader: int, num_readers: int) -> Any:
+    """The rows of one reader; raises ValueError for something that cannot be read."""
+    if isinstance(stream, ShardedStream):
+        made = stream.make(reader, num_readers)
+    elif num_readers > 1:
+        made = stream.shard(num_shards=num_readers, index=reader)
+    else:
+        # a copy, since a state from which a run resumes stays with the dataset, for its later iterations too
+        made = copy.copy(stream) if isinstance(stream, datasets.IterableDataset) else stream
+    if not isinstance(made, Iterable):
+        raise ValueError(
+            f"the shard of reader {reader} is a {type(made).__name__}; return something that gives rows when it is iterated"
+        )
+    if not isinstance(made, torch.utils.data.DataLoader):
+        return made
+    if made.batch_size is not None and made.collate_fn is torch.utils.data.default_collate:
+        raise ValueError(
+            f"the loader of reader {reader} stacks rows to batches (batch_size={made.batch_size}); make it with batch_size=None, "
+            f"or with collate_fn=list, so that it gives rows"
+        )
+    own = made.generator
+    if own is not None and keeps_state(made) and getattr(made.sampler, "generator", None) is own:
+        # the state holds the generator before the loader draws its workers' seed from it, too
+        raise ValueError(
+            f"the loader of reader {reader} shuffles with its own generator, of which its state_dict keeps too little, so the "
+            f"epochs after a resumed one would have another order; give the generator to its sampler alone, as in "
+            f"StatefulDataLoader(rows, sampler=RandomSampler(rows, generator=generator)), with torchdata's RandomSampler"
+        )
+    return made
+
+
+def begin_epoch(stream: Any, epoch: int, is_resumed: bool) -> None:
+    """Tells a dataset, or the dataset or sampler of a loader, which epoch comes next.
+
+    is_resumed: earlier epochs were read in another run.
+    """
+    inner = (stream.dataset, stream.sampler) if isinstance(stream, torch.utils.data.DataLoader) else ()
+    for each in (stream, *inner):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
+            return
+    if is_resumed and epoch and counts_samples(stream):
+        # it counts epochs by itself
+        stream.load_state_dict({**stream.state_dict(0, True), "epoch": epoch})
+
+
+def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: TrainingArguments) -> list[str]:
+    """Problems with settings under which the streams among the named datasets cannot be used, and look-ahead without a stream."""
+    problems = []
+    for name, stream in sets.items():
+        if not is_stream(stream):
+            continue
+        if name != "train_dataset":
+            problems.append(
+                f"{name} is an iterable dataset, which cannot be evaluated as a whole; pass a map-style one, for example "
+                f"datasets.Dataset.from_list(list(stream.take(1000)))"
+            )
+        elif config.lookahead_batches is None:
+            problems.append(
+                f"{name} is an iterable dataset and lookahead_batches is not set; set it to the number of global batches that "
+                f"may be read ahead of training (for example 4), or pass a map-style dataset with a length"
+            )
+        if getattr(stream, "_distributed", None) is not None:
+            problems.append(
+                f"{name} is split over nodes (split_dataset_by_node), but readers divide it themselves (stream_readers), so the "
+                f"other nodes' rows would be lost; pass the stream before it is split"
+            )
+        if name == "train_dataset" and config.stream_readers > 1:
+            problems += _shard_problems(name, stream, config.stream_readers)
+    if "train_dataset" not in sets:
+        return problems
+    if is_stream(sets["train_dataset"]):
+        if args.max_steps < 1:
+            problems.append("max_steps is not set, but an iterable dataset has no length; set max_steps")
+    else:
+        for setting, default in (("lookahead_batches", None), ("stream_readers", 1)):
+            if (value := getattr(config, setting)) != default:
+                problems.append(f"{setting}={value} has no effect unless train_dataset is iterable; leave it out")
+    return problems
+
+
+def _shard_problems(name: str, stream: Any, num_readers: int) -> list[str]:
+    """Reasons why the shards of a stream would not be its rows, each once."""
+    if isinstance(stream, ShardedStream):
+        return []
+    if not callable(getattr(stream, "shard", None)):
+        return [
+            f"stream_readers={num_readers}, but {name} ({type(stream).__name__}) cannot be divided, so each reader would train "
+            f"on all of its rows; give it a method shard(num_shards, index), pass hf_longctx.ShardedStream(make) with a function "
+            f"that makes the rows of one reader, or leave stream_readers out"
+        ]
+    problems = []
+    num_shards = getattr(stream, "num_shards", None)
+    if isinstance(num_shards, int) and num_shards < num_readers:
+        problems.append(
+            f"stream_readers={num_readers}, but {name} has {num_shards} shards (its num_shards, mostly files), and a reader "
+            f"needs one; set stream_readers to {num_shards} or less, or divide the data into more files"
+        )
+    if isinstance(stream, datasets.IterableDataset):
+        kinds = list(steps_of(stream))
+        if any(getattr(step, "split_when_sharding", False) for step in kinds):
+            problems.append(
+                f"stream_readers={num_readers}, but {name} was made with take or skip, which would choose other rows in every "
+                f"shard, perhaps those of an evaluation set; choose rows by file or with filter, or leave stream_readers out"
+            )
+        if any(getattr(step, "with_indices", False) for step in kinds):
+            problems.append(
+                f"stream_readers={num_readers}, but {name} was made by a map or filter with_indices, which would number the rows "
+                f"of every shard from 0; put the number into a column of the data, or leave stream_readers out"
+            )
+    return problems
+
+
+def source_digest(stream: Any) -> str:
+    """Hash of what decides which rows a shard has: sources in their order and random generators; empty where nothing is known.
+
+    With `shuffle()` and no seed, for example, each rank orders the files in its own way before it takes its shard of them.
+    """
+    if not isinstance(stream, datasets.IterableDataset):
+        return ""
+    found = xxhash.xxh3_64()
+    for step in steps_of(stream):
+        generator = getattr(step, "generator", None)
+        found.update(f"{type(step).__name__} {None if generator is None else generator.bit_generator.state};".encode())
+        for name, value in sorted((getattr(step, "kwargs", None) or {}).items()):
+            sources = value if isinstance(value, list | tuple) else [value]
+            found.update(f"{name}={[_described(each) for each in sources]};".encode())
+    return found.hexdigest()
+
+
+def _described(source: Any) -> str:
+    if isinstance(source, datasets.Dataset):
+        ends = [source[number] for number in (0, -1) if len(source)]
+        return f"{len(source)} rows, {ends!r}"
+    return repr(source) if isinstance(source, str | int | float | bool | None) else type(source).__name__
