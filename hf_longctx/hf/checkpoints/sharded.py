@@ -25,7 +25,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from hf_longctx.hf.checkpoints.unpickling import load_shards
 from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps, owns_weight
 from hf_longctx.runtime.parameters.low_bit import is_low_bit, own_moment
-from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, host_state
+from hf_longctx.runtime.parameters.master_weights import (
+    MASTER_WEIGHT,
+    copied_dtypes,
+    has_host_states,
+    has_master_weights,
+    host_state,
+)
+from hf_longctx.runtime.parameters.sharded import copies_group
 
 SHARDS_FOLDER = "optimizer_shards"
 # states of an optimizer that updates whole weights, each on the rank that owns it: one file for each rank
@@ -248,16 +255,16 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def save_whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Writes the states of the weights that this rank owns, by name, and its shards of master weights, to a file of its own.
 
-    A rank whose states another copy of the weights has too writes an empty file.
+    A rank whose states another copy of the weights has too writes a file without states.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Any] = {"states": {}, "masters": {}, "groups": []}
+    found: dict[str, Any] = {"class": type(optimizer).__name__, "states": {}, "masters": {}, "groups": []}
     for group in optimizer.param_groups:
         found["groups"].append({name: value for name, value in group.items() if name != "params"})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for place, parameter in enumerate(parameters):
         name, states = names[id(parameter)], dict(optimizer.state.get(parameter, {}))
-        if not _is_first_copy(parameter):
+        if not _is_first_copy(model, parameter):
             continue
         if isinstance(master := states.pop(MASTER_WEIGHT, None), DTensor):
             found["masters"][name] = (master.device_mesh.get_local_rank(master.device_mesh.ndim - 1), master.to_local().cpu())
@@ -272,12 +279,13 @@ def save_whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder
     torch.save(found, path / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.pt")
 
 
-def _is_first_copy(parameter: Tensor) -> bool:
+def _is_first_copy(model: nn.Module, parameter: Tensor) -> bool:
     """Whether this rank writes for the ranks with equal shards, or, for a weight without shards, for all ranks."""
     if not isinstance(parameter, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
-    mesh = parameter.device_mesh
-    return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim - 1))
+    # the meshes of shards name one copy alone
+    copies = copies_group(model)
+    return copies is None or copies.rank() == 0
 
 
 def has_whole_states(folder: str) -> bool:
@@ -288,7 +296,7 @@ def has_whole_states(folder: str) -> bool:
 def load_whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Reads what `save_whole_states` wrote, on any number of ranks, for sharded or whole parameters.
 
-    Raises ValueError for an optimizer that updates shards, or one of another class.
+    Raises ValueError for an optimizer that updates shards, or one of another class than the one that was saved.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -299,6 +307,11 @@ def load_whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder
         )
     files = sorted((Path(folder) / WHOLE_FOLDER).glob("rank-*.pt"))
     saved = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
+    if (kind := saved[0].get("class")) != type(optimizer).__name__:
+        raise ValueError(
+            f"{folder} holds the states of {kind}, but this run has {type(optimizer).__name__}; resume with the optimizer of its "
+            f"run, or start from its weights with a fresh optimizer"
+        )
     states = {name: value for each in saved for name, value in each["states"].items()}
     masters: dict[str, dict[int, Tensor]] = {}
     for each in saved:
@@ -316,24 +329,35 @@ def load_whole_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder
         name = names[id(parameter)]
         found: dict[str, Any] = {}
         if name in states and (not has_whole_steps(optimizer) or owns_weight(optimizer, place)):
-            on_device = states[name]["on_device"]
             for key, value in states[name]["values"].items():
-                found[key] = (
-                    value.to(parameter.device if key in on_device else "cpu", copy=True) if isinstance(value, Tensor) else value
-                )
+                device = parameter.device if key in states[name]["on_device"] else torch.device("cpu")
+                found[key] = _placed(optimizer, value, device) if isinstance(value, Tensor) else value
         if name in masters:
-            whole = torch.cat([shard for _, shard in sorted(masters[name].items())])
-            found[MASTER_WEIGHT] = sharded_like(parameter, whole.view(parameter.shape).to(parameter.device))
+            whole = torch.cat([shard for _, shard in sorted(masters[name].items())]).view(parameter.shape)
+            found[MASTER_WEIGHT] = _placed(optimizer, sharded_like(parameter, whole), parameter.device)
         if found:
             optimizer.state[parameter] = found
+
+
+def _placed(optimizer: torch.optim.Optimizer, value: Tensor, device: torch.device) -> Tensor:
+    """A copy of a state on the host if the optimizer's states lie there, or else on `device`."""
+    return host_state(optimizer, value) if has_host_states(optimizer) else value.to(device, copy=True)
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
     """Reads the `optimizer.pt` of a run with replicated parameters through host memory; every rank keeps its own states."""
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    copies: dict[Tensor, Tensor] = {}
     if is_whole := has_whole_steps(optimizer):
-        saved["state"] = {index: states for index, states in saved["state"].items() if owns_weight(optimizer, index)}
+        others = {index: saved["state"].pop(index) for index in list(saved["state"]) if not owns_weight(optimizer, index)}
+        kept = copied_dtypes(has_master_weights(optimizer), has_host_states(optimizer))
+        # fp32 copies are shards, of which every rank has one, and set below, since optimizers read no states without moments
+        copies = {
+            parameters[index]: sharded_like(parameters[index], states[MASTER_WEIGHT]).clone()
+            for index, states in others.items()
+            if MASTER_WEIGHT in states and parameters[index].dtype in kept
+        }
     for index, states in saved["state"].items():
         parameter = parameters[index]
         if is_whole:
@@ -346,6 +370,8 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
             elif isinstance(value, Tensor) and value.shape == parameter.shape:
                 states[name] = host_state(optimizer, sharded_like(parameter, value))
     optimizer.load_state_dict(saved)
+    for weight, copy in copies.items():
+        optimizer.state[weight] = {MASTER_WEIGHT: copy}
 
 
 def read_own(target: Tensor, found: Any) -> None:

@@ -34,8 +34,9 @@ from hf_longctx.plan.pipeline.stage_layers import Ranges
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
-# optimizers that cannot run on shards, not even on whole weights that ranks own: what they keep is more than states of weights
-_NEVER_SHARDED = ("galore", "apollo", "lomo", "adamw_torch_xla", "adamw_torch_npu_fused")
+# optimizers that cannot run on shards, not even on whole weights that ranks own: what they keep is more than states of weights,
+# or they look across weights
+_NEVER_SHARDED = ("galore", "apollo", "lomo", "grokadamw", "adamw_torch_xla", "adamw_torch_npu_fused")
 # optimizers that update element by element, and so their shards alone
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop")
 

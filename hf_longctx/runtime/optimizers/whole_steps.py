@@ -6,6 +6,9 @@ step every rank gets the shards of the weights that it owns, and of their gradie
 whole weights; and their shards go back. States of a weight are whole, and only on the rank that owns it, so that ranks share them
 out as they do shards. Steps are those of one process, bit by bit.
 
+That is right where the update of a weight depends on that weight alone. An optimizer that looks across weights, such as Prodigy,
+is refused by name, or by what it keeps after a step (`across_weights.py`).
+
 A step sends gradients once and weights twice, and for its length a rank holds the weights that it owns, whole, with gradients.
 """
 
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from hf_longctx.runtime.optimizers.across_weights import Settings, across_weights_problem, looks_across_weights
 from hf_longctx.runtime.parameters.gradients import local_shard
 
 # name of the attribute by which an optimizer holds its `_WholeSteps`
@@ -42,7 +46,9 @@ def step_on_whole_weights(optimizer: Optimizer) -> None:
     """Makes `optimizer` update whole weights, each on the rank that owns it; does so once.
 
     From then on `step`, and `train` and `eval` of schedule-free optimizers, are collective over the ranks that share a copy of
-    the weights. Raises ValueError for weights that are sharded otherwise than by rows.
+    the weights; `step` raises RuntimeError on all of them, before it changes weights, if what the optimizer keeps beside states
+    differs over ranks. Raises ValueError for weights that are sharded otherwise than by rows, and for an optimizer that is known
+    to look across weights.
     """
     if not has_whole_steps(optimizer):
         vars(optimizer)[_KEPT] = _WholeSteps(optimizer)
@@ -70,6 +76,11 @@ class _WholeSteps:
         self.rank = 0 if self.group is None else self.group.rank()
         self.num_ranks = 1 if self.group is None else self.group.size()
         self.owners = self._dealt(parameters)
+        self.settings: Settings | None = None
+        if self.group is not None:
+            if looks_across_weights(optimizer):
+                raise ValueError(across_weights_problem(optimizer))
+            self.settings = Settings(optimizer, self.group, local_shard(first).device)
         for name in ("step", "train", "eval"):
             if callable(own := getattr(optimizer, name, None)):
                 setattr(optimizer, name, MethodType(_on_whole(self, own, name), optimizer))
@@ -182,7 +193,10 @@ def _on_whole(kept: _WholeSteps, own: Callable[..., Any], name: str) -> Callable
             # bitsandbytes looks for weights with settings of their own by identity
             begin()
         with kept.whole(optimizer, name == "step"):
-            return own(*args, **kwargs)
+            result = own(*args, **kwargs)
+            if name == "step" and kept.settings is not None:
+                kept.settings.check(optimizer)
+            return result
 
     return run
 

@@ -126,6 +126,12 @@ def shard_model(
         setattr(model, _ON_HOST, LayerShards([layer for layer in layers if isinstance(layer, FSDPModule)], device))
 
 
+def copies_group(model: object) -> dist.ProcessGroup | None:
+    """The ranks that have equal shards of a sharded model; None if no other rank has those of this one."""
+    found: dist.ProcessGroup | None = getattr(model, _COPIES, None)
+    return found
+
+
 def layer_shards(model: object) -> LayerShards | None:
     """Shards of a model's layers that lie on the host while a step computes; None if none do."""
     found: LayerShards | None = getattr(model, _ON_HOST, None)
@@ -144,7 +150,7 @@ class ShardedParameters:
         assert isinstance(model, nn.Module)
         self.model = model
         self.layers = [module for module in _units(model) if module is not model]
-        self.copies: dist.ProcessGroup | None = getattr(model, _COPIES)
+        self.copies = copies_group(model)
         self.on_host = layer_shards(model)
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)

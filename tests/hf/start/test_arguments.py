@@ -182,6 +182,7 @@ IN_BACKWARD = {
 }
 NEVER_ON_SHARDS = {
     *("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw", "adamw_torch_xla", "adamw_torch_npu_fused"),
+    "grokadamw",
     *IN_BACKWARD,
 }
 ELEMENTWISE = {"adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop"}

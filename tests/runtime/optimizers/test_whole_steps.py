@@ -159,6 +159,69 @@ def test_shards_of_columns_are_refused(ranks) -> None:
         assert found.startswith("a weight of shape (4, 4) is sharded as (Shard(dim=1),)")
 
 
+class Own(torch.optim.Optimizer):
+    """SGD that keeps in its groups what `learn` returns for the weights that have gradients here."""
+
+    def __init__(self, weights: list[nn.Parameter], learn: Callable[[dict[str, Any], list[Tensor]], dict[str, Any]]) -> None:
+        super().__init__(weights, {"lr": 1e-2, "betas": (0.9, 0.99), "calls": 0})
+        self.learn = learn
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            held = [weight for weight in group["params"] if weight.grad is not None]
+            group.update(self.learn(group, held))
+            for weight in held:
+                weight -= group["lr"] * weight.grad
+
+
+class Prodigy(Own): ...
+
+
+# things that an optimizer may learn, and the setting that its error names; "" for what is right on every rank
+LEARNT: dict[str, tuple[Callable[[dict[str, Any], list[Tensor]], dict[str, Any]], str]] = {
+    "calls": (lambda group, held: {"calls": group["calls"] + 1, "names": ["a", None, 0.5]}, ""),
+    "a sum": (lambda group, held: {"size": float(sum(weight.grad.abs().sum() for weight in held))}, "size"),
+    "a tensor of one number": (lambda group, held: {"size": sum(weight.grad.abs().sum() for weight in held)}, "size"),
+    "the weights' number": (lambda group, held: {"betas": (0.9, 1 / (1 + len(held)))}, "betas"),
+    "a vector": (lambda group, held: {"mean": torch.ones(3)}, "mean"),
+    "numbers by weight": (lambda group, held: {"seen": {weight: 1 for weight in group["params"]}}, "seen"),
+    "tensors by place": (lambda group, held: {"moments": {0: [torch.ones(2)]}}, "moments"),
+}
+
+
+def learning(num_ranks: int) -> dict[str, str]:
+    """Errors of steps by what the optimizer learns, with " moved" at their end if weights changed all the same."""
+    mesh = shard_mesh("cpu", num_ranks, 60.0)
+    found = {}
+    for name, (learn, _) in LEARNT.items():
+        weights = [nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values(0)[:3]]
+        optimizer = Own(weights, learn)
+        step_on_whole_weights(optimizer)
+        for weight, gradient in zip(weights, values(1), strict=False):
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        found[name] = ""
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            is_moved = not torch.equal(_whole(weights[0]), values(0)[0])
+            found[name] = f"{error}{' moved' if is_moved else ''}"
+    try:
+        step_on_whole_weights(Prodigy([nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))], LEARNT["calls"][0]))
+    except ValueError as error:
+        found["Prodigy"] = str(error)
+    return found
+
+
+def test_what_looks_across_weights_ends_on_all_ranks_before_weights_change(ranks) -> None:
+    first, second = ranks(2).run(learning, 2)
+    assert first == second
+    for name, (_, setting) in LEARNT.items():
+        assert first[name].startswith(f"Own keeps {setting!r} in its groups") if setting else not first[name], first[name]
+        assert not first[name].endswith(" moved")
+    assert first["Prodigy"].startswith("Prodigy looks across weights")
+
+
 def test_muon_beside_adamw_is_both_of_torch() -> None:
     weights, twins = ([nn.Parameter(value) for value in values(0)] for _ in range(2))
     both = muon(weights)
