@@ -89,7 +89,7 @@ class DraftPlanner:
             return 0.0
         if self.late_s is not None:
             return self.late_s
-        return max(_LEAST_PATIENCE_S, draft.fast.estimate.step_s - draft.fast.estimate.lower_bound_s)
+        return max(_LEAST_PATIENCE_S, draft.fast.estimate.counted_s - draft.fast.estimate.lower_bound_s)
 
     def chosen(self, draft: Draft) -> StepPlan:
         """Chooses the plan of a step that has waited long enough.
