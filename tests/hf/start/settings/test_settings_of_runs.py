@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +177,14 @@ def test_a_loader_has_the_settings_of_the_arguments(tmp_path: Path) -> None:
 def fresh(folder: str, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[LongContextTrainer, list[Any]]:
     """A trainer that makes its models itself, and the trials for which it made them."""
     asked: list[Any] = []
+    made: list[weakref.ref[Any]] = []
 
     def model_init(trial: Any) -> Any:
+        assert not any(model() is not None for model in made), "an old model stays beside the new one"
         asked.append(trial)
-        return build_model(CASE)
+        model = build_model(CASE)
+        made.append(weakref.ref(model))
+        return model
 
     args = training_arguments(folder, **{**STEPS, "per_device_train_batch_size": 8, **arguments})
     rows = datasets.Dataset.from_list(ROWS)
@@ -209,6 +214,29 @@ def test_every_training_starts_anew_on_a_fresh_model(ranks, tmp_path: Path) -> N
     expected = pool.run(run, str(tmp_path / "plain"), {"parameters": "sharded"}, {}, {})[0]["weights"]
     for first, second in pool.run(train_twice, str(tmp_path / "fresh")):
         assert equal(first, expected) and equal(second, expected)
+
+
+def test_every_training_on_a_fresh_model_prints_its_logs_and_evaluations(tmp_path: Path, capsys: Any) -> None:
+    trainer, _ = fresh(str(tmp_path), {"report_steps": True}, {"logging_steps": 1})
+    for _ in range(2):
+        trainer.train()
+        trainer.evaluate()
+        said = capsys.readouterr().out
+        assert said.count(" | lr ") == 2 and "trained up to step 2" in said and "evaluation after step 2" in said
+
+
+def test_a_training_whose_fresh_model_could_not_be_made_can_be_tried_again(tmp_path: Path) -> None:
+    trainer, asked = fresh(str(tmp_path), {}, {})
+    make, trainer.model_init = trainer.model_init, broken_init
+    with pytest.raises(OSError, match="no such model"):
+        trainer.train()
+    trainer.model_init = make
+    trainer.train()
+    assert trainer.state.global_step == 2 and len(asked) == 2
+
+
+def broken_init() -> Any:
+    raise OSError("no such model")
 
 
 class Trial(dict[str, Any]):
