@@ -51,6 +51,12 @@ class Draft:
     improving: Improving | None = None
 
 
+def stop_improving(done: Future[Draft]) -> None:
+    """Stops the program that improves a plan which no step will run. Idempotent."""
+    if done.exception() is None and (improving := done.result().improving) is not None:
+        improving.stop()
+
+
 class DraftPlanner:
     """Solves the drafts of steps in order, in threads, and chooses each step's plan.
 

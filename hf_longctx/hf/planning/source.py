@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow
+from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow, stop_improving
 from hf_longctx.hf.planning.improving import Improving, is_worth_improving
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.planner_config import PlannerConfig
@@ -65,14 +65,20 @@ class PlanSource:
         If the planner raises an error, every rank raises it.
         """
         waiting = iter(steps)
-        pending = self._submit(next(waiting, None), explore)
-        while pending is not None:
-            current, pending = pending, self._submit(next(waiting, None), explore)
-            begun_s = time.perf_counter()
-            plan = self._share(current)
-            # an evaluation's plans explore nothing
-            self.waited_s += (time.perf_counter() - begun_s) * explore
-            yield plan
+        current = pending = self._submit(next(waiting, None), explore)
+        try:
+            while pending is not None:
+                current, pending = pending, self._submit(next(waiting, None), explore)
+                begun_s = time.perf_counter()
+                plan = self._share(current)
+                # an evaluation's plans explore nothing
+                self.waited_s += (time.perf_counter() - begun_s) * explore
+                yield plan
+        finally:
+            # a training that ends early leaves a plan which no step runs
+            for left in (current, pending):
+                if isinstance(left, Future):
+                    left.add_done_callback(stop_improving)
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
         """Plans one step on this rank alone, however long that takes."""
