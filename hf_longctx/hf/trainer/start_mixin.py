@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
-from transformers import Trainer, TrainingArguments, enable_full_determinism, set_seed
+from transformers import Trainer, TrainerControl, TrainingArguments, enable_full_determinism, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from hf_longctx.hf.config import LongContextConfig
@@ -132,11 +134,28 @@ class StartMixin(_TrainerBase):
         del old, callback
         clear_device_cache(garbage_collection=True)
 
+    @contextmanager
+    def _telling_trackers(self) -> Iterator[None]:
+        """Context of a training, at whose beginning callbacks see the arguments of the user, which trackers write down."""
+        begin, handler = self.callback_handler.on_train_begin, vars(self.callback_handler)
+
+        def begin_with_users(*args: Any, **kwargs: Any) -> TrainerControl:
+            with self._users_arguments():
+                return begin(*args, **kwargs)
+
+        handler["on_train_begin"] = begin_with_users
+        try:
+            yield
+        finally:
+            del handler["on_train_begin"]
+
     if TYPE_CHECKING:
 
         def _start(self, request: RunRequest) -> None: ...
 
         def _report(self) -> None: ...
+
+        def _users_arguments(self) -> AbstractContextManager[Any]: ...
 
     def _log_to_output_dir(self) -> None:
         """Names TensorBoard's folder now: an evaluation before training would start the log in ./runs, where it would stay."""

@@ -138,6 +138,28 @@ def test_checkpointing_becomes_a_line_and_trains_as_without(plain, tmp_path: Pat
     assert not found["recomputes"] and found["asked"]
 
 
+class Tracker(TrainerCallback):
+    def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        self.seen = args.to_dict()
+
+
+@pytest.mark.parametrize("is_stock", [False, True], ids=["ours", "callback alone"])
+def test_checkpoints_and_trackers_have_the_arguments_of_the_user(tmp_path: Path, is_stock: bool) -> None:
+    arguments = {**STEPS, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}
+    if is_stock:
+        args = training_arguments(str(tmp_path), **arguments, per_device_train_batch_size=2)
+        collator = transformers.DataCollatorWithFlattening()
+        callbacks = [LongContextCallback(quiet_config())]
+        Trainer(build_model(CASE), args, collator, train_dataset=ROWS, callbacks=callbacks).train()
+    else:
+        trainer = make_trainer(CASE, ROWS, str(tmp_path), {}, {**arguments, "fsdp": True})
+        trainer.add_callback(tracker := Tracker())
+        trainer.train()
+        assert tracker.seen["gradient_checkpointing"] and tracker.seen["fsdp"]
+    saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert saved.gradient_checkpointing and bool(saved.fsdp) != is_stock
+
+
 class Watching(TrainerCallback):
     def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
         self.recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
