@@ -39,8 +39,8 @@ from hf_longctx.plan.groups.programs.price_and_round import plan_by_configuratio
 from hf_longctx.plan.pipeline.activations.fit_group import make_room
 from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch
 from hf_longctx.plan.prediction.evaluate import Evaluation
+from hf_longctx.plan.prediction.memory_limited import MemoryLimitedStep
 from hf_longctx.plan.prediction.planning import Planning
-from hf_longctx.plan.prediction.step_memory import StepMemory
 
 # factor on the even share of tokens that a rank of a micro-batch may hold: groups are never quite even
 _SLACK = 1.15
@@ -100,7 +100,7 @@ def least_step_s(problem: GroupingProblem, costs: CostModel, config: PlannerConf
     """
     if config.activations is None:
         return problem.lower_bound_s()
-    return StepMemory(problem, costs, config.activations).lower_bound_s(most_s)
+    return MemoryLimitedStep(problem, costs, config.activations).lower_bound_s(most_s)
 
 
 def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[StepPlan, Evaluation, str]:
@@ -177,7 +177,7 @@ def candidates_with_room(
     longest, kept = max(problem.lengths), budget.kept_tokens
     needed = -(-longest // problem.degrees[-1])
     least = max(kept, needed)
-    number = StepMemory(problem, costs, budget).fullness().number
+    number = MemoryLimitedStep(problem, costs, budget).fullness().number
     # few micro-batches are less even than the estimate, so that one fewer is tried, too
     numbers = [number, number - 1] if 1 < number <= _FEW_MICRO_BATCHES else [number]
     full = [math.ceil(_SLACK * sum(problem.lengths) / problem.num_ranks / each) for each in numbers]

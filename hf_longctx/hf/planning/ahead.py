@@ -51,6 +51,12 @@ class Draft:
     improving: Improving | None = None
 
 
+def stop_improving(done: Future[Draft]) -> None:
+    """Stops the program that improves a plan which no step will run. Idempotent."""
+    if done.exception() is None and (improving := done.result().improving) is not None:
+        improving.stop()
+
+
 class DraftPlanner:
     """Solves the drafts of steps in order, in threads, and chooses each step's plan.
 
@@ -89,7 +95,7 @@ class DraftPlanner:
             return 0.0
         if self.late_s is not None:
             return self.late_s
-        return max(_LEAST_PATIENCE_S, draft.fast.estimate.step_s - draft.fast.estimate.lower_bound_s)
+        return max(_LEAST_PATIENCE_S, draft.fast.estimate.counted_s - draft.fast.estimate.lower_bound_s)
 
     def chosen(self, draft: Draft) -> StepPlan:
         """Chooses the plan of a step that has waited long enough.

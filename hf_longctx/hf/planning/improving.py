@@ -10,8 +10,10 @@ import logging
 import os
 import pickle
 import subprocess
+import tempfile
 import threading
 from dataclasses import replace
+from typing import ClassVar
 
 from hf_longctx.plan.anytime import COMMAND, Question
 from hf_longctx.plan.core.planner_config import PlannerConfig
@@ -44,7 +46,9 @@ def is_improved(plan: StepPlan) -> bool:
 
 
 class Improving:
-    """The program at work on one plan, until `stop`."""
+    """The program at work on one plan, until `stop`, which says once if a program has failed."""
+
+    _has_failed: ClassVar[bool] = False
 
     def __init__(self, plan: StepPlan, costs: CostModel, config: PlannerConfig) -> None:
         self.plan = self._best = plan
@@ -53,11 +57,13 @@ class Improving:
         question = Question(plan, costs, replace(config, solver_time_limit_s=limit_s))
         self._process: subprocess.Popen[bytes] | None = None
         try:
+            # closed by `stop`
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
             self._process = subprocess.Popen(
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors,
                 # one core beside training
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
@@ -79,13 +85,25 @@ class Improving:
             return
 
     def stop(self) -> StepPlan:
-        """Ends the process; returns the best plan, whose estimate says what it gained."""
+        """Ends the process; returns the best plan, whose estimate says what it gained. Idempotent."""
         best, first = self._best, self.plan
-        if self._process is not None:
+        if self._process is not None and not self._errors.closed:
+            self._tell_failure(self._process.poll())
             self._process.kill()
             self._process.wait()
+            self._errors.close()
         if best is first:
             return first
         gain = first.estimate.counted_s / best.estimate.counted_s - 1
         solver = f"{best.estimate.solver}, {gain:.1%}{_IMPROVED}{first.estimate.solver}"
         return replace(best, estimate=replace(best.estimate, solver=solver))
+
+    def _tell_failure(self, status: int | None) -> None:
+        """Logs, for the first program that ended by itself with an error, its status and the last line that it wrote."""
+        if not status or Improving._has_failed:
+            return
+        Improving._has_failed = True
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        reason = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
+        logger.warning("plans may not be improved: the program that does so ended with status %d: %s", status, reason)

@@ -35,8 +35,7 @@ class RunReport(TrainerCallback):
     """Listens to finished steps: prints them, keeps the cost model fitted, writes summary and timeline at the end.
 
     `opening` is printed once, when the first training begins or before that by `open`: its first two lines tell plans and
-    memory. `on_step_end` and `on_train_end` are collective on the pool's control
-    group, so every rank needs this callback.
+    memory. `on_step_end` and `on_train_end` are collective on the pool's control group, so every rank needs this callback.
     """
 
     def __init__(self, config: LongContextConfig, source: PlanSource, opening: str = "") -> None:

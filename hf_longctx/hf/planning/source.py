@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow
+from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow, stop_improving
 from hf_longctx.hf.planning.improving import Improving, is_worth_improving
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.planner_config import PlannerConfig
@@ -65,19 +65,27 @@ class PlanSource:
         If the planner raises an error, every rank raises it.
         """
         waiting = iter(steps)
-        step, pending = next(waiting, None), None
-        while step is not None:
-            begun_s = time.perf_counter()
-            following = next(waiting, None)
-            current = self._submit(*step, explore) if pending is None else pending
-            # nothing may wait in the planner's thread, since an evaluation needs it too
-            is_known = following is not None and not callable(following[1])
-            pending = self._submit(*following, explore) if following is not None and is_known else None
-            plan = self._share(current)
-            step = following
-            # an evaluation's plans explore nothing
-            self.waited_s += (time.perf_counter() - begun_s) * explore
-            yield plan
+        step: tuple[int, Lengths] | None = next(waiting, None)
+        current: Future[Draft] | int | None = None
+        pending: Future[Draft] | int | None = None
+        try:
+            while step is not None:
+                begun_s = time.perf_counter()
+                following = next(waiting, None)
+                current = self._submit(*step, explore) if pending is None else pending
+                # nothing may wait in the planner's thread, since an evaluation needs it too
+                is_known = following is not None and not callable(following[1])
+                pending = self._submit(*following, explore) if following is not None and is_known else None
+                plan = self._share(current)
+                step = following
+                # an evaluation's plans explore nothing
+                self.waited_s += (time.perf_counter() - begun_s) * explore
+                yield plan
+        finally:
+            # a training that ends early leaves a plan which no step runs
+            for left in (current, pending):
+                if isinstance(left, Future):
+                    left.add_done_callback(stop_improving)
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
         """Plans one step on this rank alone, however long that takes."""

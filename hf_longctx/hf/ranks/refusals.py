@@ -27,8 +27,9 @@ def refusals_last() -> Iterator[None]:
     """Context for a training script, under which a refusal ends the process with its message alone.
 
     Refusals are what this package raises for settings, models and data that cannot be trained, and `SystemExit` with a text.
-    The first rank of a machine says it. Under torchrun or accelerate the launcher prints the message, as the last thing of the
-    run; otherwise that rank prints it on standard error. Other errors keep their tracebacks.
+    The first rank of a machine says it, or another one that is still there after a wait. Under torchrun or accelerate the
+    launcher prints the message, as the last thing of the run; otherwise that rank prints it on standard error. Other errors keep
+    their tracebacks.
 
         with hf_longctx.refusals_last():
             main()
@@ -47,14 +48,12 @@ def _end(message: str) -> NoReturn:
     """Ends this process with status 1; only the message of one rank of the machine remains."""
     file, is_first = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("LOCAL_RANK", "0") == "0"
     sys.stdout.flush()
-    if file is None:
-        # ranks of one machine are refused alike
-        if is_first:
-            print(message, file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
     if not is_first:
         # the first rank ends meanwhile, and its launcher then ends this one; if it does not, nobody else has the message
         time.sleep(_GRACE_S)
+    if file is None:
+        print(message, file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     record = {"message": {"message": _wrapped(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
     Path(file).write_text(json.dumps(record))
     raise SystemExit(1) from None

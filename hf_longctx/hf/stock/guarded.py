@@ -22,7 +22,7 @@ from hf_longctx.hf.start.settings.translate import without_checkpointing
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 
 # attributes that the mixin sets on a trainer
-_OWN = ("longctx_config", "longctx_run", "_replicas", "_staged", "_saving", "_chosen")
+_OWN = ("longctx_config", "longctx_run", "_replicas", "_staged", "_saving", "_chosen", "_users_values")
 
 
 class Guard(Protocol):
@@ -44,8 +44,9 @@ class GuardedMixin(CheckpointMixin):
         if callback not in self.callback_handler.callbacks:
             take_back(self)
             return self.train(resume_from_checkpoint, *args, **kwargs)
-        with ExitStack() as undo, without_checkpointing(self.args, callback.config):
+        with ExitStack() as undo, without_checkpointing(self.args, callback.config) as users_values:
             control = callback.guard(self, undo)
+            self._users_values = users_values
             folder = self._choose_checkpoint(resume_from_checkpoint, callback.config, control)
             return super().train(folder, *args, **kwargs)
 

@@ -36,6 +36,7 @@ from hf_longctx.hf.checkpoints.staging import SavingRanks, StagedCheckpoint, che
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.start.arguments import callback_problems
+from hf_longctx.hf.start.settings.translate import with_values
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run
 
@@ -63,6 +64,8 @@ class CheckpointMixin(_TrainerBase):
     _writers: dist.ProcessGroup | None = None
     # the checkpoint that the present training resumed from
     _chosen: Chosen | None = None
+    # values of the user's arguments that are hidden from the trainer during a training
+    _users_values: dict[str, Any] | None = None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Lets `Trainer` save into a hidden folder, adds data record and manifest, and brings the checkpoint into view.
@@ -215,10 +218,15 @@ class CheckpointMixin(_TrainerBase):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # an upload reads in the background, from the folder's last name
         if self._staged is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+            with self._users_arguments():
+                super()._push_from_checkpoint(checkpoint_folder)
+
+    def _users_arguments(self) -> AbstractContextManager[Any]:
+        """Context in which the arguments are those of the user, which checkpoints have, too."""
+        return with_values(self.args, self._users_values or {})
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        with self._holding_errors():
+        with self._holding_errors(), self._users_arguments():
             super()._save(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -217,7 +217,8 @@ class ParameterMixin(CheckpointMixin):
             own = self.processing_class
             if (tokenizer := getattr(self.data_collator, "tokenizer", None) if own is None else own) is not None:
                 tokenizer.save_pretrained(str(folder))
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+            with self._users_arguments():
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._placement.load(self.model, resume_from_checkpoint):

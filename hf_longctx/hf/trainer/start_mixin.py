@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from transformers import Trainer, TrainingArguments, enable_full_determinism, set_seed
+from accelerate.utils.memory import clear_device_cache
+from transformers import Trainer, TrainerControl, TrainingArguments, enable_full_determinism, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from hf_longctx.hf.config import LongContextConfig
@@ -26,9 +29,11 @@ from hf_longctx.hf.start.trl import (
     scored_loss,
     scored_trainer_problems,
 )
+from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run, RunRequest
 from hf_longctx.runtime.core.loss import TokenLoss
+from hf_longctx.runtime.execution.executor import StepExecutor
 
 # users put the mixin in front of a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
@@ -45,6 +50,10 @@ class StartMixin(_TrainerBase):
     plans_evaluation: bool
     _stop: OrderlyStop
     _replicas: ReplicaCheck
+    _executor: StepExecutor | None
+    _guard: NonfiniteGuard
+    # whether our console prints what the trainer logs
+    _tells_logs: bool
     # request from which the run was started, without the model
     _request: RunRequest
     # lines about settings of other systems that became ours
@@ -92,15 +101,7 @@ class StartMixin(_TrainerBase):
         """
         if self.model_init is None:
             return
-        old = self.longctx_run
-        for callback in (old.report, self._stop, self._replicas):
-            self.remove_callback(callback)
-        # other ranks may still read from the groups that are closed next
-        self.accelerator.wait_for_everyone()
-        old.close()
-        # the old model must not stay beside the new one
-        nothing: Any = None
-        self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = nothing
+        self._end_old_run()
         with hidden_from_trainer(self.args):
             self._hp_search_setup(trial)
             _seed(self.args)
@@ -111,12 +112,50 @@ class StartMixin(_TrainerBase):
         if self.place_model_on_device:
             self._move_model_to_device(model, self.args.device)
         self._report()
+        self.longctx_run.report.console.tells_logs = self._tells_logs
+
+    def _end_old_run(self) -> None:
+        """Ends the run and forgets its model, which must not stay beside the new one. Collective."""
+        # none is left where the last model could not be made
+        if (old := vars(self).pop("longctx_run", None)) is None:
+            return
+        self._tells_logs = old.report.console.tells_logs
+        for callback in (old.report, self._stop, self._replicas):
+            self.remove_callback(callback)
+        # other ranks may still read from the groups that are closed next
+        self.accelerator.wait_for_everyone()
+        old.close()
+        nothing: Any = None
+        self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = self._executor = nothing
+        self._guard = self._stop = self._replicas = nothing
+        handler = self.callback_handler
+        handler.model = handler.optimizer = handler.lr_scheduler = handler.train_dataloader = handler.eval_dataloader = nothing
+        self.accelerator.free_memory()
+        del old, callback
+        clear_device_cache(garbage_collection=True)
+
+    @contextmanager
+    def _telling_trackers(self) -> Iterator[None]:
+        """Context of a training, at whose beginning callbacks see the arguments of the user, which trackers write down."""
+        begin, handler = self.callback_handler.on_train_begin, vars(self.callback_handler)
+
+        def begin_with_users(*args: Any, **kwargs: Any) -> TrainerControl:
+            with self._users_arguments():
+                return begin(*args, **kwargs)
+
+        handler["on_train_begin"] = begin_with_users
+        try:
+            yield
+        finally:
+            del handler["on_train_begin"]
 
     if TYPE_CHECKING:
 
         def _start(self, request: RunRequest) -> None: ...
 
         def _report(self) -> None: ...
+
+        def _users_arguments(self) -> AbstractContextManager[Any]: ...
 
     def _log_to_output_dir(self) -> None:
         """Names TensorBoard's folder now: an evaluation before training would start the log in ./runs, where it would stay."""

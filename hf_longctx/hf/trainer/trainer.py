@@ -175,7 +175,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 self._stop.during_training(self.args, lambda: self.state.global_step),
                 self._ending_saving(),
                 without_liger(self.args),
-                hidden_from_trainer(self.args),
+                hidden_from_trainer(self.args) as self._users_values,
+                self._telling_trackers(),
             ):
                 self._open_saving()
                 run = self.longctx_run

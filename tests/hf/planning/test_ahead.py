@@ -74,6 +74,9 @@ def test_a_step_waits_no_longer_than_the_plan_could_save() -> None:
     drafts, slow = DraftPlanner(plan_step, late_s=None), Future()
     fast = replace(FAST, estimate=Estimate(step_s=7.0, lower_bound_s=4.5))
     assert drafts.patience_s(Draft(fast, slow)) == 2.5
+    # the bound counts gathers, so the plan's seconds must
+    gathering = replace(FAST, estimate=Estimate(step_s=7.0, lower_bound_s=8.5, gathers_s=3.0))
+    assert drafts.patience_s(Draft(gathering, slow)) == 1.5
     # a plan at the bound cannot be beaten
     at_bound = replace(FAST, estimate=Estimate(step_s=7.0, lower_bound_s=7.0))
     assert drafts.patience_s(Draft(at_bound, slow)) < 0.1

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers.plans.cost_models import cost_model
 from helpers.plans.grouping_problems import lognormal_lengths
 
-from hf_longctx.hf.planning import improving
+from hf_longctx.hf.planning import improving, source
 from hf_longctx.hf.planning.ahead import Draft, DraftPlanner
 from hf_longctx.hf.planning.improving import Improving, is_improved, is_worth_improving
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 COSTS = replace(cost_model("exchange", 8), parameters="sharded", shard_ranks=8)
 CONFIG = PlannerConfig(400, (1, 2, 4, 8))
@@ -58,3 +63,34 @@ def test_a_machine_without_room_for_a_process_keeps_the_fast_plan(monkeypatch: p
 
     monkeypatch.setattr(improving.subprocess, "Popen", fails)
     assert Improving(PLAN, COSTS, CONFIG).stop() is PLAN
+
+
+def test_a_plan_that_no_step_runs_is_not_improved_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Improving] = []
+
+    def begin(*args: Any) -> Improving:
+        begun.append(Improving(*args))
+        return begun[-1]
+
+    monkeypatch.setattr(source, "is_worth_improving", lambda plan, config: True)
+    monkeypatch.setattr(source, "Improving", begin)
+    plans = PlanSource(GroupPool((1,), timeout_s=1.0), COSTS, CONFIG, explore_steps=0)
+    drawn = plans.plans([(step, PLAN.lengths) for step in range(3)], explore=True)
+    next(drawn)
+    drawn.close()
+    # behind the last draft in the same thread
+    plans.drafts.submit(lambda: Draft(PLAN)).result()
+    assert len(begun) == 2
+    for each in begun:
+        assert each._process is not None and each._process.returncode == -signal.SIGKILL
+
+
+def test_a_program_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(improving, "COMMAND", (sys.executable, "-c", "import a_package_that_is_not_there"))
+    monkeypatch.setattr(Improving, "_has_failed", False)
+    for _ in range(2):
+        work = Improving(PLAN, COSTS, CONFIG)
+        assert work._process is not None and work._process.wait(120) == 1
+        assert work.stop() is PLAN
+    (record,) = caplog.records
+    assert "ended with status 1: ModuleNotFoundError: No module named 'a_package_that_is_not_there'" in record.message

@@ -72,7 +72,7 @@ def test_ranks_meet_at_once_and_know_a_process_that_has_ended() -> None:
     process = FORKED.Process(target=time.sleep, args=(0,))
     process.start()
     process.join()
-    # as if rank 2 were that process
+    # stands for the process of rank 2
     roll_calls[2].store.set("longctx/process/2", f"{host_identity()} {process.pid}")
     begin_s = time.monotonic()
     roll_calls[1].meet()

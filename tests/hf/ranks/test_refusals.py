@@ -10,6 +10,7 @@ import pytest
 
 from hf_longctx import DataError
 from hf_longctx.cli.launching import brief, launch_command
+from hf_longctx.hf.ranks import refusals
 from hf_longctx.hf.ranks.refusals import RefusedRun, refusals_last
 
 SCRIPT = """
@@ -50,3 +51,14 @@ def test_alone_the_message_goes_to_standard_error(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended, refusals_last():
         raise SystemExit(3)
     assert ended.value.code == 3
+
+
+def test_without_an_error_file_a_rank_refused_alone_says_so_after_a_wait(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    waited: list[float] = []
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(refusals.time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as ended, refusals_last():
+        raise DataError("row 7 of rank 1 alone")
+    assert ended.value.code == 1 and capsys.readouterr().err == "row 7 of rank 1 alone\n"
+    assert waited == [refusals._GRACE_S]

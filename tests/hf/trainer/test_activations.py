@@ -24,7 +24,7 @@ from hf_longctx.hf.models.activations import ActivationRuntime, slab_rate
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.start import setup
+from hf_longctx.hf.start.settings import advice
 from hf_longctx.hf.start.settings.advice import allocator_advice, slow_tiles, tf32_offer
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
@@ -358,7 +358,7 @@ def test_tf32_is_offered_where_products_of_fp32_would_be_faster() -> None:
     assert not tf32_offer((7, 5), torch.float32, "none")
     assert not tf32_offer((9, 0), torch.bfloat16, "none")
     assert not tf32_offer((9, 0), torch.float32, "tf32")
-    with patch.object(setup, "device_capability", lambda device: (9, 0)):
+    with patch.object(advice, "device_capability", lambda device: (9, 0)):
         line = slow_tiles(named_model("llama-3.1-8b"), torch.device("cuda"), torch.float32)
     assert line.endswith(tf32_offer((9, 0), torch.float32, "none"))
 

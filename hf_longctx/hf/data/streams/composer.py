@@ -71,6 +71,11 @@ class BatchComposer:
         self.known: list[deque[Item]] = [deque() for _ in range(count)]
         self.shared = SharedRows(rules.name, count)
         self._failure: ValueError | None = None
+        self._members: list[tuple[int, int]] = []
+        self._lengths: list[int] = []
+        self._columns: tuple[int, str] | None = None
+        self._num_tokens = self._num_sequences = 0
+        self._has_label = self._is_whole = self._is_empty = False
         self._begin_epoch(is_whole=not any(self.has_ended) and all(cursor.is_begin for cursor in start.readers))
 
     def announce(self, reader: int, items: Sequence[Item]) -> None:
@@ -167,8 +172,6 @@ class BatchComposer:
         return last
 
     def _begin_epoch(self, is_whole: bool) -> None:
-        self._members: list[tuple[int, int]] = []
-        self._lengths: list[int] = []
-        self._columns: tuple[int, str] | None = None
+        self._members, self._lengths, self._columns = [], [], None
         self._num_tokens, self._num_sequences, self._has_label = 0, 0, False
         self._is_whole = self._is_empty = is_whole

@@ -86,7 +86,8 @@ class SequenceReader:
         self.make, self.rules, self.start, self.origin = make, rules, start, origin
         anchor = start.anchor
         self.epoch, self.num_rows = (start.epoch, 0) if anchor is None else (anchor.epoch, anchor.row)
-        self._anchor, self._pending = anchor, None
+        self._anchor: Anchor | None = anchor
+        self._pending: Anchor | None = None
         # the first row after which the next state is taken
         self._state_row = 0 if anchor is None else anchor.row - 1 + ROWS_PER_STATE
         self._hashed = xxhash.xxh3_128(b"" if anchor is None else anchor.digest.encode())

@@ -187,7 +187,10 @@ SETTINGS: dict[str, Setting] = {
     "ddp_backend": _own(),
     "ddp_timeout": _own("of the process group with all ranks; `collective_timeout_s` bounds a step"),
     "fsdp": _translated("`parameters` and `shard_ranks`; a line says which"),
-    "fsdp_config": _translated("`parameters` and `shard_ranks`; a line says which; `cpu_offload` and `xla` are refused"),
+    "fsdp_config": _translated(
+        "`parameters` and `shard_ranks`; a line says which; `cpu_offload`, `xla` and unknown strategies are refused, and "
+        "`cpu_ram_efficient_loading` on several ranks"
+    ),
     "deepspeed": _only(
         (None, ""),
         "start without a DeepSpeed config and set LongContextConfig(parameters='sharded')",

@@ -78,32 +78,39 @@ def translate(config: LongContextConfig, args: TrainingArguments, launch: Launch
 
 
 @contextmanager
-def hidden_from_trainer(args: TrainingArguments | None) -> Iterator[None]:
-    """Context in which `Trainer` and accelerate find nothing of what `translate` has translated."""
-    with without_fsdp(), _with_values(args, {**_CHECKPOINTING, **_FSDP}):
-        yield
+def hidden_from_trainer(args: TrainingArguments | None) -> Iterator[dict[str, Any]]:
+    """Context in which `Trainer` and accelerate find nothing of what `translate` has translated; gives the user's values."""
+    with without_fsdp(), with_values(args, {**_CHECKPOINTING, **_FSDP}) as users:
+        yield users
 
 
 @contextmanager
-def without_checkpointing(args: TrainingArguments, config: LongContextConfig) -> Iterator[None]:
-    """Context of a stock trainer's training, in which plans recompute and the trainer does not; a line says so on rank 0."""
+def without_checkpointing(args: TrainingArguments, config: LongContextConfig) -> Iterator[dict[str, Any]]:
+    """Context of a stock trainer's training, in which plans recompute and the trainer does not; gives the user's values.
+
+    A line says so on rank 0.
+    """
     if wish := _checkpointing(args, None):
         tell_settings(args, (_checkpointing_line(wish, config),), [])
-    with _with_values(args, _CHECKPOINTING):
-        yield
+    with with_values(args, _CHECKPOINTING) as users:
+        yield users
 
 
 @contextmanager
-def _with_values(args: TrainingArguments | None, values: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which these fields have these values; fields of other versions of transformers are left out."""
+def with_values(args: TrainingArguments | None, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Context in which these fields have these values; fields of other versions of transformers are left out.
+
+    Gives the values that they have outside, and empties that when it ends.
+    """
     before = {name: getattr(args, name) for name in values if hasattr(args, name)}
     try:
         for name in before:
             setattr(args, name, values[name])
-        yield
+        yield before
     finally:
         for name, value in before.items():
             setattr(args, name, value)
+        before.clear()
 
 
 def tell_settings(args: TrainingArguments, lines: tuple[str, ...], idle: list[str]) -> None:

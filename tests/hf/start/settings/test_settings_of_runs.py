@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,28 @@ def test_checkpointing_becomes_a_line_and_trains_as_without(plain, tmp_path: Pat
     assert not found["recomputes"] and found["asked"]
 
 
+class Tracker(TrainerCallback):
+    def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        self.seen = args.to_dict()
+
+
+@pytest.mark.parametrize("is_stock", [False, True], ids=["ours", "callback alone"])
+def test_checkpoints_and_trackers_have_the_arguments_of_the_user(tmp_path: Path, is_stock: bool) -> None:
+    arguments = {**STEPS, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}
+    if is_stock:
+        args = training_arguments(str(tmp_path), **arguments, per_device_train_batch_size=2)
+        collator = transformers.DataCollatorWithFlattening()
+        callbacks = [LongContextCallback(quiet_config())]
+        Trainer(build_model(CASE), args, collator, train_dataset=ROWS, callbacks=callbacks).train()
+    else:
+        trainer = make_trainer(CASE, ROWS, str(tmp_path), {}, {**arguments, "fsdp": True})
+        trainer.add_callback(tracker := Tracker())
+        trainer.train()
+        assert tracker.seen["gradient_checkpointing"] and tracker.seen["fsdp"]
+    saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert saved.gradient_checkpointing and bool(saved.fsdp) != is_stock
+
+
 class Watching(TrainerCallback):
     def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
         self.recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -176,10 +199,14 @@ def test_a_loader_has_the_settings_of_the_arguments(tmp_path: Path) -> None:
 def fresh(folder: str, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[LongContextTrainer, list[Any]]:
     """A trainer that makes its models itself, and the trials for which it made them."""
     asked: list[Any] = []
+    made: list[weakref.ref[Any]] = []
 
     def model_init(trial: Any) -> Any:
+        assert not any(model() is not None for model in made), "an old model stays beside the new one"
         asked.append(trial)
-        return build_model(CASE)
+        model = build_model(CASE)
+        made.append(weakref.ref(model))
+        return model
 
     args = training_arguments(folder, **{**STEPS, "per_device_train_batch_size": 8, **arguments})
     rows = datasets.Dataset.from_list(ROWS)
@@ -209,6 +236,29 @@ def test_every_training_starts_anew_on_a_fresh_model(ranks, tmp_path: Path) -> N
     expected = pool.run(run, str(tmp_path / "plain"), {"parameters": "sharded"}, {}, {})[0]["weights"]
     for first, second in pool.run(train_twice, str(tmp_path / "fresh")):
         assert equal(first, expected) and equal(second, expected)
+
+
+def test_every_training_on_a_fresh_model_prints_its_logs_and_evaluations(tmp_path: Path, capsys: Any) -> None:
+    trainer, _ = fresh(str(tmp_path), {"report_steps": True}, {"logging_steps": 1})
+    for _ in range(2):
+        trainer.train()
+        trainer.evaluate()
+        said = capsys.readouterr().out
+        assert said.count(" | lr ") == 2 and "trained up to step 2" in said and "evaluation after step 2" in said
+
+
+def test_a_training_whose_fresh_model_could_not_be_made_can_be_tried_again(tmp_path: Path) -> None:
+    trainer, asked = fresh(str(tmp_path), {}, {})
+    make, trainer.model_init = trainer.model_init, broken_init
+    with pytest.raises(OSError, match="no such model"):
+        trainer.train()
+    trainer.model_init = make
+    trainer.train()
+    assert trainer.state.global_step == 2 and len(asked) == 2
+
+
+def broken_init() -> Any:
+    raise OSError("no such model")
 
 
 class Trial(dict[str, Any]):

@@ -53,8 +53,8 @@ class Fullness:
 
 
 @dataclass(frozen=True)
-class StepMemory:
-    """Memory of one step: its sequences, costs and budget."""
+class MemoryLimitedStep:
+    """A step whose memory is limited: its sequences, costs and budget."""
 
     problem: GroupingProblem
     costs: CostModel

@@ -22,8 +22,8 @@ from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.fit_group import make_room
 from hf_longctx.plan.planner import build_plan, plan_step
+from hf_longctx.plan.prediction.memory_limited import MemoryLimitedStep
 from hf_longctx.plan.prediction.planning import Planning
-from hf_longctx.plan.prediction.step_memory import StepMemory
 
 
 def costs_of(num_ranks: int, parameters: Parameters, copy_bytes_per_s: float = 1e9) -> CostModel:
@@ -85,7 +85,7 @@ def test_no_plan_of_a_small_step_is_faster_than_the_bound(
     best_s = least_counted_s(lengths, costs, config)
     if best_s < math.inf:
         assert config.activations is not None
-        memory = StepMemory(GroupingProblem.build(lengths, costs, config), costs, config.activations)
+        memory = MemoryLimitedStep(GroupingProblem.build(lengths, costs, config), costs, config.activations)
         assert memory.lower_bound_s() <= best_s * (1 + 1e-9)
         assert memory.lower_bound_s(best_s) <= best_s
         # a plan that is known only makes the bound tighter
@@ -100,7 +100,7 @@ def test_the_bound_counts_what_memory_costs() -> None:
     config = config_of(1, 700, 0)
     assert config.activations is not None
     problem = GroupingProblem.build(lengths, costs, config)
-    memory = StepMemory(problem, costs, config.activations)
+    memory = MemoryLimitedStep(problem, costs, config.activations)
     found = plan_step(0, lengths, costs, config).estimate
     added_s = found.step_s - problem.lower_bound_s()
     assert added_s > 0.02 * problem.lower_bound_s()
@@ -110,10 +110,10 @@ def test_the_bound_counts_what_memory_costs() -> None:
 def test_copies_that_hide_make_memory_free() -> None:
     costs, lengths, config = costs_of(1, "replicated", 1e10), (2000, 900), config_of(1, 700, 1 << 30)
     assert config.activations is not None
-    memory = StepMemory(GroupingProblem.build(lengths, costs, config), costs, config.activations)
+    memory = MemoryLimitedStep(GroupingProblem.build(lengths, costs, config), costs, config.activations)
     assert memory.lower_bound_s() <= least_counted_s(lengths, costs, config)
     slow = costs_of(1, "replicated", 1e8)
-    assert memory.lower_bound_s() < StepMemory(memory.problem, slow, config.activations).lower_bound_s()
+    assert memory.lower_bound_s() < MemoryLimitedStep(memory.problem, slow, config.activations).lower_bound_s()
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
@@ -140,7 +140,7 @@ def test_fewer_micro_batches_follow_from_more_host_memory() -> None:
     for host_bytes in (0, 1 << 40):
         config = config_of(2, 800, host_bytes)
         assert config.activations is not None
-        memory = StepMemory(GroupingProblem.build(lengths, costs, config), costs, config.activations)
+        memory = MemoryLimitedStep(GroupingProblem.build(lengths, costs, config), costs, config.activations)
         numbers.append(memory.fullness().number)
     assert numbers[1] <= numbers[0]
     assert min(numbers) >= 1
