@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -147,6 +148,8 @@ def measured(
         return (loss_of(logits) if head is not None else summed_cross_entropy(logits, labels)) / sum(documents)
 
     forward().backward()
+    # garbage of other tests' models must not go while bytes are counted
+    gc.collect()
     forward_peak, held, loss = measure(forward)
     host = tier.stored_bytes
     backward_peak, _, _ = measure(loss.backward)
