@@ -14,6 +14,8 @@ from typing import NoReturn
 
 # seconds for which other ranks wait for rank 0's message, after which the launcher ends them
 _GRACE_S = 15.0
+# the same where no launcher ends them: then a rank that was refused alone says so itself
+_ALONE_S = 2.0
 # torchrun and accelerate print the file as part of a frame that is as wide as its longest line
 _COLUMNS = 110
 
@@ -28,8 +30,8 @@ def refusals_last() -> Iterator[None]:
 
     Refusals are what this package raises for settings, models and data that cannot be trained, and `SystemExit` with a text.
     The first rank of a machine says it, or another one that is still there after a wait. Under torchrun or accelerate the
-    launcher prints the message, as the last thing of the run; otherwise that rank prints it on standard error. Other errors keep
-    their tracebacks.
+    launcher prints the message, as the last thing of the run; otherwise that rank prints it on standard error, and others too
+    unless all ranks are sure to have the same message. Other errors keep their tracebacks.
 
         with hf_longctx.refusals_last():
             main()
@@ -37,22 +39,24 @@ def refusals_last() -> Iterator[None]:
     try:
         yield
     except RefusedRun as error:
-        _end(str(error))
+        # a subclass is about data, which one rank alone may have read
+        _end(str(error), is_shared=type(error) is RefusedRun)
     except SystemExit as error:
         if not isinstance(error.code, str):
             raise
-        _end(error.code)
+        _end(error.code, is_shared=False)
 
 
-def _end(message: str) -> NoReturn:
+def _end(message: str, is_shared: bool) -> NoReturn:
     """Ends this process with status 1; only the message of one rank of the machine remains."""
     file, is_first = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("LOCAL_RANK", "0") == "0"
     sys.stdout.flush()
-    if not is_first:
+    if not is_first and not (is_shared and file is None):
         # the first rank ends meanwhile, and its launcher then ends this one; if it does not, nobody else has the message
-        time.sleep(_GRACE_S)
+        time.sleep(_ALONE_S if file is None else _GRACE_S)
     if file is None:
-        print(message, file=sys.stderr, flush=True)
+        if is_first or not is_shared:
+            print(message, file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     record = {"message": {"message": _wrapped(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
     Path(file).write_text(json.dumps(record))

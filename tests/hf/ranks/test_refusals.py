@@ -61,4 +61,7 @@ def test_without_an_error_file_a_rank_refused_alone_says_so_after_a_wait(capsys:
     with pytest.raises(SystemExit) as ended, refusals_last():
         raise DataError("row 7 of rank 1 alone")
     assert ended.value.code == 1 and capsys.readouterr().err == "row 7 of rank 1 alone\n"
-    assert waited == [refusals._GRACE_S]
+    assert waited == [refusals._ALONE_S]
+    with pytest.raises(SystemExit), refusals_last():
+        raise RefusedRun("what all ranks know")
+    assert not capsys.readouterr().err and len(waited) == 1
