@@ -14,7 +14,7 @@ from typing import NoReturn
 
 # seconds for which other ranks wait for rank 0's message, after which the launcher ends them
 _GRACE_S = 15.0
-# the same where no launcher ends them: then a rank that was refused alone says so itself
+# seconds of that wait where no launcher ends them, so that a rank that was refused alone says so itself
 _ALONE_S = 2.0
 # torchrun and accelerate print the file as part of a frame that is as wide as its longest line
 _COLUMNS = 110
