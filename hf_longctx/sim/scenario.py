@@ -226,17 +226,21 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     return scenario
 
 
+def _tokens_or_problem(request: Request) -> tuple[int, str]:
+    """Tokens of the longest sequence of a scenario; 0 and the reason where it cannot be."""
+    try:
+        return build_scenario(request, must_fit=False).longest_tokens, ""
+    except ValueError as error:
+        return 0, str(error)
+
+
 def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
     """The scenario with the optimizer's states on the device or the host, as a run chooses; a note says why.
 
     Without sequences the longest that is wanted is the model's limit, as in a run.
     """
     on_device = build_scenario(replace(request, optimizer_states="device"), must_fit=False)
-    host_tokens, problem = 0, ""
-    try:
-        host_tokens = build_scenario(replace(request, optimizer_states="host"), must_fit=False).longest_tokens
-    except ValueError as error:
-        problem = str(error)
+    host_tokens, problem = _tokens_or_problem(replace(request, optimizer_states="host"))
     memory, placement = on_device.memory, on_device.placement
     on_host = replace(memory, model=replace(memory.model, updates_on_host=True))
     place = StatesPlace(
@@ -256,11 +260,7 @@ def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
 def _with_chosen_layers(request: Request, must_fit: bool) -> Scenario:
     """The scenario with shards of layers on the device or the host, as a run chooses; a note says why."""
     on_device = build_scenario(replace(request, layer_weights="device"), must_fit=False)
-    host_tokens, problem = 0, ""
-    try:
-        host_tokens = build_scenario(replace(request, layer_weights="host"), must_fit=False).longest_tokens
-    except ValueError as error:
-        problem = str(error)
+    host_tokens, problem = _tokens_or_problem(replace(request, layer_weights="host"))
     wanted = request.longest_tokens or on_device.costs.model.max_positions
     place = LayersPlace(wanted, on_device.longest_tokens, host_tokens, problem)
     chosen = build_scenario(replace(request, layer_weights="host" if place.on_host else "device"), must_fit)

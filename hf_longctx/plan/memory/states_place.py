@@ -8,28 +8,37 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class StatesPlace:
-    """Tokens of the longest sequence with the optimizer's states in either place, and the bytes of a rank behind them.
+class _Place:
+    """Tokens of the longest sequence with something on the device or in host memory.
 
-    wanted_tokens: tokens of the longest sequence that is asked for. device_tokens, host_tokens: tokens that fit with the states
-    on the device, or in host memory (0: that place cannot hold them). state_bytes: bytes of weights, gradients and states
-    on the device, with all states there. usable_bytes: bytes of the device. host_bytes: host memory that the states need.
-    free_bytes: host memory that is free for them. host_problem: why they cannot lie on the host; empty if they can.
+    wanted_tokens: tokens of the longest sequence that is asked for. device_tokens, host_tokens: tokens that fit with it on the
+    device, or in host memory (0: that place cannot hold it).
     """
 
     wanted_tokens: int
     device_tokens: int
     host_tokens: int
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it goes to the host: the wanted sequence does not fit beside it, and more tokens fit without it."""
+        return self.device_tokens < self.wanted_tokens and self.device_tokens < self.host_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StatesPlace(_Place):
+    """Place of the optimizer's states, and the bytes of a rank behind it.
+
+    state_bytes: bytes of weights, gradients and states on the device, with all states there. usable_bytes: bytes of the device.
+    host_bytes: host memory that the states need. free_bytes: host memory that is free for them. host_problem: why they cannot
+    lie on the host; empty if they can.
+    """
+
     state_bytes: int
     usable_bytes: int
     host_bytes: int
     free_bytes: int
     host_problem: str = ""
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the states go to the host: the wanted sequence does not fit beside them, and more tokens fit without them."""
-        return self.device_tokens < self.wanted_tokens and self.device_tokens < self.host_tokens
 
     def line(self) -> str:
         """The choice and the numbers behind it, in one line."""
@@ -49,22 +58,10 @@ class StatesPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class LayersPlace:
-    """Tokens of the longest sequence with shards of layers in either place while a step computes.
+class LayersPlace(_Place):
+    """Place of shards of layers while a step computes. host_problem: why they cannot lie on the host; empty if they can."""
 
-    wanted_tokens, device_tokens, host_tokens: as in `StatesPlace`. host_problem: why shards cannot lie on the host; empty if they
-    can.
-    """
-
-    wanted_tokens: int
-    device_tokens: int
-    host_tokens: int
     host_problem: str = ""
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the shards go to the host: the wanted sequence does not fit beside them, and more tokens fit without them."""
-        return self.device_tokens < self.wanted_tokens and self.device_tokens < self.host_tokens
 
     def line(self) -> str:
         """The choice and the numbers behind it, in one line."""
