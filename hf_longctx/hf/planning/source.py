@@ -130,15 +130,13 @@ class PlanSource:
         known = lengths() if callable(lengths) else lengths
 
         def draft() -> Draft:
-            if self._explores(explore):
-                return Draft(self.solve(number, known, explore))
-            if not is_slow(self.config):
-                costs, config = self.costs, self.config
-                plan = self.solve(number, known, explore)
-                # plans of an evaluation, which explore nothing, are needed at once
-                is_worth = explore and is_worth_improving(plan, config)
-                return Draft(plan, improving=Improving(plan, costs, config) if is_worth else None)
-            return self.drafts.draft(number, known, self.costs, self.config)
+            costs, config = self.costs, self.config
+            if is_slow(config) and not self._explores(explore):
+                return self.drafts.draft(number, known, costs, config)
+            plan = self.solve(number, known, explore)
+            # plans of an evaluation, which explore nothing, are needed at once
+            is_worth = explore and is_worth_improving(plan, config)
+            return Draft(plan, improving=Improving(plan, costs, config) if is_worth else None)
 
         return self.drafts.submit(draft)
 
