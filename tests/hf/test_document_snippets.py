@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 from functools import partial
@@ -51,6 +52,8 @@ _KNOWN = {
     "BitsAndBytesConfig(": ("four_bits", 1),
     "load_pipeline_stage(": ("stages", 4),
     "MuonWithAdamW": ("muon", 1),
+    "stream_readers=8": ("stream", 2),
+    "train_dataset=ShardedStream(make)": ("loaders", 2),
 }
 
 
@@ -105,6 +108,8 @@ def stand_ins(folder: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {"output_dir": str(Path(folder, "out")), "max_steps": 2, "use_cpu": True, "report_to": "none"}
     names |= {"model": model, "dataset": rows, "eval_dataset": rows.select(range(4)), "path": "checkpoints/llama-70b"}
     names |= {"args": TrainingArguments(**arguments), "tokenizer": word_tokenizer()}
+    stream = datasets.load_dataset("json", data_files="documents/*.jsonl", split="train", streaming=True)
+    names |= {"datasets": datasets, "tokenise": tokenise, "stream": stream.map(tokenise, remove_columns=["text"])}
     names["conversations"] = datasets.Dataset.from_list(
         [{"messages": conversation("what is this?", "it is an answer to a question " * n)} for n in (1, 9, 2, 1, 4, 1, 3, 2) * 2]
     )
@@ -115,6 +120,18 @@ def stand_ins(folder: str) -> dict[str, Any]:
         names |= {"SFTTrainer": trl.SFTTrainer, "SFTConfig": partial(trl.SFTConfig, use_cpu=True)}
         names["sft_args"] = trl.SFTConfig(**arguments, assistant_only_loss=True, max_length=None)
     return names
+
+
+def tokenise(row: dict[str, str]) -> dict[str, list[int]]:
+    return {"input_ids": [ord(letter) % 64 for letter in row["text"]]}
+
+
+def write_texts(folder: Path) -> None:
+    """Writes texts to the files from which the snippets read a stream."""
+    folder.mkdir()
+    for file in range(8):
+        lines = [json.dumps({"text": "ab" * (1 + 5 * file + row)}) for row in range(9)]
+        (folder / f"{file}.jsonl").write_text("\n".join(lines))
 
 
 def run(code: str, name: str, folder: str) -> tuple[str, int]:
@@ -139,6 +156,7 @@ def run(code: str, name: str, folder: str) -> tuple[str, int]:
 
 def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path) -> None:
     transformers.LlamaForCausalLM(model_config()).save_pretrained(folder / "checkpoints" / "llama-70b")
+    write_texts(folder / "documents")
     code, num_ranks = codes[name]
     (shown, steps), *others = ranks(num_ranks).run(run, code, name, str(folder))
     assert steps == 0 if name == "evaluation" else steps >= 2
@@ -152,6 +170,8 @@ def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path
 def test_a_snippet_runs_as_it_is_printed(ranks, name: str, tmp_path: Path) -> None:
     if name == "four_bits" and importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("needs bitsandbytes (pip install bitsandbytes==0.50.2)")
+    if name == "loaders":
+        pytest.importorskip("torchdata")
     check(ranks, CODES, name, tmp_path)
 
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig
 from hf_longctx.cli.main import build_parser
-from hf_longctx.cli.plan import _request
+from hf_longctx.cli.plan import request_of
 from hf_longctx.plan.cost.profiles import normal_name
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sft import RecipeArguments
@@ -49,7 +49,7 @@ def test_a_ready_config_fits_the_hardware_that_it_names(path: Path) -> None:
     [command] = re.findall(r"^#   hf-longctx (plan .*)$", text, re.MULTILINE)
     settings = yaml.safe_load(text)
     options = build_parser().parse_args(shlex.split(command))
-    scenario = build_scenario(_request(options, settings["max_length"]))
+    scenario = build_scenario(request_of(options, settings["max_length"]))
     assert scenario.longest_tokens >= settings["max_length"]
     # beyond the model's own positions, a run needs scaled ones; within them it refuses to scale
     assert ("rope_scaling" in settings) == (settings["max_length"] > scenario.costs.model.max_positions)

@@ -388,7 +388,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._guard = NonfiniteGuard(self.longctx_run)
         self._replicas = ReplicaCheck(self.longctx_config, self.longctx_run)
-        self._staged, self._chosen, self._saving, self._writers = None, None, None, None
+        self._staged, self._chosen, self._saving, self._writers, self._users_values = None, None, None, None, None
         self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
     def _start_two_passes(self) -> None:
