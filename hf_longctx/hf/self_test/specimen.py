@@ -335,7 +335,9 @@ class Specimen:
 
 def _cached(cache: DynamicCache, mixer: Any) -> dict[str, Tensor]:
     """The states of a mixer in a cache of transformers, by their names in the state book."""
-    convolved, scanned = cache.get_conv_state(mixer.layer_idx), cache.get_recurrent_state(mixer.layer_idx)
+    # `get_conv_state` came with transformers 5.18 or later
+    layer: Any = cache.layers[mixer.layer_idx]
+    convolved, scanned = layer.conv_states[0], layer.recurrent_states[0]
     states = {} if convolved is None else {CONVOLUTION: convolved}
     # a mixer may have a convolution alone; several scans of it are stacked
     if scanned is not None:

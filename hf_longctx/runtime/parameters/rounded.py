@@ -49,6 +49,15 @@ def rounded_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in named if weight.dtype == torch.float32 and id(weight) not in read_elsewhere}
 
 
+def weight_groups(unit: Any) -> list[Any]:
+    """FSDP2's records of the weights that one of its units gathers together: one, or with torch 2.12 or later several."""
+    state = unit._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
+
+
 def gather_rounded(units: Collection[nn.Module], places: Collection[tuple[nn.Module, str]]) -> None:
     """Lets FSDP2's `units` gather in bf16 the weights at `places`: modules, and the names of their own weights.
 
@@ -56,7 +65,7 @@ def gather_rounded(units: Collection[nn.Module], places: Collection[tuple[nn.Mod
     """
     wanted = {(id(module), name) for module, name in places}
     for unit in units:
-        for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        for group in weight_groups(unit):
             for weight in group.fsdp_params:
                 if (id(weight._module_info.module), weight._module_info.param_name) in wanted:
                     _round(weight)

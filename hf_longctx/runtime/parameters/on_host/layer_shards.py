@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of
+from hf_longctx.runtime.parameters.rounded import weight_groups
 
 # layers whose shards the device has room for: one is gathered while the next one's are copied
 NUM_SLOTS = 2
@@ -37,7 +38,7 @@ class LayerShards:
     """
 
     def __init__(self, layers: Sequence[FSDPModule], device: torch.device, copies: CopyEngine | None = None) -> None:
-        groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for layer in layers for group in weight_groups(layer)]
         self._layers = [_Layer(place, group) for place, group in enumerate(groups)]
         self._copies = copies_of(device) if copies is None else copies
         sizes = [layer.num_bytes for layer in self._layers]
