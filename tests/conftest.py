@@ -20,18 +20,31 @@ settings.register_profile("longctx", deadline=None, derandomize=True)
 settings.load_profile("longctx")
 
 
-@pytest.fixture(scope="session")
+# the pools that are open, by number of ranks
+_POOLS: dict[int, RankPool] = {}
+# threads of a rank that may wait for the next file of tests: each gloo group has three, of which one wakes up a hundred times a
+# second, and at the end of a session these took a quarter of all processor time
+_MOST_THREADS = 25
+
+
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """Function that returns the pool of a world size; a pool that failed is replaced by a new one."""
-    pools: dict[int, RankPool] = {}
+    """Function that returns the pool of a world size; a pool that failed or has grown is replaced by a new one."""
 
     def pool(num_ranks: int) -> RankPool:
-        if num_ranks not in pools or not pools[num_ranks].is_alive:
-            pools[num_ranks] = RankPool(num_ranks)
-        return pools[num_ranks]
+        if num_ranks not in _POOLS or not _POOLS[num_ranks].is_alive:
+            _POOLS[num_ranks] = RankPool(num_ranks)
+        return _POOLS[num_ranks]
 
     yield pool
-    for made in pools.values():
+    for made in _POOLS.values():
+        if made.is_alive and made.num_threads() > _MOST_THREADS:
+            made.close()
+
+
+def pytest_sessionfinish() -> None:
+    """Ends all ranks."""
+    for made in _POOLS.values():
         made.close()
 
 

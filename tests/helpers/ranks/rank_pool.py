@@ -12,6 +12,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
+import psutil
 from helpers.ranks.forked import FORKED, free_port, rank_environment, settle
 
 _START_TIMEOUT_S = 120.0
@@ -69,6 +70,10 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
+
+    def num_threads(self) -> int:
+        """Threads of the first rank, of which each of its gloo groups has three."""
+        return psutil.Process(self._processes[0].pid).num_threads()
 
     def _answers(self, timeout_s: float) -> list[Any]:
         found: dict[int, tuple[bool, Any]] = {}
