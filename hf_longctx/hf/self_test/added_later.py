@@ -31,7 +31,7 @@ class CodeAtStart:
         self._known = {_key(module, function): (module, function) for module, _, function in _functions(model)}
 
     def problem(self, model: nn.Module) -> str:
-        """What is wrong with the first function that a user has put on `model` since; empty if nothing is."""
+        """Problem with the first function that a user has put on `model` since; empty if there is none."""
         if self._device is not None and (loss := _own_loss(model)) is not self._loss:
             if problems := model_loss_problems(model, self._device):
                 return problems[0]
