@@ -11,7 +11,7 @@ weights are unpacked. The model itself is left unchanged.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -191,9 +191,23 @@ def _added_functions(module: nn.Module) -> tuple[Any, ...]:
 
 def has_user_functions(model: nn.Module) -> bool:
     """Whether some module has a hook or a forward that is not a library's, which may do anything to the tokens it gets."""
-    found = [hook for module in model.modules() for name in HOOKS for hook in getattr(module, name).values()]
-    found += [vars(module)[name] for module in model.modules() for name in _FORWARDS if vars(module).get(name) is not None]
-    return any(_package(_function(function)) not in _LIBRARIES for function in found)
+    return any(True for _ in user_functions(model))
+
+
+def user_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Hooks and forwards of the modules that are not a library's: module, words for the kind, and the function of a method."""
+    for module in model.modules():
+        own = vars(module)
+        found = [(f"a hook ({name[1:-1]})", hook) for name in HOOKS for hook in own[name].values()]
+        found += [("a forward of its own", own[name]) for name in _FORWARDS if own.get(name) is not None]
+        for kind, value in found:
+            if is_user_function(function := _function(value)):
+                yield module, kind, function
+
+
+def is_user_function(function: Any) -> bool:
+    """Whether a function was written in none of the packages whose hooks and forwards treat tokens one by one."""
+    return _package(function) not in _LIBRARIES
 
 
 def user_forward(model: nn.Module) -> str:
@@ -201,7 +215,7 @@ def user_forward(model: nn.Module) -> str:
     for module in (model, base_of(model)):
         replaced = [vars(module)[name] for name in _FORWARDS if vars(module).get(name) is not None]
         for function in (*replaced, *module._forward_hooks.values()):
-            if _package(_function(function)) not in _LIBRARIES:
+            if is_user_function(_function(function)):
                 return str(getattr(function, "__qualname__", type(function).__qualname__))
     return ""
 

@@ -165,6 +165,18 @@ def trainer_loss_problems(trainer: Any) -> list[str]:
     return problems
 
 
+def smoother_problems(trainer: Any, token_loss: TokenLoss | ValueLoss | None) -> list[str]:
+    """Problem with a `label_smoother` that was set on a built trainer, where plans train `token_loss`."""
+    factor = float(getattr(trainer.label_smoother, "epsilon", 0.0))
+    trained = token_loss.factor if isinstance(token_loss, LabelSmoothing) else 0.0
+    if trainer.label_smoother is None or factor == trained:
+        return []
+    return [
+        f"label_smoother was set on the trainer (epsilon {factor:g}), but plans train {loss_name(token_loss)} and would never "
+        f"call it; set label_smoothing_factor in TrainingArguments before the trainer is made"
+    ]
+
+
 def token_loss_problems(token_loss: Any, vocab_size: int, device: torch.device) -> list[str]:
     """Problems with a user's loss, found by running it on a few tokens; plans may run it on any part of a step's tokens."""
     if not callable(token_loss):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -265,6 +266,7 @@ class LongContextCallback(TrainerCallback):
         length = run.setup.max_length
         self.exchange = SequenceExchange(run.source, run.activations, length, num_layers, timeout_s, self._stop, enter_dropout)
         undo.callback(setattr, self, "exchange", None)
+        self.exchange.added_code = partial(run.code.problem, model)
         for handle in (
             model.register_forward_pre_hook(self.exchange.before_forward, with_kwargs=True),
             model.register_forward_hook(self.exchange.after_forward, always_call=True),
@@ -327,7 +329,7 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, token_loss: Tok
     trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
     planned = cast(AttachedMixin, trainer)
     try:
-        planned._longctx_callback = callback
+        planned._longctx_callback, planned._first_collator = callback, trainer.data_collator
         trainer.train_dataset = read_columns(stock, trainer.train_dataset)
         datasets = {"train_dataset": trainer.train_dataset}
         args, processing_class = trainer.args, trainer.processing_class

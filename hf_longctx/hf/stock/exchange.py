@@ -170,6 +170,8 @@ class SequenceExchange:
         self.enter_dropout = enter_dropout
         self.num_forwards = 0
         self.last_plan: StepPlan | None = None
+        # says what code the model got since the start that nothing has compared
+        self.added_code: Callable[[], str] = str
         self._context: GroupContext | None = None
         # divisor of a tiled loss; None if the model computes its own loss
         self._num_items: Any = None
@@ -280,6 +282,8 @@ class SequenceExchange:
         def read() -> LocalDocuments:
             if args:
                 raise ValueError("the model was called with positional arguments; call it with keywords, as Trainer does")
+            if problem := self.added_code():
+                raise ValueError(problem)
             documents = read_documents(kwargs)
             if found := sorted(set(placeholders) & set(documents.rows_T2[:, 0].tolist())):
                 raise ValueError(

@@ -245,6 +245,7 @@ class ParameterMixin(CheckpointMixin):
         else:
             assert self.lr_scheduler is not None
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
+        _check_kind(optimizer, checkpoint)
         drop_master_weights(optimizer)
         settle_moments(optimizer)
 
@@ -266,3 +267,15 @@ class ParameterMixin(CheckpointMixin):
     def _plain_optimizer(self) -> Any:
         """The optimizer without accelerate's wrapper; None before it is made."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+def _check_kind(optimizer: Any, checkpoint: str | None) -> None:
+    """Raises ValueError if the settings that an optimizer has read from a checkpoint are those of another optimizer."""
+    for group in optimizer.param_groups:
+        known = {"params", "initial_lr", *optimizer.defaults}
+        if (missing := sorted(known - {"initial_lr"} - set(group))) and (foreign := sorted(set(group) - known)):
+            raise ValueError(
+                f"{checkpoint} has the states of another optimizer: they have {', '.join(foreign)} and lack "
+                f"{', '.join(missing)} of {type(optimizer).__name__}; set the optimizer back, or load the model from that folder "
+                f"and train it anew"
+            )

@@ -28,6 +28,7 @@ from hf_longctx.hf.checkpoints.sharded import (
     load_weights,
     load_whole_optimizer,
     load_whole_states,
+    refuse_partial_saves,
     renamed_weights,
     save_optimizer,
     save_whole_states,
@@ -155,6 +156,7 @@ class Shards:
                 spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
             without_placeholders(model)
             shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients, self.layers_on_host)
+            refuse_partial_saves(model, "every rank holds a shard of them")
         free_gathered(model)
         read_deferred(model, self.device)
 
@@ -224,6 +226,7 @@ class StagedPlacement:
 
     def __init__(self, stage: StageModel, shards: Shards | None, pool: GroupPool) -> None:
         self.stage, self.shards, self.pool = stage, shards, pool
+        refuse_partial_saves(stage.model, "every rank holds those of its own pipeline stage")
 
     @property
     def num_stages(self) -> int:

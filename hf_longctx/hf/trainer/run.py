@@ -30,6 +30,7 @@ from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, differing_settings, raise_together
 from hf_longctx.hf.ranks.heartbeats import follow_launcher
+from hf_longctx.hf.self_test.added_later import CodeAtStart
 from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.rounded import find_rounded
@@ -50,7 +51,7 @@ from hf_longctx.hf.trainer.placement import (
 )
 from hf_longctx.hf.trainer.sets import SequenceSets
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.runtime.core.loss import TokenLoss
+from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
 from hf_longctx.runtime.core.value_losses import ValueLoss
 from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
 from hf_longctx.runtime.execution.executor import StepExecutor
@@ -108,7 +109,7 @@ class Run:
     lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
     cross-entropy. dropout: keys of the model's dropout modules; None if it has none. noise_alpha: alpha of the noise that the
     embedding adds in training (NEFTune); None without noise. fused: kernels of layers, bound while an executor is
-    in use.
+    in use. code: the user's code on the model at the start.
     """
 
     config: LongContextConfig
@@ -125,6 +126,7 @@ class Run:
     report: RunReport
     undo: ExitStack
     fused: FusedLayers
+    code: CodeAtStart
     all_stages: tuple[StageModel, ...] = ()
     token_loss: TokenLoss | ValueLoss | None = None
     dropout: DropoutKeys | None = None
@@ -146,7 +148,9 @@ class Run:
         all_stages = [replace(each, model=model) for each in self.all_stages]
         self.fused.bind(model)
         routers, device = self.routers.balance(model), self.args.device
-        return StepExecutor(stage, self.pool, device, fp32_gradients, all_stages, routers, self.token_loss)
+        executor = StepExecutor(stage, self.pool, device, fp32_gradients, all_stages, routers, self.token_loss)
+        executor.added_code = partial(self.code.problem, model)
+        return executor
 
     def make_room(self, plan: StepPlan) -> None:
         """Gets the host memory that the plan needs, on all ranks before its first collective, and says how long that took."""
@@ -223,6 +227,10 @@ def start_run(request: RunRequest) -> Run:
         undo.callback(fused.close)
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
+        is_models_loss = request.datasets is not None and (
+            token_loss is None or isinstance(token_loss, LabelSmoothing | ValueLoss)
+        )
+        code = CodeAtStart(model, config.self_test, args.device if is_models_loss else None)
         if test is None or request.datasets is None:
             _warn_of_forward(forward, args, token_loss)
             forward = ""
@@ -277,6 +285,7 @@ def start_run(request: RunRequest) -> Run:
             token_loss=token_loss,
             dropout=dropout,
             noise_alpha=noise_alpha,
+            code=code,
         )
 
 

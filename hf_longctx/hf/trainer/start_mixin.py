@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer, TrainerControl, TrainingArguments, enable_full_determinism, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
@@ -106,6 +107,9 @@ class StartMixin(_TrainerBase):
             self._hp_search_setup(trial)
             _seed(self.args)
             model: Any = self.call_model_init(trial)
+            factor = self.args.label_smoothing_factor
+            # a trial may have changed it
+            self.label_smoother = LabelSmoother(epsilon=factor) if factor else None
             problems = run_problems(type(self), self.longctx_config, model, self.args, self._given)
             self._start(replace(self._request, model=model, problems=problems, control=None))
         self.model = self.model_wrapped = model

@@ -47,7 +47,7 @@ from hf_longctx.hf.start.arguments import (
     run_problems,
 )
 from hf_longctx.hf.start.classifiers import padding_problems
-from hf_longctx.hf.start.losses import model_loss_problems, trainer_loss_problems
+from hf_longctx.hf.start.losses import model_loss_problems, smoother_problems, trainer_loss_problems
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer
 from hf_longctx.hf.start.trl import (
     counts_tokens,
@@ -94,6 +94,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
     _guard: NonfiniteGuard
     # plans of the present optimizer step, until the first of them runs
     _plans_of_step: list[Any]
+    # the collator that `Trainer` made, or that was checked; plans do not call it
+    _first_collator: Any = None
     # the run of the reference model, for a loss of log-probabilities that has one
     _reference: Run | None = None
 
@@ -146,6 +148,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 self._start(self._request_of_prepared(kwargs, control, token_loss))
                 if is_scored(type(self)):
                     self._start_two_passes()
+        self._first_collator = self.data_collator
         self._report()
         take_over(self, self.longctx_run.report.console)
         self._log_to_output_dir()
@@ -370,6 +373,13 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         run = self.longctx_run
         problems = trainer_loss_problems(self) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
         problems += padding_problems(run.task, self.model, self.processing_class)
+        if self._two_passes is None:
+            problems += smoother_problems(self, run.token_loss)
+            if self._first_collator is not self.data_collator:
+                problems.append(
+                    "data_collator was set on the trainer, but plans make batches themselves and would never call it; do its "
+                    "work with dataset.map, in input_ids and labels (-100 for no label)"
+                )
         if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing | ValueLoss):
             problems += model_loss_problems(self.model, self.args.device)
         raise_together(problems, run.control)
@@ -498,6 +508,9 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         """
         control = self.longctx_run.control
         changed = [batch["changed"] for batch in batches if "changed" in batch]
+        if stop is None:
+            # in training the executor asks, after the callbacks of the step's beginning
+            changed += filter(None, [self.longctx_run.code.problem(cast(nn.Module, self.model))])
         own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
         asked = [] if stop is None else [self._saving is not None and self._saving.is_over, *stop.asked()]
         beside = self.longctx_run.activations.beside_bytes

@@ -228,7 +228,8 @@ class GroupContext:
         if self.calls.count != num_layers:
             raise RuntimeError(
                 f"{self.calls.count} of {num_layers} attention layers received the plan; the model drops extra keyword "
-                f"arguments between its forward and its attention, so plans cannot run it; use another model class"
+                f"arguments between its forward and its attention, so plans cannot run it; use another model class, or, if its "
+                f"attention was changed since the start (set_attn_implementation), leave that out"
             )
 
     def readers(self, share: HeadShare, per_kv: int, device: torch.device) -> KVReaders:

@@ -61,13 +61,19 @@ def hooked_weights(model: nn.Module) -> list[str]:
     ]
 
 
-def check_weights(stage: StageModel, pool: GroupPool, summed: Collection[nn.Parameter], has_all_stages: bool = False) -> None:
-    """Raises ValueError on every rank for weights that users changed between steps in a way that sums would get wrong.
+def check_weights(
+    stage: StageModel,
+    pool: GroupPool,
+    summed: Collection[nn.Parameter],
+    has_all_stages: bool = False,
+    added_code: str = "",
+) -> None:
+    """Raises ValueError on every rank for what users changed between steps in a way that plans would get wrong.
 
     All ranks of a stage must train the same weights, or gradients of different weights would be summed; both stages of a tied
     weight must agree; no weight may have a hook, nor be new, that is, not in `summed`, whose gradients are summed over ranks.
-    has_all_stages: whether every rank holds all stages. Collective over the pool. If the pool has a control group, nothing waits
-    for the device.
+    has_all_stages: whether every rank holds all stages. added_code: the problem with code that this rank's model got since the
+    start; empty if there is none. Collective over the pool. If the pool has a control group, nothing waits for the device.
     """
     weights = list(stage.model.named_parameters())
     known = {id(parameter) for parameter in summed}
@@ -75,18 +81,21 @@ def check_weights(stage: StageModel, pool: GroupPool, summed: Collection[nn.Para
     trains, hooked = [parameter.requires_grad for _, parameter in weights], hooked_weights(stage.model)
     own, num_stages = (0, 1) if has_all_stages else (pool.stage, pool.num_stages)
     device = weights[0][1].device
-    # a column for each stage, and one each for the tied weight, hooks and new weights
+    # a column for each stage, and one each for the tied weight, hooks, new weights and code
     values = {own: zlib.crc32(bytes(trains)), num_stages + 1: int(bool(hooked)), num_stages + 2: int(bool(added))}
+    values[num_stages + 3] = int(bool(added_code))
     if stage.tied and not has_all_stages:
         values[num_stages] = int(stage.model.get_parameter(stage.tied).requires_grad)
-    is_alike = _alike_over_ranks(values, num_stages + 3, pool, device if pool.control is None else torch.device("cpu"))
-    if added or not is_alike[-1]:
+    is_alike = _alike_over_ranks(values, num_stages + 4, pool, device if pool.control is None else torch.device("cpu"))
+    if added_code or not is_alike[-1]:
+        raise ValueError(added_code or "the model of another rank got code after the start, which the message of that rank names")
+    if added or not is_alike[-2]:
         raise ValueError(
             f"{f'the weight {added[0]}' if added else 'a weight of another rank'} is new: it was added to the model, or put in "
             f"place of another weight, during training, and gradients of such weights are not summed over ranks; change the "
             f"model before the trainer is made, and change weights in place"
         )
-    if hooked or not is_alike[-2]:
+    if hooked or not is_alike[-3]:
         raise ValueError(
             f"{f'the weight {hooked[0]}' if hooked else 'a weight of another rank'} got a hook in training, which would see the "
             f"gradients of single chunks and tiles; remove it, and change `.grad` in the method on_pre_optimizer_step of a "

@@ -7,7 +7,7 @@ ranks and divided by the step's number of label tokens, or by the sum of their w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -76,6 +76,8 @@ class StepExecutor:
         self._no_mask = no_mask(device)
         # where gradients may go in the last backward of a step, if only clipping changes them before the update
         self.early_updates: HostSteps | None = None
+        # says what code the model got since the start that nothing has compared
+        self.added_code: Callable[[], str] = str
 
     def run(
         self,
@@ -116,7 +118,8 @@ class StepExecutor:
         self.parameters.check(plan.parameters)
         self._check(plan, engine)
         if not self._is_in_step:
-            check_weights(self.stage, self.pool, self.parameters.gradients.parameters, bool(self.all_stages))
+            weights = self.parameters.gradients.parameters
+            check_weights(self.stage, self.pool, weights, bool(self.all_stages), self.added_code())
         self._is_in_step = not reduce
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
         host = self._host(num_label_tokens, engine, tally)

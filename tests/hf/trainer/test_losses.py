@@ -18,6 +18,7 @@ from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_longctx import LongContextCallback, LongContextConfig, TokenLoss
 from hf_longctx.hf.models.spec import model_spec
@@ -297,6 +298,10 @@ def refusal(rows: Any, door: str, what: str) -> str:
             # set after the start
             if what == "function":
                 trainer.compute_loss_func = focal_of_logits
+            elif what == "smoother":
+                trainer.label_smoother = LabelSmoother(0.1)
+            elif what == "collator":
+                trainer.data_collator = lambda rows: rows
             elif what == "method":
                 trainer.compute_loss = lambda *_, **__: None
             elif what == "model" and is_other_rank:
@@ -312,6 +317,9 @@ def refusal(rows: Any, door: str, what: str) -> str:
 REFUSED = {
     ("trainer", "function"): "compute_loss_func was set on the trainer, but plans would never call it; pass the loss of a token",
     ("trainer", "method"): "compute_loss was replaced on the trainer instance",
+    ("trainer", "smoother"): "label_smoother was set on the trainer (epsilon 0.1), but plans train cross-entropy",
+    ("trainer", "collator"): "data_collator was set on the trainer, but plans make batches themselves",
+    ("attached", "collator"): "data_collator was set on the trainer, but plans make batches themselves",
     ("trainer", "model"): "the model's loss_function computes test_losses.focal_of_logits, but plans train the token mean",
     ("trainer", "smoothing too"): "label_smoothing_factor=0.1 has no effect beside token_loss",
     ("trainer", "one rank"): "token_loss differs between ranks",

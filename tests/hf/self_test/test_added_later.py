@@ -1,0 +1,116 @@
+"""Hooks and forwards that a model gets after the self-test: no plan runs through them, on any rank."""
+
+from __future__ import annotations
+
+import tempfile
+from types import MethodType
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_training, training_arguments
+from torch import Tensor, nn
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
+
+from hf_longctx import LongContextCallback, LongContextConfig
+
+CASE = ModelCase(promoted=True)
+ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
+# steps before which the code is added
+LATE = 2
+
+
+def mixed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Adds to every token the mean of the tokens beside it, which under plans are those of other documents."""
+    return output + output.mean(dim=1, keepdim=True)
+
+
+def add(model: Any, what: str) -> None:
+    """Puts code of a user on the second layer's MLP."""
+    mlp = model.model.layers[1].mlp
+    if what == "hook":
+        mlp.register_forward_hook(mixed)
+    elif what == "forward":
+        run = mlp.forward
+        mlp.forward = MethodType(lambda self, x: mixed(self, (), run(x)), mlp)
+    elif what == "loss":
+        model.loss_function = mixed
+    elif what == "class":
+        mlp.__class__ = type(
+            "Mixing", (type(mlp),), {"forward": lambda self, x: mixed(self, (), super(type(self), self).forward(x))}
+        )
+
+
+class Adding(TrainerCallback):
+    """Adds the code before a step, on one rank alone."""
+
+    def __init__(self, what: str, rank: int) -> None:
+        self.what, self.rank = what, rank
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == LATE and args.process_index == self.rank:
+            add(model, self.what)
+
+
+def train(what: str, self_test: bool = True) -> tuple[list[float], str]:
+    """Losses of the steps that ran, and the message with which the training stopped."""
+    rank = torch.distributed.get_world_size() - 1
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(CASE, ROWS, folder, {"self_test": self_test}, {"max_steps": LATE + 1})
+        recorder = LossRecorder()
+        recorder.attach(trainer)
+        trainer.add_callback(Adding(what, rank))
+        try:
+            trainer.train()
+        except ValueError as error:
+            return recorder.losses, str(error)
+    return recorder.losses, ""
+
+
+def outside_of_training(kind: str) -> str:
+    """The message of a forward under plans after a hook: of an evaluation, or of the callback alone."""
+    sets: Any = {name: datasets.Dataset.from_list(ROWS) for name in ("train_dataset", "eval_dataset")}
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "evaluate":
+            trainer: Any = make_trainer(CASE, ROWS, folder, {"self_test": True}, eval_dataset=sets["eval_dataset"])
+            add(trainer.model, "hook")
+        else:
+            config = LongContextConfig(report_steps=False, timeline_steps=0)
+            trainer = Trainer(
+                model=build_model(CASE),
+                args=training_arguments(folder, max_steps=LATE + 1),
+                data_collator=DataCollatorWithFlattening(),
+                callbacks=[LongContextCallback(config), Adding("hook", 0)],
+                **sets,
+            )
+        try:
+            trainer.evaluate() if kind == "evaluate" else trainer.train()
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["hook", "forward", "class", "loss"])
+def test_code_that_was_added_in_training_is_refused_on_every_rank(ranks, what: str) -> None:
+    expected, _ = plain_training(CASE, ROWS, LATE + 1)
+    (found, other), (_, message) = ranks(2).run(train, what)
+    assert found[:1] == pytest.approx(expected[:1], rel=1e-10) and len(found) == LATE
+    if what == "loss":
+        assert "loss_function computes" in message and "plans train" in message
+    else:
+        assert message.startswith("model.layers.1.mlp (") and "after the start" in message
+    assert "another rank" in other
+
+
+def test_without_a_self_test_users_answer_for_their_code(ranks) -> None:
+    ((losses, message),) = ranks(1).run(train, "hook", False)
+    assert len(losses) == LATE + 1 and not message
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "callback alone"])
+def test_code_that_was_added_is_refused_outside_of_planned_steps_too(ranks, kind: str) -> None:
+    (message,) = ranks(1).run(outside_of_training, kind)
+    assert "model.layers.1.mlp (LlamaMLP) got a hook (forward_hook) (mixed) after the start" in message, message
