@@ -200,7 +200,7 @@ def chunk_samples(
 ) -> list[ChunkSample]:
     """Pairs each timing with the work that `costs` counts for its chunk; held-out ones, the others, or both (None)."""
 
-    pairs = costs.model.attention_pairs()
+    pairs = costs.attention_pairs()
 
     def sample(timing: Timing, is_backward: bool) -> PassSample:
         chunk, shape = timing.probe.chunk, timing.probe.shape

@@ -37,7 +37,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
         tiles = num_tiles(group.shape, num_documents)
         part = _part_of(costs.model, group, action)
         seconds_of = costs.without_overlap(seconds[round_index, str(action)], chunk, group.shape, action.kind == "B")
-        num_pairs = costs.model.attention_pairs(_layers_of(group, action)).of_chunk(chunk)
+        num_pairs = costs.attention_pairs(_layers_of(group, action)).of_chunk(chunk)
         return PassSample(chunk.num_tokens, num_pairs, group.degree, traffic, seconds_of, tiles, part)
 
     # use the plan's numbers of micro-batches: nested plans leave ranks out of some, so ranks would count differently
@@ -67,7 +67,7 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
             names = [(index, str(replace(forward, kind=kind))) for kind in ("F", "B")]
             part = _part_of(costs.model, group, forward)
             num_layers, chunk = stage.parts[forward.part].num_layers, group.chunks[forward.chunk]
-            pairs = costs.model.attention_pairs(_layers_of(group, forward))
+            pairs = costs.attention_pairs(_layers_of(group, forward))
             expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head, pairs=pairs) + forward_s
             rate = seconds[names[0]] / max(expected_s, 1e-12)
             # keep at least a tenth of the pass, since the added time is only predicted and a pass must take some time

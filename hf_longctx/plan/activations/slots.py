@@ -86,7 +86,7 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
     num_layers = costs.model.num_layers
     kinds = costs.model.layer_kinds(LayerRange(0, num_layers)) or (ATTENTION,) * num_layers
     slots = {
-        kind: layer_slot(costs, chunk, shape, AttentionPairs.of((kind.window,)), ((kind, 1.0),)) for kind in dict.fromkeys(kinds)
+        kind: layer_slot(costs, chunk, shape, costs.pairs_under((kind.window,)), ((kind, 1.0),)) for kind in dict.fromkeys(kinds)
     }
     return tuple(slots[kind] for kind in kinds)
 
@@ -133,7 +133,7 @@ def layer_slot(
 def chunk_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
     """Makes one slot of all layers of `chunk`."""
     num_layers, kinds = costs.model.num_layers, costs.model.kind_shares()
-    layer = layer_slot(costs, chunk, shape, costs.model.attention_pairs(), kinds)
+    layer = layer_slot(costs, chunk, shape, costs.attention_pairs(), kinds)
     saved = (
         replace(item, num_bytes=item.num_bytes * num_layers, recompute_s=item.recompute_s * num_layers) for item in layer.saved
     )

@@ -7,6 +7,11 @@ tokens, or at most w under a window of w. The tokens [a, b) then have this many 
 
 The exact count over whole tokens, sum of min(i, w) over i in (a, b], is larger by half a pair for every token that the window
 does not cut. Both formulas are convex and increasing in b: a longer sequence takes more seconds, and more seconds per token.
+
+Attention of a device computes so many keys at once (`tile_keys`), and hides those that a query does not see. A band of a window
+has a masked square on either side (`runtime/tiles/patterns.py`). On the diagonal every layer has one, so its hidden pairs are
+seconds per token, whatever the window. Those of the square on the far side are counted here: each token beyond the window adds
+`masked_keys` pairs to its w. The formula stays convex.
 """
 
 from __future__ import annotations
@@ -31,16 +36,19 @@ class AttentionPairs:
     """Query-key pairs of one layer, averaged over a set of layers.
 
     windows: (window in tokens, share of the layers that have it), ascending; the remaining layers have full attention. A window
-    of 0 stands for layers without attention.
+    of 0 stands for layers without attention. tile_keys: keys that attention computes at once; 0: only pairs that are seen count.
     """
 
     windows: tuple[tuple[int, float], ...] = ()
+    tile_keys: int = 0
 
     @classmethod
-    def of(cls, windows: Windows) -> AttentionPairs:
+    def of(cls, windows: Windows, tile_keys: int = 0) -> AttentionPairs:
         """Pairs of a set of layers, given the window of each."""
         counts = Counter(window for window in windows if window is not None)
-        return cls(tuple((window, count / len(windows)) for window, count in sorted(counts.items())))
+        shares = tuple((window, count / len(windows)) for window, count in sorted(counts.items()))
+        # where no window cuts anything, nothing depends on tiles
+        return cls(shares, tile_keys if any(counts) else 0)
 
     @property
     def share_without(self) -> float:
@@ -55,7 +63,8 @@ class AttentionPairs:
                 tokens = (1 - share) * tokens
                 continue
             first, last = _above_zero(start - window), _above_zero(stop - window)
-            tokens = tokens - share * (last - first) * (first + last) / 2 / (stop - start)
+            unseen = (first + last) / 2 - masked_keys(window, self.tile_keys)
+            tokens = tokens - share * (last - first) * unseen / (stop - start)
         return tokens
 
     def of_span(self, start: float, stop: float) -> float:
@@ -65,6 +74,17 @@ class AttentionPairs:
     def of_chunk(self, chunk: Chunk) -> float:
         """Number of pairs of all spans of a chunk."""
         return sum(self.of_span(span.start, span.stop) for span in chunk.spans)
+
+
+def masked_keys(window: int, tile_keys: int) -> float:
+    """Keys that attention computes and hides for each query of a masked square of `window` tokens, on average.
+
+    A query's keys are filled up to a multiple of `tile_keys`, or to the end of the square.
+    """
+    if not tile_keys:
+        return 0.0
+    whole, rest = divmod(window, tile_keys)
+    return (whole * tile_keys**2 + rest**2) / (2 * window)
 
 
 def _above_zero(value: Tokens) -> Tokens:
@@ -96,6 +116,7 @@ class SpanRates:
             if seconds <= until_s:
                 break
             seconds -= until_s
-            start, slope_s, full_s = window, slope_s + full_s * width, max(0.0, full_s - share * self.pair_s)
+            masked_s = share * self.pair_s * masked_keys(window, self.pairs.tile_keys) if window else 0.0
+            start, slope_s, full_s = window, slope_s + full_s * width + masked_s, max(0.0, full_s - share * self.pair_s)
         # the root of the quadratic in the form that also holds for full_s = 0
         return start + 2 * seconds / (slope_s + math.sqrt(slope_s * slope_s + 2 * full_s * seconds))

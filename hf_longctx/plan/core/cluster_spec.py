@@ -18,6 +18,7 @@ class HardwareSpec:
     between device and host. host_bytes: host memory available to each rank (0: unknown). exchange_bytes_per_s: measured
     all-to-alls as (number of ranks, rate); rates for other numbers of ranks follow from link and network. source: where the
     numbers come from; empty for a guess. memory_bytes_per_s: reads and writes of the device's own memory (0: unknown).
+    tile_keys: keys that attention computes at once, hidden ones included; 0: only pairs that are seen count.
     """
 
     name: str
@@ -35,14 +36,18 @@ class HardwareSpec:
     exchange_bytes_per_s: tuple[tuple[int, float], ...] = ()
     source: str = ""
     memory_bytes_per_s: float = 0.0
+    tile_keys: int = 0
 
 
 # share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process itself
 USABLE_SHARE = 0.8
 
 
+# keys that torch's flash attention for CPUs computes at once
+CPU_TILE_KEYS = 512
+
 # guessed rates, good enough to rank plans until the run has measured its own coefficients
-GENERIC_CPU = HardwareSpec("generic cpu", 3e10, 2e10, 8 * 2**30, 1e9, 1e9, 2e-4)
+GENERIC_CPU = HardwareSpec("generic cpu", 3e10, 2e10, 8 * 2**30, 1e9, 1e9, 2e-4, tile_keys=CPU_TILE_KEYS)
 GENERIC_GPU = HardwareSpec("generic gpu", 2e14, 1.5e14, 40 * 2**30, 1e11, 2.5e10, 3e-5)
 
 

@@ -396,14 +396,15 @@ class ModelSpec:
         """
         return 2 * self.num_heads * self.kv_head_size + self.index.pair_operations
 
-    def attention_pairs(self, parts: Sequence[LayerRange] = ()) -> AttentionPairs:
+    def attention_pairs(self, parts: Sequence[LayerRange] = (), tile_keys: int = 0) -> AttentionPairs:
         """Returns the query-key pairs of a layer, averaged over the layers of `parts`; without parts, over all layers.
 
-        Layers without attention have none, and count in the average.
+        Layers without attention have none, and count in the average. tile_keys: see `AttentionPairs`.
         """
         if not self.windows:
             return FULL
-        return AttentionPairs.of(tuple(window for part in parts for window in self.layer_windows(part)) or self.windows)
+        windows = tuple(window for part in parts for window in self.layer_windows(part)) or self.windows
+        return AttentionPairs.of(windows, tile_keys)
 
     def layer_kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
         """Kinds of the layers of `part`, one by one; () where all layers of the model have full attention and no state."""

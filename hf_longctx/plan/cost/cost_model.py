@@ -25,9 +25,10 @@ import numpy as np
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.layer_kinds import Windows
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
-from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Parameters
 from hf_longctx.plan.cost.traffic import (
     Traffic,
     added_products,
@@ -141,6 +142,14 @@ class CostModel:
         is_split = self.parameters != "replicated" and 1 < self.shard_ranks < self.cluster.num_ranks
         return self.shard_ranks if is_split else 0
 
+    def attention_pairs(self, parts: Sequence[LayerRange] = ()) -> AttentionPairs:
+        """Pairs that a layer of `parts` computes on this hardware, averaged; without parts, over all layers of the model."""
+        return self.model.attention_pairs(parts, self.cluster.hardware.tile_keys)
+
+    def pairs_under(self, windows: Windows) -> AttentionPairs:
+        """Pairs that a layer computes on this hardware, averaged over layers with these windows."""
+        return AttentionPairs.of(windows, self.cluster.hardware.tile_keys)
+
     def best_shape(self, degree: int, num_tokens: float, num_documents: float = 1.0) -> GroupShape:
         """The shape in which `degree` ranks share a chunk at the lowest cost; raises ValueError if the method has none.
 
@@ -175,7 +184,7 @@ class CostModel:
 
         Leaves out the communication that `exchange_line` counts, and subtracts the part of it that is hidden.
         """
-        pairs = self.model.attention_pairs() if pairs is None else pairs
+        pairs = self.attention_pairs() if pairs is None else pairs
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         tokens = float(max(chunk.num_tokens, shape.degree))
         seconds = (costs.pair_s * pairs.of_chunk(chunk) + costs.token_s * tokens) / shape.degree + costs.chunk_s
@@ -334,7 +343,7 @@ class CostModel:
     def sequences_s(self, lengths: Sequence[int] | FloatArray, shape: GroupShape) -> FloatArray:
         """Seconds that each whole sequence adds to a group of `shape`, forward plus backward, without `group_s`."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        total, seen = np.zeros_like(tokens), self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
+        total, seen = np.zeros_like(tokens), self.attention_pairs().seen(np.zeros_like(tokens), tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * seen + costs.token_s * tokens) / shape.degree
         if shape.num_blocks > 1:
@@ -349,7 +358,7 @@ class CostModel:
     def forward_sequences_s(self, lengths: FloatArray, shape: GroupShape) -> FloatArray:
         """Seconds that each whole sequence adds to the forward of a group of `shape`."""
         forward = self.coefficients.forward
-        seen = self.model.attention_pairs().seen(np.zeros_like(lengths), lengths)
+        seen = self.attention_pairs().seen(np.zeros_like(lengths), lengths)
         _, token_s = self.exchange_line(shape, is_backward=False)
         seconds: FloatArray = (forward.pair_s * lengths * seen + forward.token_s * lengths) / shape.degree + token_s * lengths
         return seconds - self.hidden_s(lengths, shape, is_backward=False) + self.document_s(shape, is_backward=False)

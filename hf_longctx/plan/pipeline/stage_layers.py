@@ -48,7 +48,7 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
         # a fit to very small chunks may find constant costs only
         return layer_ranges(model.num_layers, num_stages, num_parts)
     windows = dict.fromkeys(model.windows)
-    seconds_of = {window: seconds(1, has_head=False, pairs=AttentionPairs.of((window,))) for window in windows}
+    seconds_of = {window: seconds(1, has_head=False, pairs=costs.pairs_under((window,))) for window in windows}
     layer_work = [seconds_of[window] / mean_s for window in model.windows]
     return layer_ranges(model.num_layers, num_stages, num_parts, head_s / mean_s, layer_work)
 

@@ -229,7 +229,7 @@ def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], ha
         token_s += share * (each.token_s * (1 - head) / shape.degree + sent_s) + has_head * head * each.token_s / shape.degree
         document_s += share * costs.document_s(shape, is_backward)
         chunk_s += share * (each.chunk_s + fixed_s)
-    return StageRates(SpanRates(pair_s, token_s, costs.model.attention_pairs(layers)), document_s, chunk_s)
+    return StageRates(SpanRates(pair_s, token_s, costs.attention_pairs(layers)), document_s, chunk_s)
 
 
 def pipeline_s(
@@ -248,7 +248,7 @@ def pipeline_s(
     """
     on_rank = [max(shard_tokens(chunk, shape)) for chunk in chunks]
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
-    pairs_of = [[costs.model.attention_pairs((part,)) for part in ranges] for ranges in parts]
+    pairs_of = [[costs.attention_pairs((part,)) for part in ranges] for ranges in parts]
     # pairs are counted once per mix of layers, since most stages have the same mix
     num_pairs = {
         pairs: np.array([pairs.of_chunk(chunk) for chunk in chunks])

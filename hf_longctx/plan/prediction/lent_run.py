@@ -114,7 +114,7 @@ class _LentSeconds:
         chunk, is_backward = group.chunks[action.chunk], action.kind == "B"
         degree = group.degree * num_stages
         # seconds of a pass over the whole model include those of the head, which only the last stage has
-        pairs = costs.model.attention_pairs(group.stages[action.stage].parts)
+        pairs = costs.attention_pairs(group.stages[action.stage].parts)
         whole_s = costs.local_s(chunk, GroupShape(degree, degree), is_backward, pairs)
         token_s = (costs.coefficients.backward if is_backward else costs.coefficients.forward).token_s
         head_s = token_s * costs.head_share(is_backward) * chunk.num_tokens / degree

@@ -12,7 +12,6 @@ import numpy as np
 
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind, Windows
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
@@ -229,7 +228,7 @@ class ChunkSeconds:
         if key not in self._passes:
             costs, shape, found = self.costs, self.group.shape, []
             fixed_s, token_s = costs.exchange_line(shape, is_backward, near)
-            pairs = AttentionPairs.of(windows)
+            pairs = costs.pairs_under(windows)
             for chunk in self.group.chunks:
                 exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
                 pass_s = costs.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
@@ -276,7 +275,7 @@ class ChunkSeconds:
     def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
         """Tensors that a layer saves for a chunk."""
         if (chunk, kind) not in self._saved:
-            pairs, kinds = AttentionPairs.of((kind.window,)), ((kind, 1.0),)
+            pairs, kinds = self.costs.pairs_under((kind.window,)), ((kind, 1.0),)
             self._saved[chunk, kind] = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, pairs, kinds).saved
         return self._saved[chunk, kind]
 

@@ -389,4 +389,7 @@ def _tile_slope(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor) -> Tenso
     """Gradient of the loss by the logits: probabilities minus one at the label. Overwrites `log_p_tV`."""
     slope_tV = log_p_tV.exp_()
     slope_tV.scatter_add_(1, index_t1, slope_tV.new_full(index_t1.shape, -1.0))
+    if slope_tV.device.type == "cpu":
+        # few rows have no label, and a mask would pass over all of them; a device would have to wait for their number
+        return slope_tV.index_fill_(0, is_label_t.logical_not().nonzero().squeeze(1), 0.0)
     return slope_tV.masked_fill_(~is_label_t.unsqueeze(1), 0.0)

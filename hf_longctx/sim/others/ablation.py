@@ -316,7 +316,7 @@ def _elastic(
 ) -> Sequence[tuple[Chunk, ...]]:
     pair_s = costs.coefficients.forward.pair_s + costs.coefficients.backward.pair_s
     token_s = costs.coefficients.forward.token_s + costs.coefficients.backward.token_s
-    rates = SpanRates(pair_s, token_s, costs.model.attention_pairs())
+    rates = SpanRates(pair_s, token_s, costs.attention_pairs())
     return [elastic_chunks(members, count, rates, max(members.values())) for count in counts]
 
 

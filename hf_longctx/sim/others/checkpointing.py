@@ -70,7 +70,7 @@ class CheckpointedCosts(CostModel):
         seconds = super().local_s(chunk, shape, is_backward, pairs)
         if not is_backward or not self.checkpointing.recomputed:
             return seconds
-        pairs = self.model.attention_pairs() if pairs is None else pairs
+        pairs = self.attention_pairs() if pairs is None else pairs
         num_tokens = float(max(chunk.num_tokens, shape.degree))
         return seconds + self._replay_group_s + float(self.replay_s(num_tokens, pairs.of_chunk(chunk), shape))
 
@@ -80,7 +80,7 @@ class CheckpointedCosts(CostModel):
         if not self.checkpointing.recomputed:
             return seconds
         tokens = np.asarray(lengths, dtype=np.float64)
-        pairs = tokens * self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
+        pairs = tokens * self.attention_pairs().seen(np.zeros_like(tokens), tokens)
         return seconds + self.replay_s(tokens, pairs, shape)
 
     def group_s(self, shape: GroupShape) -> float:

@@ -110,7 +110,7 @@ def test_every_sample_is_predicted_as_part_s_says(data: st.DataObject) -> None:
             for is_backward, one_pass in ((False, sample.forward), (True, sample.backward)):
                 one = coefficients.backward if is_backward else coefficients.forward
                 layers = stage.parts[action.part].num_layers
-                pairs = SPEC.attention_pairs(stage.parts[action.part : action.part + 1])
+                pairs = costs.attention_pairs(stage.parts[action.part : action.part + 1])
                 chunk = group.chunks[action.chunk]
                 expected_s = costs.part_s(chunk, GroupShape(1), is_backward, layers, has_head, pairs=pairs)
                 assert one_pass.seconds == pytest.approx(expected_s, rel=1e-9)
@@ -158,7 +158,7 @@ def test_what_policies_add_is_taken_off_on_every_stage() -> None:
         for (_, _, name), sample in pass_samples(plan, rank, slower, truth).items():
             chunk = group.chunks[Action.parse(name).chunk]
             for is_backward, one_pass in ((False, sample.forward), (True, sample.backward)):
-                pairs = SPEC.attention_pairs(stage.parts)
+                pairs = truth.attention_pairs(stage.parts)
                 expected_s = truth.part_s(chunk, GroupShape(1), is_backward, stage.num_layers, rank == 1, pairs=pairs)
                 assert one_pass.seconds == pytest.approx(3 * expected_s, rel=1e-9)
             added += raw[name.replace("F", "B")] > 1.001 * sample.backward.seconds

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.activations.slots import layer_slots
 from hf_longctx.plan.chunks.slices import slice_bounds
-from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs, SpanRates
+from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs, SpanRates, masked_keys
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import default_coefficients
 from hf_longctx.plan.cost.extrapolation import hardware_rates
 
 WINDOWS = st.lists(st.none() | st.integers(1, 90), min_size=1, max_size=5).map(tuple)
+# keys that a device computes at once; 0: hidden pairs do not count
+TILES = st.sampled_from([0, 16, 64])
 ONE = GroupShape(1)
 
 
@@ -51,11 +53,18 @@ def test_pairs_by_hand() -> None:
     # under a window of 4 they have 4 * 4 and 4 * 2 + 2 * 4; then two of three layers have this window
     assert AttentionPairs.of((4, 4)).of_chunk(chunk) == 16 + 16
     assert AttentionPairs.of((4, None, 4)).of_chunk(chunk) == pytest.approx((48 + 18 + 2 * 32) / 3)
+    # with 3 keys at once, a masked square of 4 tokens computes 3, 3, 3 and 4 keys: 5 more than half of it, for every 4 tokens.
+    # All 4 tokens of the slice are beyond the window, and 2 of the whole sequence
+    assert masked_keys(4, 3) == 5 / 4
+    assert AttentionPairs.of((4, None), 3).of_chunk(chunk) == pytest.approx((48 + 18 + 32 + 6 * 5 / 4) / 2)
+    assert AttentionPairs.of((None, None), 3) == AttentionPairs.of((), 3) == FULL
 
 
-@given(WINDOWS, st.lists(st.integers(0, 200), min_size=2, max_size=6, unique=True))
-def test_slices_have_as_many_pairs_as_the_whole_sequence(windows: tuple[int | None, ...], bounds: list[int]) -> None:
-    pairs, bounds = AttentionPairs.of(windows), sorted(bounds)
+@given(WINDOWS, TILES, st.lists(st.integers(0, 200), min_size=2, max_size=6, unique=True))
+def test_slices_have_as_many_pairs_as_the_whole_sequence(
+    windows: tuple[int | None, ...], tile_keys: int, bounds: list[int]
+) -> None:
+    pairs, bounds = AttentionPairs.of(windows, tile_keys), sorted(bounds)
     counts = [pairs.of_span(start, stop) for start, stop in pairwise(bounds)]
     assert sum(counts) == pytest.approx(pairs.of_span(bounds[0], bounds[-1]))
     # planner and solvers rely on this count being convex and increasing
@@ -63,11 +72,14 @@ def test_slices_have_as_many_pairs_as_the_whole_sequence(windows: tuple[int | No
     assert all(earlier <= later + 1e-9 for earlier, later in pairwise(density)) and min(density) > 0
 
 
-@given(WINDOWS, st.integers(1, 400), st.floats(1e-3, 1), st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1e-3, 1.0), (0.5, 1.0)]))
+RATES = st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1e-3, 1.0), (0.5, 1.0)])
+
+
+@given(WINDOWS, TILES, st.integers(1, 400), st.floats(1e-3, 1), RATES)
 def test_tokens_in_is_the_inverse_of_seconds(
-    windows: tuple[int | None, ...], num_tokens: int, share: float, rates: tuple[float, float]
+    windows: tuple[int | None, ...], tile_keys: int, num_tokens: int, share: float, rates: tuple[float, float]
 ) -> None:
-    spans = SpanRates(*rates, AttentionPairs.of(windows))
+    spans = SpanRates(*rates, AttentionPairs.of(windows, tile_keys))
     seconds = share * spans.of_span(0, num_tokens)
     tokens = spans.tokens_in(seconds)
     assert spans.pair_s * spans.pairs.of_span(0, tokens) + spans.token_s * tokens == pytest.approx(seconds, rel=1e-9, abs=1e-12)
@@ -101,8 +113,10 @@ def test_layers_are_priced_by_their_own_windows() -> None:
     assert [slot.forward_s - slots[0].forward_s for slot in slots] == pytest.approx([0, 0, full_s - banded_s, full_s - banded_s])
 
 
-def test_whole_sequences_cost_what_their_chunks_do() -> None:
+@pytest.mark.parametrize("tile_keys", [0, 16])
+def test_whole_sequences_cost_what_their_chunks_do(tile_keys: int) -> None:
     costs = replace(cost_model("attention", 4), model=replace(MODEL, windows=(20, None, 70, 20)))
+    costs = replace(costs, cluster=replace(costs.cluster, hardware=replace(costs.cluster.hardware, tile_keys=tile_keys)))
     for degree in (1, 2, 4):
         shape = GroupShape(degree, degree)
         for length in (10, 20, 50, 300):

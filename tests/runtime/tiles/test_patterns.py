@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_longctx.plan.core.attention_pairs import AttentionPairs, masked_keys
+from hf_longctx.plan.core.cluster_spec import CPU_TILE_KEYS
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.chunk import ChunkAttention
@@ -21,7 +23,8 @@ from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.attention.runs import Document
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import AttentionPattern, PatternTile
-from hf_longctx.runtime.tiles.plain import Scores
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs
+from hf_longctx.runtime.tiles.tile import tile_forward
 
 # fp64 on both sides, sums of at most some 50 terms
 TOLERANCE = 1e-12
@@ -74,6 +77,43 @@ def test_tiles_of_earlier_keys_have_each_visible_pair_once(
     tiles = pattern.front_tiles(start, num_tokens, first_key, num_keys)
     expected = visible(pattern, range(start, start + num_tokens), range(first_key, first_key + num_keys)).long()
     assert torch.equal(times_seen(tiles, num_tokens, num_keys), expected)
+
+
+def computed_pairs(tile: PatternTile, tile_keys: int) -> int:
+    """Pairs that a device computes for a tile, hidden ones included: the keys of a row of a square up to a multiple of these."""
+    num_keys = tile.keys.stop - tile.keys.start
+    if tile.mask == "full":
+        return tile.num_blocks * tile.num_rows * num_keys
+    return tile.num_blocks * sum(min(num_keys, -(-row // tile_keys) * tile_keys) for row in range(1, num_keys + 1))
+
+
+@given(st.integers(1, 90), st.integers(1, 6), st.integers(0, 89), st.sampled_from([1, 16, 64]))
+def test_the_planner_counts_the_pairs_that_tiles_of_a_window_compute(window: int, blocks: int, rest: int, tile_keys: int) -> None:
+    num_tokens = blocks * window + rest % window
+    tiles = AttentionPattern(window=window).own_tiles(0, num_tokens)
+    computed = sum(computed_pairs(tile, tile_keys) for tile in tiles)
+    # the planner counts what squares on the diagonal hide as seconds per token, as in layers without a window
+    squares = [tile for tile in tiles if tile.mask == "causal"]
+    diagonal = sum(tile.num_blocks * tile.num_rows * masked_keys(tile.num_rows, tile_keys) for tile in squares)
+    counted = AttentionPairs.of((window,), tile_keys).of_span(0, num_tokens) + diagonal
+    # squares at the far side are a row shorter than the window; those of the rest have its size
+    slack = 2 * num_tokens + (rest % window) * min(window, tile_keys) / 2
+    assert abs(counted - computed) <= slack
+    if not rest % window:
+        one = PatternTile(slice(0, window), slice(0, window), "causal")
+        assert counted == pytest.approx((2 * blocks - 1) * computed_pairs(one, tile_keys))
+
+
+@pytest.mark.parametrize("num_tokens", [20, 600, 1100])
+def test_the_operator_of_cpus_computes_as_many_keys_at_once_as_the_planner_counts(num_tokens: int) -> None:
+    q, k, v = (torch.randn(1, num_tokens, 8) for _ in range(3))
+    for key in (0, num_tokens // 2, num_tokens - 1):
+        # a hidden pair has a weight of zero, which times this value is no number: so it shows in every row that computes the pair
+        values = v.clone()
+        values[:, key] = float("nan")
+        out, _ = tile_forward(TileInputs(q, k, values, Scores(SCALE), causal=True), "cpu_flash")
+        first = key // CPU_TILE_KEYS * CPU_TILE_KEYS
+        assert out.isnan().any(2)[0].tolist() == [row >= first for row in range(num_tokens)]
 
 
 @pytest.mark.parametrize("pattern", [AttentionPattern(window=16), AttentionPattern(chunk=16)])

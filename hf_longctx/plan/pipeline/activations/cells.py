@@ -98,7 +98,7 @@ class GroupCells:
         self.recomputed = recomputed_layer(keeps_attention)
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
-        self.pairs = {part: costs.model.attention_pairs((part,)) for stage in group.stages for part in stage.parts}
+        self.pairs = {part: costs.attention_pairs((part,)) for stage in group.stages for part in stage.parts}
         self.kinds = {part: costs.model.kind_shares(part) for part in self.pairs}
         # place in `cells` by stage, chunk and part
         self.places: dict[tuple[int, int, int], int] = {}

@@ -263,7 +263,7 @@ class RoomMaker:
         """Ever larger numbers of slices, each with the function that cuts the group's longest sequence into so many."""
         (chunk,) = group.chunks
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
-        pairs = self.costs.model.attention_pairs()
+        pairs = self.costs.attention_pairs()
         rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s, pairs)
         longest = max(span.num_tokens for span in chunk.spans)
         counts = slice_counts(longest, group.degree)

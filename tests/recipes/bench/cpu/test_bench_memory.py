@@ -41,6 +41,17 @@ def test_what_is_compared_is_equal_and_a_missed_requirement_fails(tmp_path: Path
     # selective checkpointing keeps what ours keeps
     assert {result["predicted_bytes"] for result in selective} == {ours[1]["predicted_bytes"]}
     assert plain["saved_bytes"] > 5 * ours[0]["saved_bytes"] > 5 * checkpointing["saved_bytes"]
+    assert ours[-1]["method"] == memory.ROOMY and ours[-1]["saved_bytes"] >= ours[0]["saved_bytes"]
+
+
+def test_room_is_used_up_and_not_exceeded() -> None:
+    lean = next(method for method in memory.methods(96, 32) if method.name == memory.JUDGED)
+    spare_bytes = 96 * 20_000
+    roomy = memory.with_more_room(lean, spare_bytes, 96, 32)
+    # shares are whole tokens of a layer, of at most 14 KB
+    assert 0 <= lean.predicted_bytes + spare_bytes - roomy.predicted_bytes <= 4 * 14_000
+    assert roomy.saved_bytes() == pytest.approx(roomy.predicted_bytes, rel=0.01)
+    assert memory.with_more_room(lean, -1, 96, 32).predicted_bytes == lean.predicted_bytes
 
 
 @pytest.mark.parametrize(
@@ -69,7 +80,7 @@ def test_selective_checkpointing_is_judged_by_time_and_memory() -> None:
     def result(method: str, step_s: float, peak_mib: int) -> memory.Result:
         return memory.Result(method, 96, [step_s] * 3, [1.0] * 3, peak_mib << 20, 0, 0, 0.0)
 
-    results = [result(memory.BASELINE, 1.2, 90), result(memory.SELECTIVE[0], 1.1, 95), result(memory.JUDGED, 1.0, 95)]
+    results = [result(memory.BASELINE, 1.2, 90), result(memory.SELECTIVE[0], 1.1, 95), result(memory.ROOMY, 1.0, 95)]
     assert memory.slower_than_selective(results, 0.0) == memory.slower_than_selective(results, 1.09) == []
     assert memory.slower_than_selective(results, 1.11) == ["96 tokens: 1.100 times as fast as torch selective, required 1.11"]
     results[1] = result(memory.SELECTIVE[0], 1.1, 94)
