@@ -19,7 +19,6 @@ import numpy as np
 
 from hf_longctx.plan.activations.slots import layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.layer_kinds import ATTENTION
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -52,7 +51,7 @@ class MemoryPrices:
         linear: list[tuple[float, float]] = []
         curved: list[tuple[float, float, FloatArray]] = []
         for kind in dict.fromkeys(kinds):
-            count, pairs = kinds.count(kind), AttentionPairs.of((kind.window,))
+            count, pairs = kinds.count(kind), model.pairs_of((kind,))
             slot = layer_slot(costs, sample, GroupShape(1), pairs, ((kind, 1.0),))
             for item in slot.saved:
                 item_bytes = count * item.num_bytes / sample.num_tokens

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,28 +32,30 @@ class AttentionPairs:
     """Query-key pairs of one layer, averaged over a set of layers.
 
     windows: (window in tokens, share of the layers that have it), ascending; the remaining layers have full attention. A window
-    of 0 stands for layers without attention.
+    of 0 stands for layers without attention. weight: what one pair of a layer counts, on average; shares are multiplied by it.
     """
 
     windows: tuple[tuple[int, float], ...] = ()
+    weight: float = 1.0
 
     @classmethod
-    def of(cls, windows: Windows) -> AttentionPairs:
-        """Pairs of a set of layers, given the window of each."""
+    def of(cls, windows: Windows, weights: Sequence[float] = ()) -> AttentionPairs:
+        """Pairs of a set of layers, given the window of each, and what one of its pairs counts (1 without `weights`)."""
+        if weights:
+            shares: dict[int, float] = {}
+            for window, weight in zip(windows, weights, strict=True):
+                if window is not None:
+                    shares[window] = shares.get(window, 0.0) + weight / len(windows)
+            return cls(tuple(sorted(shares.items())), sum(weights) / len(windows))
         counts = Counter(window for window in windows if window is not None)
         return cls(tuple((window, count / len(windows)) for window, count in sorted(counts.items())))
 
-    @property
-    def share_without(self) -> float:
-        """Share of the layers that have no attention."""
-        return sum(share for window, share in self.windows if not window)
-
     def seen(self, start: Tokens, stop: Tokens) -> Tokens:
         """Number of tokens that a token in [start, stop) of a sequence sees, averaged over that range; `stop` > `start`."""
-        tokens = (start + stop) / 2
+        tokens = self.weight * (start + stop) / 2
         for window, share in self.windows:
             if not window:
-                tokens = (1 - share) * tokens
+                tokens = (1 - share / self.weight) * tokens
                 continue
             first, last = _above_zero(start - window), _above_zero(stop - window)
             tokens = tokens - share * (last - first) * (first + last) / 2 / (stop - start)
@@ -89,7 +92,7 @@ class SpanRates:
     def tokens_in(self, seconds: float) -> float:
         """Number of tokens at the front of a sequence that take `seconds` > 0, as a fraction; some rate must be above zero."""
         # between two window lengths, t more tokens take slope_s * t + full_s * t^2 / 2
-        start, full_s, slope_s = 0, self.pair_s, self.token_s
+        start, full_s, slope_s = 0, self.pairs.weight * self.pair_s, self.token_s
         for window, share in self.pairs.windows:
             width = window - start
             until_s = width * (slope_s + full_s * width / 2)

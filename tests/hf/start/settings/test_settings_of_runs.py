@@ -305,6 +305,29 @@ def test_a_search_trains_each_trial_as_a_run_of_its_own(tmp_path: Path, monkeypa
         assert equal(trained[number], run(str(tmp_path / str(number)), {}, settings, {})["weights"]), number
 
 
+def search(folder: str) -> tuple[str, dict[str, Any], list[int | None], int]:
+    """A search with optuna on this rank: the best trial, its settings, trials for which models were made, steps of the last."""
+    trainer, asked = fresh(folder, {}, {"per_device_train_batch_size": 4})
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)},
+        **{"n_trials": 2, "backend": "optuna", "direction": "minimize"},
+    )
+    numbers = [getattr(trial, "number", None) for trial in asked]
+    # other ranks follow the first one, which alone knows the result
+    return ("", {}, numbers, 2) if best is None else (best.run_id, best.hyperparameters, numbers, trainer.state.global_step)
+
+
+def test_optuna_searches_on_one_rank_and_on_two(ranks, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    alone = search(str(tmp_path / "alone"))
+    together = ranks(2).run(search, str(tmp_path / "together"))
+    for run_id, settings, numbers, num_steps in (alone, together[0]):
+        assert run_id in ("0", "1") and 1e-4 <= settings["learning_rate"] <= 1e-2
+        assert numbers == [None, 0, 1] and num_steps == 2
+    # every rank made a model for every trial
+    assert len(together[1][2]) == 3
+
+
 def test_a_model_and_its_maker_are_not_both_taken(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model and model_init were given; pass one of them"):
         LongContextTrainer(build_model(CASE), training_arguments(str(tmp_path)), model_init=lambda: build_model(CASE))
