@@ -165,7 +165,8 @@ class ModelSpec:
     `HeadSizes`. norms_results: what attention and the MLP return is normalized before it is added. norms_values: values are
     normalized, too, without a weight. hands_kv_on: layers hand keys and values on, whether later ones read them or not.
     own_input_size: elements of a token that every layer gets as an input of its own, from a table (`table_parameters`) and by a
-    matrix; 0 without.
+    matrix; 0 without. frozen_parameters: parameters of a layer, the mean over layers, that are frozen while the others are
+    trained, as experts or mixers may be.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -232,6 +233,7 @@ class ModelSpec:
     hands_kv_on: bool = False
     own_input_size: int = 0
     table_parameters: int = 0
+    frozen_parameters: int = 0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -562,6 +564,11 @@ class ModelSpec:
         experts = self.experts.parameters - self.experts.spread_parameters if self.experts.are_rounded else 0
         head = self.head_outputs * self.hidden_size if self.rounds_head and is_last else 0
         return max(0, self.bytes_per_element - 2) * (num_layers * (self.rounded_parameters + experts) + head)
+
+    @property
+    def spread_gradients(self) -> int:
+        """Parameters of a layer that are spread over ranks and have gradients; frozen ones count as spread first."""
+        return max(0, self.experts.spread_parameters - self.frozen_parameters) if self.trains_layers else 0
 
     @property
     def trains_layers(self) -> bool:

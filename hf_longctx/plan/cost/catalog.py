@@ -153,7 +153,7 @@ def spec_name(spec: ModelSpec) -> str:
     """
     # how weights are updated, and what memory may be saved, costs no seconds of a chunk
     spec = replace(spec, has_master_weights=False, updates_on_host=False, moment_bytes=0.0)
-    spec = replace(spec, saves_kv_once=False, cuts_heads=False, capped_bytes=0, tower_parameters=0)
+    spec = replace(spec, saves_kv_once=False, cuts_heads=False, capped_bytes=0, tower_parameters=0, frozen_parameters=0)
     for known, shapes in _MODELS.items():
         if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions, capped_bytes=0) == spec:
             return known
