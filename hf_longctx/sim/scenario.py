@@ -46,6 +46,8 @@ def optimizer_of(moment_bytes: float) -> str:
 
 # parameters are replicated by choice only if a rank still has room for this many tokens
 _LEAST_TOKENS = 512
+# elements of the largest heads that FlashAttention takes
+_MOST_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +364,12 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
         f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"
         for window, count in sorted(sizes.items())
     ]
+    wide = [own.head_dim for own in model.heads if own.head_dim > _MOST_HEAD_DIM]
+    if wide and "cpu" not in hardware.lower():
+        notes.append(
+            f"{len(wide)} of {model.num_layers} layers have heads of {max(wide)} elements, and FlashAttention takes "
+            f"{_MOST_HEAD_DIM}: their attention runs as plain matrices, in many times the seconds that are counted here"
+        )
     if num_states := sum(model.states.layers):
         both = num_states + model.num_attending - model.num_layers
         beside = " in place of attention" if both <= 0 else f", {both} of them beside attention"
@@ -380,8 +388,8 @@ def _with_adapters(request: Request, model: ModelSpec) -> ModelSpec:
 
 def _shares_calls(model: ModelSpec, hardware: str) -> bool:
     """Whether short documents share calls of attention on hardware of this name, as `runtime.tiles.packs` decides on a GPU."""
-    head_dim = max(model.head_dim, model.value_head_dim)
-    is_taken = model.bytes_per_element == 2 and head_dim % 8 == 0 and head_dim <= 256
+    head_dim = model.largest_head_dim
+    is_taken = model.bytes_per_element == 2 and head_dim % 8 == 0 and head_dim <= _MOST_HEAD_DIM
     return "cpu" not in hardware.lower() and is_taken and not model.caps_scores and model.index.is_empty
 
 

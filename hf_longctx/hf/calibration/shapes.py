@@ -40,7 +40,7 @@ def model_config(name: str) -> PretrainedConfig:
         raise ValueError(
             f"model {name!r} is neither a config.json, nor a folder with one, nor one of {', '.join(model_names())}"
         ) from None
-    if not spec.gated_mlp or spec.learned_positions or not spec.states.is_empty:
+    if not spec.gated_mlp or spec.learned_positions or not spec.states.is_empty or spec.norms_results:
         raise ValueError(
             f"model {name!r} does not have the layers of a Llama, so it cannot be built from its shapes; give its config.json"
         )

@@ -21,7 +21,9 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES
+from hf_longctx.hf.models.older.positions import max_positions, set_limit
 from hf_longctx.hf.ranks.launch import on_first_rank
+from hf_longctx.plan.core.configs.fields import has_position_table
 
 logger = logging.getLogger(__name__)
 logger.addFilter(on_first_rank)
@@ -42,9 +44,9 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
     The scaling factor is `max_length` over the length that the checkpoint was trained for; layers with windows are not
     scaled. "dynamic" scales a document by its own length, and only if that exceeds the trained length, which stays the config's
     `max_position_embeddings`. "longrope" takes its factors from the checkpoint's config, which must have them. "none" only
-    allows more positions, with a warning. A config that already allows `max_length` is returned unchanged. Raises ValueError for
-    a model without rotary embeddings, for one that already has another kind of scaling, and for scaling that would change no
-    frequency.
+    allows more positions, with a warning. A config that already allows `max_length` is returned unchanged. One whose model needs
+    no positions, such as Jamba or RWKV, gets the new limit and nothing else. Raises ValueError for a model with a table of
+    positions, for one that already has another kind of scaling, and for scaling that would change no frequency.
 
     Example:
 
@@ -54,12 +56,23 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
     if rope_scaling not in get_args(RopeScaling):
         raise ValueError(f"rope_scaling is {rope_scaling!r}; choose one of {', '.join(get_args(RopeScaling))}")
     text = config.get_text_config()
-    if max_length <= _room(text, rope_scaling):
+    if max_length <= _room(config, rope_scaling):
         return config
-    if not (parameters := getattr(text, "rope_parameters", None)):
-        raise ValueError(f"{type(config).__name__} has no rotary position embeddings to scale; use a model that has them")
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters and has_position_table(text.to_dict()):
+        raise ValueError(
+            f"{type(config).__name__} has {max_positions(config)} positions and no rotary position embeddings to scale; set "
+            f"max_length to {max_positions(config)} or less, or use a model with rotary embeddings"
+        )
     extended = copy.deepcopy(config)
     text = extended.get_text_config()
+    if not parameters:
+        logger.warning(
+            "%s needs no positions, so rope_scaling=%r scales nothing; its limit of %d tokens becomes %d",
+            *(type(text).__name__, rope_scaling, max_positions(config), max_length),
+        )
+        set_limit(text, max_length)
+        return extended
     old = parameters.get(_FULL, parameters)
     new = _unscaled(text, old, max_length) if rope_scaling == "none" else _scaled(text, old, max_length, rope_scaling)
     text.rope_parameters = {**parameters, _FULL: new} if _FULL in parameters else new
@@ -81,9 +94,10 @@ def grows(text: Any) -> bool:
     return bool(parameters.get(_FULL, parameters).get("rope_type") == "dynamic")
 
 
-def _room(text: Any, rope_scaling: RopeScaling) -> float:
+def _room(config: PretrainedConfig, rope_scaling: RopeScaling) -> float:
     """The longest sequence that the config supports without being extended."""
-    positions: int = text.max_position_embeddings
+    text: Any = config.get_text_config()
+    positions = max_positions(config)
     if not grows(text):
         return positions
     parameters = text.rope_parameters

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.models.adapters import base_of, hidden_dtype
+from hf_longctx.hf.models.adapters import base_of, hidden_dtype, is_adapted
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
 from hf_longctx.hf.models.heads.logits import logit_change
@@ -17,7 +17,7 @@ from hf_longctx.hf.models.layers import adapter_spec, cuts_heads, final_norm, ha
 from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import decoder_layers, layer_windows
-from hf_longctx.hf.models.wrapped.text import text_part, tower_parameters
+from hf_longctx.hf.models.wrapped.text import text_layers, text_part, tower_parameters
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.configs.fields import config_fields
 from hf_longctx.plan.core.layer_kinds import Windows, config_states, config_windows, with_states
@@ -59,6 +59,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         packed=packed_spec(model),
         capped_bytes=_capped_bytes(model, spec),
         windows=with_states(layer_windows(model), spec.states),
+        frozen_parameters=_frozen_parameters(model),
         **_rounded_sizes(model, spec),
         tower_parameters=_tower_elements(model),
     )
@@ -84,6 +85,17 @@ def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
         "experts": replace(spec.experts, are_rounded=counts[True] > 0),
         "rounds_head": id(getattr(head, "weight", None)) in ids,
     }
+
+
+def _frozen_parameters(model: PreTrainedModel) -> int:
+    """Parameters of a layer that are frozen while others are trained, the mean over the layers that this rank loaded.
+
+    Zero under adapters, beside which all weights of the layers count as frozen.
+    """
+    layers = [layer for layer in text_layers(model) if any(True for _ in layer.parameters())]
+    if is_adapted(model) or not layers:
+        return 0
+    return sum(weight.numel() for layer in layers for weight in layer.parameters() if not weight.requires_grad) // len(layers)
 
 
 def _capped_bytes(model: PreTrainedModel, spec: ModelSpec) -> int:

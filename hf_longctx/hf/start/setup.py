@@ -140,8 +140,7 @@ def choose_setup(
     # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
-    head_dim = max(spec.head_dim, spec.value_head_dim)
-    raise_together(flash_problems(args.device, _attention_dtype(args, model), head_dim), control)
+    raise_together(flash_problems(args.device, _attention_dtype(args, model), spec.largest_head_dim), control)
     spec = replace(
         spec,
         has_master_weights=config.fp32_master_weights,
@@ -500,9 +499,8 @@ def _attention_dtype(args: TrainingArguments, model: PreTrainedModel) -> torch.d
 
 def _shares_calls(spec: ModelSpec, args: TrainingArguments, model: PreTrainedModel) -> bool:
     """Whether short documents share calls of attention on this rank's device."""
-    head_dim = max(spec.head_dim, spec.value_head_dim)
     is_masked = spec.drops_weights or not spec.index.is_empty
-    return not is_masked and takes_packs(args.device, _attention_dtype(args, model), head_dim, spec.caps_scores)
+    return not is_masked and takes_packs(args.device, _attention_dtype(args, model), spec.largest_head_dim, spec.caps_scores)
 
 
 def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
@@ -543,8 +541,7 @@ def _memory_line(setup: RunSetup) -> str:
 def _attention_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
     spec = setup.costs.model
     is_masked = spec.drops_weights or not spec.index.is_empty
-    head_dim = max(spec.head_dim, spec.value_head_dim)
-    name = attention_backend(args.device, dtype, head_dim, spec.caps_scores, is_masked)
+    name = attention_backend(args.device, dtype, spec.largest_head_dim, spec.caps_scores, is_masked)
     if spec.saves_kv_once:
         flash = active_flash() or "FlashAttention 2"
         line = f"attention: {flash} of torch for documents of up to {PACKED_TOKENS:,} tokens, several in one call; "

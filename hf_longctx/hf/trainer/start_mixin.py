@@ -15,6 +15,7 @@ from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer, TrainerControl, TrainingArguments, enable_full_determinism, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import default_compute_objective
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
@@ -35,6 +36,9 @@ from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run, RunRequest
 from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
+
+# ends of names of metrics that evaluations have beside the loss
+_ADDED_METRICS = ("_perplexity", "_mean_token_accuracy", "_entropy")
 
 # users put the mixin in front of a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
@@ -94,6 +98,10 @@ class StartMixin(_TrainerBase):
         self.model_init = model_init
         _seed(args)
         return self.call_model_init()
+
+    def hyperparameter_search(self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Searches as `Trainer` does. The objective is the loss, or the sum of the user's metrics, without those that we add."""
+        return super().hyperparameter_search(hp_space, compute_objective or _objective, *args, **kwargs)
 
     def _begin_anew(self, trial: Any) -> None:
         """Starts the run anew on a fresh model, as `Trainer` makes one before each training if it has `model_init`. Collective.
@@ -191,3 +199,9 @@ class StartMixin(_TrainerBase):
 def _seed(args: TrainingArguments) -> None:
     """Seeds as `Trainer` does before it makes a model."""
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+
+
+def _objective(metrics: dict[str, float]) -> float:
+    """The objective of `Trainer`, which adds up all metrics but the loss if there are others, of the user's metrics alone."""
+    own = {name: value for name, value in metrics.items() if not name.endswith(_ADDED_METRICS)}
+    return float(default_compute_objective(own))

@@ -51,7 +51,7 @@ class MemoryPrices:
         linear: list[tuple[float, float]] = []
         curved: list[tuple[float, float, FloatArray]] = []
         for kind in dict.fromkeys(kinds):
-            count, pairs = kinds.count(kind), costs.pairs_under((kind.window,))
+            count, pairs = kinds.count(kind), costs.pairs_of((kind,))
             slot = layer_slot(costs, sample, GroupShape(1), pairs, ((kind, 1.0),))
             for item in slot.saved:
                 item_bytes = count * item.num_bytes / sample.num_tokens

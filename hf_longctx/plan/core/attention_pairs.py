@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,30 +38,33 @@ class AttentionPairs:
 
     windows: (window in tokens, share of the layers that have it), ascending; the remaining layers have full attention. A window
     of 0 stands for layers without attention. tile_keys: keys that attention computes at once; 0: only pairs that are seen count.
+    weight: what one pair of a layer counts, on average; shares are multiplied by it.
     """
 
     windows: tuple[tuple[int, float], ...] = ()
     tile_keys: int = 0
+    weight: float = 1.0
 
     @classmethod
-    def of(cls, windows: Windows, tile_keys: int = 0) -> AttentionPairs:
-        """Pairs of a set of layers, given the window of each."""
-        counts = Counter(window for window in windows if window is not None)
-        shares = tuple((window, count / len(windows)) for window, count in sorted(counts.items()))
+    def of(cls, windows: Windows, tile_keys: int = 0, weights: Sequence[float] = ()) -> AttentionPairs:
+        """Pairs of a set of layers, given the window of each, and what one of its pairs counts (1 without `weights`)."""
         # where no window cuts anything, nothing depends on tiles
-        return cls(shares, tile_keys if any(counts) else 0)
-
-    @property
-    def share_without(self) -> float:
-        """Share of the layers that have no attention."""
-        return sum(share for window, share in self.windows if not window)
+        tile_keys = tile_keys if any(windows) else 0
+        if weights:
+            summed: dict[int, float] = {}
+            for window, weight in zip(windows, weights, strict=True):
+                if window is not None:
+                    summed[window] = summed.get(window, 0.0) + weight / len(windows)
+            return cls(tuple(sorted(summed.items())), tile_keys, sum(weights) / len(windows))
+        counts = Counter(window for window in windows if window is not None)
+        return cls(tuple((window, count / len(windows)) for window, count in sorted(counts.items())), tile_keys)
 
     def seen(self, start: Tokens, stop: Tokens) -> Tokens:
         """Number of tokens that a token in [start, stop) of a sequence sees, averaged over that range; `stop` > `start`."""
-        tokens = (start + stop) / 2
+        tokens = self.weight * (start + stop) / 2
         for window, share in self.windows:
             if not window:
-                tokens = (1 - share) * tokens
+                tokens = (1 - share / self.weight) * tokens
                 continue
             first, last = _above_zero(start - window), _above_zero(stop - window)
             unseen = (first + last) / 2 - masked_keys(window, self.tile_keys)
@@ -109,7 +113,7 @@ class SpanRates:
     def tokens_in(self, seconds: float) -> float:
         """Number of tokens at the front of a sequence that take `seconds` > 0, as a fraction; some rate must be above zero."""
         # between two window lengths, t more tokens take slope_s * t + full_s * t^2 / 2
-        start, full_s, slope_s = 0, self.pair_s, self.token_s
+        start, full_s, slope_s = 0, self.pairs.weight * self.pair_s, self.token_s
         for window, share in self.pairs.windows:
             width = window - start
             until_s = width * (slope_s + full_s * width / 2)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from hf_longctx.plan.core.configs.heads import HeadSizes
 from hf_longctx.plan.core.mixers.divided import rwkv, xlstm
 from hf_longctx.plan.core.mixers.sizes import (
     gated_delta_net,
@@ -38,7 +39,7 @@ _SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 # model types without `layer_types` -> n: every n-th layer has full attention, unless `sliding_window_pattern` gives another n
 _EVERY = {
     **{"gemma2": 2, "gpt_oss": 2, "vaultgemma": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4},
-    **{"gemma3n_text": 5, "gemma3_text": 6, "gemma4_text": 6},
+    **{"gemma3n_text": 5, "gemma3_text": 6, "gemma4_text": 6, "gemma4_unified_text": 6},
 }
 # model types whose layers have a window from layer `max_window_layers` on
 _FROM_A_LAYER_ON = ("dots1", "qwen2", "qwen3")
@@ -85,10 +86,14 @@ def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 class LayerKind(NamedTuple):
-    """A kind of layer. window: as in `Windows`; 0 without attention. has_state: it carries a state."""
+    """A kind of layer.
+
+    window: as in `Windows`; 0 without attention. has_state: it carries a state. heads: its own, where layers have several sizes.
+    """
 
     window: int | None = None
     has_state: bool = False
+    heads: HeadSizes | None = None
 
     @property
     def attends(self) -> bool:
@@ -99,10 +104,11 @@ class LayerKind(NamedTuple):
 ATTENTION = LayerKind()
 
 
-def layer_kinds(windows: Windows, states: StateSpec) -> tuple[LayerKind, ...]:
-    """Kind of every layer; empty if all layers have full attention and no state."""
-    has_state = states.layers or (False,) * len(windows)
-    return tuple(LayerKind(*each) for each in zip(windows or (None,) * len(has_state), has_state, strict=True))
+def layer_kinds(windows: Windows, states: StateSpec, heads: tuple[HeadSizes, ...] = ()) -> tuple[LayerKind, ...]:
+    """Kind of every layer; empty if all layers have full attention, the same heads and no state."""
+    num_layers = len(windows) or len(states.layers) or len(heads)
+    columns = windows or (None,) * num_layers, states.layers or (False,) * num_layers, heads or (None,) * num_layers
+    return tuple(LayerKind(*each) for each in zip(*columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

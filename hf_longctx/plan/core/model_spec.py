@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.core.configs.experts import NO_EXPERTS, SHARED_TYPES, ExpertSpec, expert_sizes
 from hf_longctx.plan.core.configs.fields import NO_POSITIONS, config_fields
+from hf_longctx.plan.core.configs.heads import HeadSizes, config_heads, largest_heads
 from hf_longctx.plan.core.layer_kinds import (
     ATTENTION,
     NO_INDEX,
@@ -31,10 +33,13 @@ KindShares = tuple[tuple[LayerKind, float], ...]
 _GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 # values whose layers have no MLP beside their mixers, or count it as a part of these
 _WITHOUT_MLP = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
-# values whose layers have an MLP only where they have attention, which reads the embeddings beside hidden states
-_SHARED_TYPES = ("zamba", "zamba2")
+# values whose models normalize what attention and MLPs return, too, and keep products in norms in fp32
+_GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
 # values whose models normalize queries and keys; others set `use_qk_norm`
-_QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe", *_GATED_TYPES)
+_QK_NORM_TYPES = (
+    *("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe"),
+    *(*_GATED_TYPES, *_GEMMA4_TYPES),
+)
 # values whose attention modules may run in pieces of their heads, as the runtime finds by their code
 _CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # fields of a config with the cap of logits after the head
@@ -47,11 +52,11 @@ _OLD_TYPES = (
 # values of models whose MLPs have no gate; Bloom writes its activation out in tensors that take as much as a gate's
 _UNGATED_TYPES = ("nemotron_h", *(name for name in _OLD_TYPES if name != "bloom"))
 # values of models with layers whose MLPs no policy can run alone
-_WHOLE_MLP_TYPES = ("dbrx", "xlstm", "zaya", *_SHARED_TYPES, *_OLD_TYPES)
+_WHOLE_MLP_TYPES = ("dbrx", "xlstm", "zaya", *SHARED_TYPES, *_OLD_TYPES)
 # values of models whose layers have no norm that the runtime finds by its name
 _WHOLE_NORM_TYPES = (
     *("apertus", "codegen", "dbrx", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "lfm2", "lfm2_moe", "lfm3", "modernbert-decoder"),
-    *("recurrent_gemma", "rwkv", "xlstm", *_SHARED_TYPES, *(name for name in _OLD_TYPES if name not in ("bloom", "mpt"))),
+    *("recurrent_gemma", "rwkv", "xlstm", *SHARED_TYPES, *(name for name in _OLD_TYPES if name not in ("bloom", "mpt"))),
 )
 # values of models that hand hidden states from layer to layer in at least fp32, unless `residual_in_fp32` says otherwise
 _WIDE_TYPES = ("falcon_mamba", "mamba", "mamba2", "zaya")
@@ -127,39 +132,6 @@ class PackedSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertSpec:
-    """Sizes of the routed experts of a mixture, and over how many ranks they are spread; empty without experts.
-
-    parameters: matrix parameters of all experts of a layer, the mean over layers. token_rows: copies of a token's hidden state
-    that go to experts in all layers together, one for each expert that it chooses. num_layers: layers with experts. num_experts:
-    experts of such a layer. num_ranks: ranks of a block, among which whole experts are dealt and tokens travel; 1 if experts lie
-    where the other weights do. are_rounded: where their weights are gathered, they travel in two bytes.
-    """
-
-    parameters: int = 0
-    token_rows: int = 0
-    num_layers: int = 0
-    num_experts: int = 0
-    num_ranks: int = 1
-    are_rounded: bool = False
-
-    @property
-    def spread_parameters(self) -> int:
-        """Matrix parameters of a layer that are never gathered, since they are spread over ranks."""
-        return self.parameters if self.num_ranks > 1 else 0
-
-    @property
-    def travelling_rows(self) -> int:
-        """Copies of a token's hidden state that travel between ranks in all layers together, those that stay included."""
-        return self.token_rows if self.num_ranks > 1 else 0
-
-    @property
-    def are_spread(self) -> bool:
-        """Whether tokens travel to experts, so that a layer's MLP runs whole, and a replay runs all of it."""
-        return self.num_ranks > 1
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shapes of a decoder-only model.
 
@@ -188,7 +160,13 @@ class ModelSpec:
     rounded_parameters: matrix parameters of a layer, besides those of routed experts, that are gathered in two bytes, since
     autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of both moments of a trained parameter
     where the optimizer keeps them in a few bits (0: they have the type of the weights that it updates). capped_bytes: size of one
-    logit that a cap after the head keeps for backward; 0 without a cap.
+    logit that a cap after the head keeps for backward; 0 without a cap. heads: heads of each
+    layer, where layers differ; then num_kv_heads and head_dim are those of the layer with the most keys and values. num_made: see
+    `HeadSizes`. norms_results: what attention and the MLP return is normalized before it is added. norms_values: values are
+    normalized, too, without a weight. hands_kv_on: layers hand keys and values on, whether later ones read them or not.
+    own_input_size: elements of a token that every layer gets as an input of its own, from a table (`table_parameters`) and by a
+    matrix; 0 without. frozen_parameters: parameters of a layer, the mean over layers, that are frozen while the others are
+    trained, as experts or mixers may be.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -231,7 +209,7 @@ class ModelSpec:
     index: IndexSpec = NO_INDEX
     gates_output: bool = False
     has_wide_norms: bool = False
-    experts: ExpertSpec = ExpertSpec()
+    experts: ExpertSpec = NO_EXPERTS
     keeps_all_stages: bool = False
     num_labels: int = 0
     has_master_weights: bool = False
@@ -248,6 +226,14 @@ class ModelSpec:
     moment_bytes: float = 0.0
     capped_bytes: int = 0
     tower_parameters: int = 0
+    heads: tuple[HeadSizes, ...] = ()
+    num_made: int = 2
+    norms_results: bool = False
+    norms_values: bool = False
+    hands_kv_on: bool = False
+    own_input_size: int = 0
+    table_parameters: int = 0
+    frozen_parameters: int = 0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -255,6 +241,8 @@ class ModelSpec:
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one for each layer, None for one "
                 f"that sees everything, or () for all"
             )
+        if self.heads and len(self.heads) != self.num_layers:
+            raise ValueError(f"heads has {len(self.heads)} entries for {self.num_layers} layers; give one for each, or ()")
         attending = () if self.states.is_empty else self.states.attending
         if attending and tuple(window != 0 for window in self.windows or (None,) * self.num_layers) != attending:
             raise ValueError(
@@ -300,8 +288,17 @@ class ModelSpec:
                 "rope_head_dim": rope_head_dim,
             }
         intermediate_size = get("intermediate_size") // (2 if config.get("model_type") == "recurrent_gemma" else 1)
-        intermediate_size, idle, routed, experts = _expert_sizes(config, num_layers, hidden_size, intermediate_size)
-        is_gated = config.get("model_type") in _GATED_TYPES
+        if config.get("use_double_wide_mlp"):
+            # layers that read keys and values of earlier ones have it; sizes are means over layers
+            intermediate_size += round(intermediate_size * int(config.get("num_kv_shared_layers") or 0) / num_layers)
+        intermediate_size, idle, routed, experts = expert_sizes(
+            config, num_layers, hidden_size, intermediate_size, type_names(config, num_layers)
+        )
+        windows = with_states(config_windows(config, num_layers), states)
+        if heads := config_heads(config, windows):
+            num_kv_heads, head_dim, _ = largest_heads(heads)
+        is_gated, is_gemma4 = (config.get("model_type") in types for types in (_GATED_TYPES, _GEMMA4_TYPES))
+        own_input_size = int(config.get("hidden_size_per_layer_input") or 0) if is_gemma4 else 0
         spec = cls(
             num_layers=num_layers,
             hidden_size=hidden_size,
@@ -316,24 +313,30 @@ class ModelSpec:
             gated_mlp=config.get("model_type") not in _UNGATED_TYPES,
             tiles_mlps=config.get("model_type") not in _WHOLE_MLP_TYPES,
             tiles_norms=config.get("model_type") not in _WHOLE_NORM_TYPES,
-            input_size=2 * hidden_size if config.get("model_type") in _SHARED_TYPES else 0,
+            input_size=2 * hidden_size if config.get("model_type") in SHARED_TYPES else 0,
             qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
             caps_scores=bool(config.get("attn_logit_softcapping")),
             capped_bytes=bytes_per_element if any(config.get(field) for field in _LOGIT_CAPS) else 0,
             drops_weights=any(config.get(field) for field in WEIGHT_DROPOUT),
             idle_parameters=idle,
             routed_elements=routed,
-            windows=with_states(config_windows(config, num_layers), states),
+            windows=windows,
             states=states,
             index=config_index(config, num_layers),
-            can_keep_qkv=states.is_empty,
+            can_keep_qkv=states.is_empty and all(own.num_made == 2 for own in heads),
             gates_output=is_gated,
-            has_wide_norms=is_gated,
+            has_wide_norms=is_gated or is_gemma4,
             has_wide_hidden=config.get("model_type") in _WIDE_TYPES and bool(config.get("residual_in_fp32", True)),
             scales_residuals=config.get("model_type") == "zaya",
             passed_elements=int(config["router_hidden_size"]) if config.get("model_type") == "zaya" else 0,
             cuts_heads=config.get("model_type") in _CUT_TYPES and not any(config.get(field) for field in WEIGHT_DROPOUT),
             experts=experts,
+            heads=heads,
+            norms_results=is_gemma4,
+            norms_values=is_gemma4,
+            hands_kv_on=is_gemma4 and bool(heads),
+            own_input_size=own_input_size,
+            table_parameters=num_layers * own_input_size * int(config.get("vocab_size_per_layer_input") or 0),
             **latent,
         )
         return replace(spec, idle_parameters=idle + _shared_blocks(config, spec))
@@ -394,21 +397,59 @@ class ModelSpec:
 
         Chosen keys save none, since attention computes all pairs and hides those that were not chosen; their index adds its own.
         """
+        if self.heads:
+            return self._head_mean(lambda own: 4 * self.num_heads * own.head_dim) + self.index.pair_operations
         return 2 * self.num_heads * self.kv_head_size + self.index.pair_operations
 
     def attention_pairs(self, parts: Sequence[LayerRange] = (), tile_keys: int = 0) -> AttentionPairs:
         """Returns the query-key pairs of a layer, averaged over the layers of `parts`; without parts, over all layers.
 
-        Layers without attention have none, and count in the average. tile_keys: see `AttentionPairs`.
+        Layers without attention have none, and count in the average. Where layers have heads of several sizes, pairs count by the
+        operations that they take. tile_keys: see `AttentionPairs`.
         """
-        if not self.windows:
+        if not self.windows and not self.heads:
             return FULL
-        windows = tuple(window for part in parts for window in self.layer_windows(part)) or self.windows
-        return AttentionPairs.of(windows, tile_keys)
+        kinds = [kind for part in parts for kind in self.layer_kinds(part)]
+        return self.pairs_of(kinds or self.layer_kinds(LayerRange(0, self.num_layers)), tile_keys)
+
+    def pairs_of(self, kinds: Sequence[LayerKind], tile_keys: int = 0) -> AttentionPairs:
+        """Returns the query-key pairs of a layer, averaged over layers of these kinds. tile_keys: see `AttentionPairs`."""
+        windows = tuple(kind.window for kind in kinds)
+        if not self.heads:
+            return AttentionPairs.of(windows, tile_keys)
+        mean = self.pair_operations
+        operations = (4 * self.num_heads * kind.heads.head_dim if kind.heads else mean for kind in kinds)
+        return AttentionPairs.of(windows, tile_keys, [each / mean for each in operations])
 
     def layer_kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
         """Kinds of the layers of `part`, one by one; () where all layers of the model have full attention and no state."""
-        return layer_kinds(self.windows, self.states)[part.first_layer :][: part.num_layers]
+        return layer_kinds(self.windows, self.states, self.heads)[part.first_layer :][: part.num_layers]
+
+    def of_kind(self, kind: LayerKind) -> ModelSpec:
+        """Returns a model all of whose layers have the heads of this kind."""
+        if kind.heads is None:
+            return self
+        num_kv, head_dim, num_made = kind.heads
+        return replace(self, num_kv_heads=num_kv, head_dim=head_dim, num_made=num_made, heads=())
+
+    def head_counts(self) -> tuple[tuple[ModelSpec, int], ...]:
+        """Returns models whose layers have one size of heads, and the number of layers with attention that have this size."""
+        if not self.heads:
+            return ((self, self.num_attending),)
+        return tuple((self.of_kind(LayerKind(heads=own)), count) for own, count in self._attending_heads().items())
+
+    def _attending_heads(self) -> Counter[HeadSizes]:
+        windows = self.windows or (None,) * self.num_layers
+        return Counter(own for own, window in zip(self.heads, windows, strict=True) if window != 0)
+
+    def _head_mean(self, size: Callable[[HeadSizes], int]) -> int:
+        """The mean of `size` over the heads of all layers with attention."""
+        return round(sum(count * size(own) for own, count in self._attending_heads().items()) / self.num_attending)
+
+    @property
+    def largest_head_dim(self) -> int:
+        """Elements of the largest head of any layer, which decides on the operators that attention may run."""
+        return max(self.head_dim, self.value_head_dim, *(own.head_dim for own in self.heads))
 
     def kind_shares(self, part: LayerRange | None = None) -> KindShares:
         """Share of the layers of `part` that is of each kind; without a part, of all layers."""
@@ -430,8 +471,10 @@ class ModelSpec:
         d = self.input_size or self.hidden_size
         queries = self.query_rank * (d + self.query_size) if self.query_rank else d * self.query_size
         queries += d * self.output_size if self.gates_output else 0
+        if self.heads:
+            return self._head_mean(lambda own: d * own.head_dim * (self.num_heads + own.num_made * own.num_kv))
         if not self.kv_rank:
-            return queries + d * self.kv_size
+            return queries + d * self.kv_size * self.num_made // 2
         # elements of values, and of keys without their rotated part
         made = self.kv_size - self.num_kv_heads * self.rope_head_dim
         return queries + d * (self.kv_rank + self.rope_head_dim) + self.kv_rank * made
@@ -450,7 +493,8 @@ class ModelSpec:
 
         The mean over layers with and without attention, and with and without an index.
         """
-        attention = self.qkv_parameters + self.hidden_size * self.output_size + self._index_parameters
+        output = self._head_mean(lambda own: self.num_heads * own.head_dim) if self.heads else self.output_size
+        attention = self.qkv_parameters + self.hidden_size * (output + 3 * self.own_input_size) + self._index_parameters
         without = 1 - self.num_attending / (self.num_layers or 1)
         mixer = attention + round(self.states.share * self.states.parameters - without * attention)
         return mixer + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
@@ -502,6 +546,7 @@ class ModelSpec:
     def part_parameters(self, num_layers: int, is_first: bool, is_last: bool) -> int:
         """Matrix parameters of `num_layers` layers, with the embedding if `is_first` and the head if `is_last`."""
         positions = self.max_positions * self.hidden_size if self.learned_positions and is_first else 0
+        positions += self.table_parameters if is_first else 0
         rows = self.vocab_size * is_first + self.head_outputs * is_last
         if self.tied_embeddings and is_first and is_last:
             rows = self.vocab_size
@@ -521,6 +566,11 @@ class ModelSpec:
         return max(0, self.bytes_per_element - 2) * (num_layers * (self.rounded_parameters + experts) + head)
 
     @property
+    def spread_gradients(self) -> int:
+        """Parameters of a layer that are spread over ranks and have gradients; frozen ones count as spread first."""
+        return max(0, self.experts.spread_parameters - self.frozen_parameters) if self.trains_layers else 0
+
+    @property
     def trains_layers(self) -> bool:
         """Whether the layers' own weights are trained."""
         return self.adapters.is_empty
@@ -537,7 +587,7 @@ def _shared_blocks(config: Mapping[str, Any], spec: ModelSpec) -> int:
     All layers with attention share one block of attention and an MLP, or several in turn. Each has a matrix behind it, and those
     of Zamba 2 adapters of their own.
     """
-    if config.get("model_type") not in _SHARED_TYPES:
+    if config.get("model_type") not in SHARED_TYPES:
         return 0
     hidden, own_mlp = spec.hidden_size, int(config["intermediate_size"])
     num_layers, rank = spec.num_attending, int(config.get("adapter_rank") or 0)
@@ -547,54 +597,3 @@ def _shared_blocks(config: Mapping[str, Any], spec: ModelSpec) -> int:
         adapters += 6 * rank * spec.input_size
     num_blocks = min(num_layers, int(config.get("num_mem_blocks") or 1))
     return round(((num_blocks - num_layers) * block + num_layers * (hidden * hidden + adapters)) / spec.num_layers)
-
-
-# config fields for the number of experts in a layer
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-def _expert_sizes(
-    config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int
-) -> tuple[int, int, int, ExpertSpec]:
-    """Returns `intermediate_size`, `idle_parameters`, `routed_elements`, `experts`; `dense_size` and nothing without experts.
-
-    Granite without experts has only the MLP that otherwise all tokens share.
-    Each chosen expert gets a copy of the token and returns one. Experts of GPT-OSS clamp gate and up, which saves three more
-    inner tensors. In Llama 4 every token runs through all experts, multiplied by zero where it did not choose them.
-    """
-    num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
-    chosen = int(config.get("num_experts_per_tok") or 0)
-    names, is_nemotron = type_names(config, num_layers), config.get("model_type") == "nemotron_h"
-    dense_names = ("mlp",) if is_nemotron else ("hybrid",) if config.get("model_type") in _SHARED_TYPES else ()
-    if dense_names:
-        dense_size = round(dense_size * sum(name in dense_names for name in names) / num_layers)
-    if not num_experts and config.get("model_type") == "granitemoehybrid":
-        dense_size = int(config.get("shared_intermediate_size") or dense_size)
-    if num_experts < 2 or not chosen or (is_nemotron and "moe" not in names):
-        return dense_size, 0, 0, ExpertSpec()
-    size = int(config.get("moe_intermediate_size") or dense_size)
-    is_llama4 = config.get("model_type") == "llama4_text"
-    if is_llama4:
-        chosen, dense_size = num_experts, int(config["intermediate_size_mlp"])
-    dense, every = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
-    first = int(config.get("first_k_dense_replace") or 0)
-    has_experts = [layer >= first and layer not in dense and not (layer + 1) % every for layer in range(num_layers)]
-    if types := config.get("mlp_layer_types"):
-        has_experts = [kind == "sparse" for kind in types]
-    if (layers := config.get("moe_layers")) is not None:
-        has_experts = [layer in layers for layer in range(num_layers)]
-    if period := int(config.get("expert_layer_period") or 0):
-        has_experts = [layer % period == int(config.get("expert_layer_offset") or 0) for layer in range(num_layers)]
-    if is_nemotron:
-        has_experts = [name == "moe" for name in names]
-    share = sum(has_experts) / max(1, num_layers)
-    shared_sizes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-    shared = next((int(config[name]) for name in shared_sizes if config.get(name)), 0)
-    shared = shared or size * int(config.get("n_shared_experts") or is_llama4)
-    passed, matrices = chosen * size + shared, 2 if is_nemotron else 3
-    idle = matrices * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
-    routed = 2 * chosen * hidden_size + (3 * chosen * size if config.get("model_type") == "gpt_oss" else 0)
-    parameters = round(share * matrices * num_experts * hidden_size * size)
-    experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts)
-    dense_share = 1 if is_nemotron else 1 - share
-    return round(share * passed + dense_share * dense_size), round(share * idle), round(share * routed), experts

@@ -3,14 +3,17 @@
 GPT-7B, 13B and 30B are the models of FlexSP's experiments (arXiv 2412.01523): 64 heads, an MLP four times as wide as the hidden
 size without a gate, GPT-2's vocabulary with untied embeddings, and learned positions up to the context limit, here 192,000.
 Qwen3.5-9B has the defaults of transformers' `Qwen3_5TextConfig`, which its documentation calls "Qwen3.5-9B style". GPT-OSS-120B
-has those of `GptOssConfig`; the smaller one has fewer layers and experts.
+has those of `GptOssConfig`; the smaller one has fewer layers and experts. Models of Gemma 4 are the decoders of their public
+configs.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.profiles import normal_name
@@ -31,6 +34,28 @@ def _gemma3(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, 
     windows = tuple(window if (layer + 1) % 6 else None for layer in range(num_layers))
     spec = ModelSpec(num_layers, hidden_size, mlp, *heads, vocab_size=262144, max_positions=positions)
     return replace(spec, tied_embeddings=True, qk_norms=True, windows=windows)
+
+
+def _gemma4(sizes: Mapping[str, int], full_every: int, **own: Any) -> ModelSpec:
+    """The decoder of a Gemma 4, each `full_every`-th of whose layers has full attention, with heads of another size."""
+    common = {"model_type": "gemma4_text", "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512}
+    common |= {"tie_word_embeddings": True, "final_logit_softcapping": 30.0}
+    layers = range(sizes["num_hidden_layers"])
+    kinds = ["sliding_attention" if (layer + 1) % full_every else "full_attention" for layer in layers]
+    return ModelSpec.from_config({**common, **sizes, "layer_types": kinds, **own})
+
+
+def _gemma4_sizes(layers: int, hidden: int, mlp: int, heads: tuple[int, int], positions: int, window: int) -> dict[str, int]:
+    return {
+        **{"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp},
+        **{"num_attention_heads": heads[0], "num_key_value_heads": heads[1]},
+        **{"max_position_embeddings": positions, "sliding_window": window},
+    }
+
+
+# inputs of layers' own in the small models; keys that are values, too, in the large ones
+_OWN_INPUTS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+_FEW_KV = {"attention_k_eq_v": True}
 
 
 def _qwen35(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, int], states: tuple[int, int]) -> ModelSpec:
@@ -84,6 +109,18 @@ _MODELS: dict[str, ModelSpec] = {
     "gemma-3-1b": _gemma3(26, 1152, 6912, (4, 1, 256), 32768, 512),
     "gemma-3-12b": _gemma3(48, 3840, 15360, (16, 8, 256), 131072, 1024),
     "gemma-3-27b": _gemma3(62, 5376, 21504, (32, 16, 128), 131072, 1024),
+    "gemma-4-e2b": _gemma4(
+        _gemma4_sizes(35, 1536, 6144, (8, 1), 131072, 512), 5, num_kv_shared_layers=20, use_double_wide_mlp=True, **_OWN_INPUTS
+    ),
+    "gemma-4-e4b": _gemma4(_gemma4_sizes(42, 2560, 10240, (8, 2), 131072, 512), 6, num_kv_shared_layers=18, **_OWN_INPUTS),
+    "gemma-4-26b-a4b": _gemma4(
+        _gemma4_sizes(30, 2816, 2112, (16, 8), 262144, 1024),
+        6,
+        num_global_key_value_heads=2,
+        **_FEW_KV,
+        **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    ),
+    "gemma-4-31b": _gemma4(_gemma4_sizes(60, 5376, 21504, (32, 16), 262144, 1024), 6, num_global_key_value_heads=4, **_FEW_KV),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
@@ -101,7 +138,9 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
     """
     for known, spec in _MODELS.items():
         if normal_name(known) == normal_name(name):
-            return replace(spec, bytes_per_element=bytes_per_element, cuts_heads=known.startswith(_CUT))
+            capped_bytes = bytes_per_element if spec.capped_bytes else 0
+            own = {"capped_bytes": capped_bytes, "cuts_heads": known.startswith(_CUT)}
+            return replace(spec, bytes_per_element=bytes_per_element, **own)
     close = difflib.get_close_matches(name.lower(), _MODELS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}" if close else f"known are {', '.join(_MODELS)}"
     raise ValueError(f"model {name!r} is not known; {hint}, or a path to config.json?")
@@ -114,9 +153,9 @@ def spec_name(spec: ModelSpec) -> str:
     """
     # how weights are updated, and what memory may be saved, costs no seconds of a chunk
     spec = replace(spec, has_master_weights=False, updates_on_host=False, moment_bytes=0.0)
-    spec = replace(spec, saves_kv_once=False, cuts_heads=False, capped_bytes=0, tower_parameters=0)
+    spec = replace(spec, saves_kv_once=False, cuts_heads=False, capped_bytes=0, tower_parameters=0, frozen_parameters=0)
     for known, shapes in _MODELS.items():
-        if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions) == spec:
+        if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions, capped_bytes=0) == spec:
             return known
     values = f" and {spec.value_head_dim}" if spec.value_head_dim else ""
     ranks = f", made of {spec.query_rank} and {spec.kv_rank} + {spec.rope_head_dim}" if spec.kv_rank else ""
@@ -128,6 +167,8 @@ def spec_name(spec: ModelSpec) -> str:
     adapters = f", {trained} trained beside them" if trained else ""
     packed = "" if spec.packed.is_empty else f", layers packed to {spec.packed.layer_bytes + spec.packed.layer_scale_bytes}"
     idle = f", {spec.idle_parameters} idle in a layer" if spec.idle_parameters else ""
+    others = Counter(own for own in spec.heads if own[:2] != (spec.num_kv_heads, spec.head_dim))
+    other_heads = "".join(f" and {own.num_kv} of {own.head_dim} in {count} layers" for own, count in sorted(others.items()))
     sizes = Counter(window for window in spec.windows if window)
     windows = "".join(f", windows of {window} in {count} layers" for window, count in sorted(sizes.items()))
     states = spec.states
@@ -139,6 +180,6 @@ def spec_name(spec: ModelSpec) -> str:
     vocabulary += f" to {spec.num_labels} labels" if spec.num_labels else ""
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
-        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}{windows}{carried}, vocabulary "
-        f"{vocabulary}, {spec.bytes_per_element} bytes{sent}{normed}{idle}{packed}{adapters}"
+        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{other_heads}{values}{ranks}{capped}{windows}{carried}, "
+        f"vocabulary {vocabulary}, {spec.bytes_per_element} bytes{sent}{normed}{idle}{packed}{adapters}"
     )

@@ -25,7 +25,8 @@ import numpy as np
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.layer_kinds import Windows
+from hf_longctx.plan.core.configs.heads import HeadSizes
+from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Parameters
@@ -146,9 +147,9 @@ class CostModel:
         """Pairs that a layer of `parts` computes on this hardware, averaged; without parts, over all layers of the model."""
         return self.model.attention_pairs(parts, self.cluster.hardware.tile_keys)
 
-    def pairs_under(self, windows: Windows) -> AttentionPairs:
-        """Pairs that a layer computes on this hardware, averaged over layers with these windows."""
-        return AttentionPairs.of(windows, self.cluster.hardware.tile_keys)
+    def pairs_of(self, kinds: Sequence[LayerKind]) -> AttentionPairs:
+        """Pairs that a layer computes on this hardware, averaged over layers of these kinds."""
+        return self.model.pairs_of(kinds, self.cluster.hardware.tile_keys)
 
     def best_shape(self, degree: int, num_tokens: float, num_documents: float = 1.0) -> GroupShape:
         """The shape in which `degree` ranks share a chunk at the lowest cost; raises ValueError if the method has none.
@@ -211,15 +212,29 @@ class CostModel:
         tokens = np.asarray(lengths, dtype=np.float64)
         if shape.num_blocks == 1:
             return np.zeros_like(tokens)
-        windows: Sequence[int | None] = self.model.windows or (None,)
-        every_s, total = self._hidden_hops_s(tokens, shape, is_backward), np.zeros_like(tokens)
-        for window, count in Counter(window for window in windows if window != 0).items():
-            of_layers = every_s * (count / len(windows))
-            if window is not None:
-                unsent_s = self._unsent_s(tokens, window, shape, is_backward) * (count / len(windows))
-                of_layers = np.where(tokens > window, unsent_s, of_layers)
+        kinds = self.model.layer_kinds(LayerRange(0, self.model.num_layers)) or (ATTENTION,)
+        # states make no difference here
+        counts = Counter(kind._replace(has_state=False) for kind in kinds if kind.attends)
+        costs = {heads: self._of_heads(heads) for heads in dict.fromkeys(kind.heads for kind in counts)}
+        every_s = {heads: each._hidden_hops_s(tokens, shape, is_backward) for heads, each in costs.items()}
+        total = np.zeros_like(tokens)
+        for kind, count in counts.items():
+            of_layers = every_s[kind.heads] * (count / len(kinds))
+            if kind.window is not None:
+                unsent_s = costs[kind.heads]._unsent_s(tokens, kind.window, shape, is_backward) * (count / len(kinds))
+                of_layers = np.where(tokens > kind.window, unsent_s, of_layers)
             total += of_layers
         return total
+
+    def _of_heads(self, heads: HeadSizes | None) -> CostModel:
+        """Costs of a model all of whose layers have these heads; of this one for None."""
+        if heads is None:
+            return self
+        model = self.model.of_kind(LayerKind(heads=heads))
+        share = model.pair_operations / self.model.pair_operations
+        coefficients = self.coefficients
+        passes = (replace(each, pair_s=share * each.pair_s) for each in (coefficients.forward, coefficients.backward))
+        return replace(self, model=model, coefficients=CostCoefficients(*passes, coefficients.step_s, coefficients.source))
 
     def _hidden_hops_s(self, tokens: FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
         """`hidden_s` if all layers had full attention."""

@@ -124,11 +124,12 @@ def mean_traffic(
         return to_experts
     num_states = sum(model.states.layers)
     num_attending = model.num_attending
-    element = _value_bytes(model)[0] * num_attending
-    heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
-    exchanged = own * neighbours / shape.ulysses * (sum(heads.queries) + sum(heads.kv)) * model.kv_head_size * element
+    exchanged = 0.0
+    for of_size, count in model.head_counts():
+        heads, element = HeadCounts.of(model.num_heads, of_size.num_kv_heads, shape.ulysses), _value_bytes(model)[0] * count
+        exchanged += own * neighbours / shape.ulysses * (sum(heads.queries) + sum(heads.kv)) * of_size.kv_head_size * element
     chosen, index_keys = _index_bytes_sent(model, shape, own, is_backward)
     exchanged += chosen + (index_keys if neighbours else 0)
     near_ranks = near_ranks or _most_near_ranks(shape.degree, cluster)
@@ -154,9 +155,11 @@ def mean_traffic(
 
 def hop_bytes(model: ModelSpec, shape: GroupShape, num_tokens: float) -> tuple[float, float]:
     """Bytes that a rank of a ring sends in one hop over all layers: keys and values, and their gradients."""
-    heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
-    values = travelling * sum(heads.kv) * model.kv_head_size / shape.ulysses * model.num_attending
+    values = 0.0
+    for of_size, count in model.head_counts():
+        heads = HeadCounts.of(model.num_heads, of_size.num_kv_heads, shape.ulysses)
+        values += travelling * sum(heads.kv) * of_size.kv_head_size / shape.ulysses * count
     element, gradient = _value_bytes(model)
     return values * element, values * gradient
 

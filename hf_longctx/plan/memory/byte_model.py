@@ -219,7 +219,7 @@ class ByteModel:
 
     def _kept(self, load: Load) -> int:
         """Most bytes of a whole chunk that is kept. All layers hold as much, so the last one that runs has the most at once."""
-        if not self.model.states.is_empty:
+        if not self.model.states.is_empty or self.model.heads:
             found = self.chunk(load)
             return found.device + found.workspace
         layer, outside = LayerBytes(self.model, load, _KEEPS_EVERYTHING, 0), OutsideBytes(self.model, load, 0)
@@ -272,7 +272,7 @@ class ByteModel:
     def _kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
         """Kind of each layer of a part of the model. Windows make no difference to bytes of layers."""
         kinds = self.model.layer_kinds(part) or (ATTENTION,) * part.num_layers
-        return tuple(LayerKind(None if kind.attends else 0, kind.has_state) for kind in kinds)
+        return tuple(LayerKind(None if kind.attends else 0, kind.has_state, kind.heads) for kind in kinds)
 
     def _book(self, group: SequenceGroup, position: int) -> BookKinds:
         """Changes that the group's chunks make in the K/V book."""
@@ -305,12 +305,13 @@ class ByteModel:
         return known[key]
 
     def _counted_layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind) -> LayerBytes:
+        model = self.model.of_kind(kind)
         if policy.head_pieces > 1 and kind.attends:
-            return PiecedLayerBytes(self.model, load, policy, tile_tokens)
+            return PiecedLayerBytes(model, load, policy, tile_tokens)
         if not kind.has_state:
-            return (LayerBytes if kind.attends else UnmixedLayerBytes)(self.model, load, policy, tile_tokens)
-        mixer = StateLayerBytes(self.model, load, policy, tile_tokens)
-        return HybridLayerBytes(self.model, load, policy, tile_tokens, mixer) if kind.attends else mixer
+            return (LayerBytes if kind.attends else UnmixedLayerBytes)(model, load, policy, tile_tokens)
+        mixer = StateLayerBytes(model, load, policy, tile_tokens)
+        return HybridLayerBytes(model, load, policy, tile_tokens, mixer) if kind.attends else mixer
 
     def _layer_rows(self, load: Load, load_number: int, policy: _Policy, kinds: tuple[LayerKind, ...]) -> list[int]:
         """Table rows of all layers of a load, including layers without a policy."""

@@ -62,10 +62,6 @@ class BookKinds(NamedTuple):
 def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKinds:
     """Changes of the book on the rank at `position` of the group; they are equal on every stage and under every policy."""
     block = group.shape.ulysses
-    heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
-    # bytes of a token's keys and values in one layer, and of their gradients, which are in at least fp32
-    token_bytes = heads * model.kv_head_size * model.bytes_per_element
-    gradient_bytes = heads * model.kv_head_size * max(4, model.bytes_per_element)
     kinds = [kind for kind, _ in model.kind_shares()]
     # replays make no difference where all layers see all tokens
     replays = (False,) if kinds == [ATTENTION] else (False, True)
@@ -75,6 +71,11 @@ def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKin
     for kind, is_replayed in ((kind, is_replayed) for kind in kinds for is_replayed in replays):
         found = _no_changes(group)
         if kind.attends:
+            own = model.of_kind(kind)
+            heads = head_shares(own.num_heads, own.num_kv_heads, block)[position % block].num_kv
+            # bytes of a token's keys and values, and of their gradients, which are in at least fp32
+            token_bytes = heads * own.kv_head_size * model.bytes_per_element
+            gradient_bytes = heads * own.kv_head_size * max(4, model.bytes_per_element)
             found = _layer_changes(group, kind.window, is_replayed, token_bytes, gradient_bytes, index_bytes)
         if kind.has_state:
             found = _Changes(*(one + other for one, other in zip(found, states, strict=True)))

@@ -27,12 +27,17 @@ from hf_longctx.plan.memory.saved_tensors import (
     matrix_bytes,
     norm_bytes,
     outer_bytes,
+    own_input_bytes,
+    own_input_gradients,
     plain_layer_bytes,
+    result_bytes,
+    result_norm_bytes,
     saves_attention,
     saves_first_norm,
     saves_product,
     saves_second_norm,
     scale_bytes,
+    shared_kv_bytes,
 )
 
 # most elements of a matrix of scores, as in `runtime/tiles/plain.py`
@@ -101,7 +106,8 @@ class LayerBytes:
         self.input_host = round(self._input_share.host * self.tokens) * class_bytes(model, "layer_input")
         adapters = 0 if self.is_plain else self._adapters()
         self.forward = self._forward() + adapters
-        self.backward = max(self._mlp_backward(), self._norm_backward(), self._attention_backward()) + adapters
+        moments = self._result_backward(), self._mlp_backward(), self._norm_backward(), self._attention_backward()
+        self.backward = max(moments) + adapters + own_input_gradients(model) * load.num_tokens
         if again := self._recomputed("layer_input") * class_bytes(model, "layer_input"):
             # the layer input lies beside all of these; before, the layer before makes it while this layer's gradient waits
             self.backward = again + max(self.backward, self.forward)
@@ -262,7 +268,8 @@ class LayerBytes:
         if self.is_plain:
             return self._plain_forward()
         inner = (3 if self.model.gated_mlp else 2) * f
-        norm = (2 * d + 8 * self.model.hidden_size) * self.tokens
+        # beside the norm of attention's result: that, and the residual
+        norm = ((4 if self.model.norms_results else 2) * d + 8 * self.model.hidden_size) * self.tokens
         # the input, the residual, the norm's output and what is kept of attention
         mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
         mlp += (d * self.tokens if self._tiles_mlp else 0) + inner * self._mlp_tile + self._travelling
@@ -364,6 +371,22 @@ class LayerBytes:
         """Bytes of `_hops` in the backward: sums that are computed, and, if there are several hops, that leave and arrive."""
         return self._hops(3 if self.load.num_blocks > 2 else 2)
 
+    @cached_property
+    def _results(self) -> tuple[int, int]:
+        """Bytes that the norm of attention's result saves, and with it all that follows attention and the MLP."""
+        return result_norm_bytes(self.model) * self.tokens, result_bytes(self.model) * self.tokens
+
+    def _result_backward(self) -> int:
+        """Bytes in the norms of what the MLP returns, and of what is added after it, which run backward first."""
+        (_, results), d = self._results, self._sizes[0]
+        if not results:
+            return 0
+        work = (3 * d + (24 if self._wide > 1 else 20) * self.model.hidden_size) * self.tokens
+        if self.is_plain:
+            return work
+        whole = 0 if self._tiles_mlp else inner_bytes(self.model) * self._recomputed("mlp")
+        return work + self._replayed_attention + self._second_norm * self.tokens + results + whole
+
     def _mlp_backward(self) -> int:
         """Bytes in the MLP's backward, gradients of inner tensors included; the second matrix has released its input."""
         d, _, _, f = self._sizes
@@ -374,7 +397,7 @@ class LayerBytes:
             # nothing is released before, if what the second matrix multiplied was not saved
             gradients += 0 if saves_product(self.model) else f
             return gradient + gradients * self.tokens + self._travelling
-        before = self._replayed_attention + self._second_norm * self.tokens + gradient
+        before = self._replayed_attention + self._second_norm * self.tokens + self._results[0] + gradient
         if not self._tiles_mlp and self._mlp_share.recompute == 1:
             return before + inner * self.tokens + self._travelling
         # input gradients are collected in one tensor, weight gradients of the tiles are summed in fp32
@@ -396,7 +419,8 @@ class LayerBytes:
         """Bytes between the MLP and the second norm, and inside the norm: its fp32 input and four or five more of its size."""
         d, _, _, f = self._sizes
         hidden, wide = self.model.hidden_size, 24 if self._wide > 1 else 20
-        before = self._replayed_attention - self._held_mlp
+        first, results = self._results
+        before = self._replayed_attention - self._held_mlp + (first - results if self.is_plain else first)
         saved = 0 if self.is_plain else self._second_norm
         # two gradients of the norm's output meet, beside those of inner tensors where the MLP ran whole
         inner = 0 if self._tiles_mlp and not self.is_plain else (2 if self.model.gated_mlp else 1) * f
@@ -419,7 +443,7 @@ class LayerBytes:
         is_lone = len(load.documents) == 1 and not load.sliced_tokens
         outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange
         if self.is_plain:
-            outside -= self._second_norm * self.tokens
+            outside -= self._second_norm * self.tokens + self._results[1]
         outside += (self._lone_sums if is_lone else a + 2 * k) * self.tokens
         return outside + self._operator_backward()
 
@@ -491,12 +515,12 @@ class LayerBytes:
         documents = self.load.documents
         if self.model.saves_kv_once:
             # the gradient of the output, and of several calls the gradients before they are in one tensor
-            outside = (d - self._second_norm + a) * self.tokens - self._held_mlp + self._exchange
+            outside = (d - self._second_norm + a) * self.tokens - self._held_mlp - self._results[1] + self._exchange
             joined = (a + 2 * k) * self.tokens if len(documents) > 1 else 0
             return outside + joined + self._call_bytes * max((*documents, self._packed_rows))
         # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
         freed = a if saves_attention(self.model) else 0
-        outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp + self._exchange
+        outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp - self._results[1] + self._exchange
         return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
 
 
@@ -535,7 +559,8 @@ class OutsideBytes:
         e, d, wide = model.bytes_per_element, model.hidden_size, max(4, model.bytes_per_element)
         tokens, vocabulary = load.num_tokens, model.head_outputs
         # bytes of cosines and sines, token ids and labels
-        self.shared = tokens * (2 * e * model.head_dim + 16)
+        rotated = sum({own.head_dim for own in model.heads}) or model.head_dim
+        self.shared = tokens * (2 * e * rotated + 16 + own_input_bytes(model) + shared_kv_bytes(model))
         self.head = self.forward = self.backward = 0
         if not load.has_head:
             self.head = e * d * tokens

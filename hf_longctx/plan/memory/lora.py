@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 
 # elements of one value in fp32, and in bf16
@@ -13,12 +15,16 @@ def lora_adapters(model: ModelSpec, rank: int) -> AdapterSpec:
 
     Two matrices stand beside every matrix, but not beside routed experts, which are no modules of their own. Beside weights in
     half precision they are in fp32, and autocast in bf16 makes a copy of each input, as `hf.models.layers.adapter_spec` reads of
-    such a model.
+    such a model. Where layers have heads of several sizes, each number is the largest of any layer.
     """
+    if model.heads:
+        found = [lora_adapters(of_size, rank) for of_size, _ in model.head_counts()]
+        return AdapterSpec(*(max(getattr(each, field.name) for each in found) for field in fields(AdapterSpec)))
     d, f, e = model.hidden_size, model.intermediate_size, model.bytes_per_element
     num_wide = 0 if model.experts.num_experts else 2 if model.gated_mlp else 1
     num_mlp = num_wide + (num_wide > 0)
-    heads, mlp = 4 * d + model.query_size + model.kv_size + model.output_size, num_mlp * (d + f)
+    made_kv = model.kv_size * model.num_made // 2
+    heads, mlp = 4 * d + model.query_size + made_kv + model.output_size, num_mlp * (d + f)
     is_copied, width = e < _WIDE, max(_WIDE, e)
     saved = _HALF if is_copied else e
     copied = saved if is_copied else 0

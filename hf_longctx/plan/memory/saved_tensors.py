@@ -37,7 +37,7 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = A
     Under autocast the outputs of matrices have fewer bytes per element than the hidden states between layers. Copies of weights
     that a kept MLP then holds are not counted.
     """
-    e = model.bytes_per_element
+    e, model = model.bytes_per_element, model.of_kind(kind)
     if tensor_class == "layer_input":
         return model.input_bytes
     if tensor_class == "mlp":
@@ -112,12 +112,27 @@ def scale_bytes(model: ModelSpec) -> int:
     return ((max(4, e) if model.has_wide_hidden else e) + e) * model.hidden_size if model.scales_residuals else 0
 
 
+def shared_kv_bytes(model: ModelSpec) -> int:
+    """Bytes per token of keys and values that wait for later layers, with gradients if some read them.
+
+    The last layer of every window that makes its own hands them on.
+    """
+    if not model.hands_kv_on:
+        return 0
+    sizes = {(window, own.kv_size) for window, own in zip(model.windows, model.heads, strict=True) if own.num_made}
+    count = 2 if all(own.num_made for own in model.heads) else 4
+    return sum(count * model.bytes_per_element * size for _, size in sizes)
+
+
 def head_norm_bytes(model: ModelSpec) -> int:
     """Bytes per token that norms of queries and keys save."""
     width = 8 if model.has_wide_norms else 4 + model.bytes_per_element
     if not model.trains_layers:
         width = max(4, model.bytes_per_element)
-    return (width * model.head_dim + 4) * (model.num_heads + model.num_kv_heads) if model.qk_norms else 0
+    num_kv = model.num_kv_heads if model.num_made else 0
+    # values are normalized without a weight, which saves their fp32 input
+    values = num_kv * (max(4, model.bytes_per_element) * model.head_dim + 4) if model.norms_values else 0
+    return (width * model.head_dim + 4) * (model.num_heads + num_kv) + values if model.qk_norms else 0
 
 
 def gate_bytes(model: ModelSpec) -> int:
@@ -130,7 +145,36 @@ def gate_bytes(model: ModelSpec) -> int:
 def outer_bytes(model: ModelSpec) -> int:
     """Bytes per token that one layer saves for backward outside attention or mixer: of two norms and scales, MLP and adapters."""
     norms = norm_bytes(model, saves_first_norm(model)) + norm_bytes(model, saves_second_norm(model))
-    return norms + 2 * scale_bytes(model) + inner_bytes(model) + model.adapters.attention_saved_bytes
+    return norms + 2 * scale_bytes(model) + inner_bytes(model) + model.adapters.attention_saved_bytes + result_bytes(model)
+
+
+def result_norm_bytes(model: ModelSpec) -> int:
+    """Bytes per token that the norm of what attention, or the MLP, returns saves, in models that have one."""
+    return norm_bytes(model, saves_output=False) if model.norms_results else 0
+
+
+def result_bytes(model: ModelSpec) -> int:
+    """Bytes per token that a layer saves of what follows attention and the MLP: their norms, and an input of its own.
+
+    A gate makes as many elements of hidden states as the input has, an activation and the input multiply them, and a matrix and a
+    norm make hidden states of them. The input itself lies outside the layers.
+    """
+    if not model.own_input_size:
+        return 2 * result_norm_bytes(model)
+    e, count = model.bytes_per_element, 3 if model.trains_layers else 1
+    entered = e * model.hidden_size if model.trains_layers else 0
+    return 3 * result_norm_bytes(model) + entered + count * e * model.own_input_size
+
+
+def own_input_bytes(model: ModelSpec) -> int:
+    """Bytes per token that inputs of layers' own take outside the layers; trained, with their norm in fp32 and its product."""
+    e = model.bytes_per_element
+    return (8 + e if model.trains_layers else e) * model.num_layers * model.own_input_size
+
+
+def own_input_gradients(model: ModelSpec) -> int:
+    """Bytes per token of gradients of these inputs in backward, where every layer adds one of all inputs to their sum."""
+    return 2 * model.bytes_per_element * model.num_layers * model.own_input_size if model.trains_layers else 0
 
 
 def attention_bytes(model: ModelSpec) -> int:
@@ -142,7 +186,7 @@ def attention_bytes(model: ModelSpec) -> int:
 
 def plain_layer_bytes(model: ModelSpec, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:
     """Bytes per token that one layer saves for backward when nothing is recomputed. num_tokens: see `class_bytes`."""
-    attention = attention_bytes(model) if kind.attends else 0
+    attention = attention_bytes(model.of_kind(kind)) if kind.attends else 0
     mixer = model.states.saved_bytes(model.bytes_per_element, num_tokens) if kind.has_state else 0
     return outer_bytes(model) + attention + mixer
 
@@ -153,7 +197,8 @@ def saved_token_bytes(model: ModelSpec) -> int:
     The loss in one piece keeps logits, their fp32 copy, its log-probabilities and a gradient of these, and capped logits.
     """
     e, num_states = model.bytes_per_element, sum(model.states.layers)
-    layers = model.num_layers * outer_bytes(model) + model.num_attending * attention_bytes(model)
+    layers = model.num_layers * outer_bytes(model)
+    layers += sum(count * attention_bytes(of_size) for of_size, count in model.head_counts())
     layers += num_states * model.states.saved_bytes(e)
     return layers + model.head_outputs * (e + 3 * max(4, e) + model.capped_bytes)
 

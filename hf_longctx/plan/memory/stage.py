@@ -40,8 +40,8 @@ def part_state_bytes(
     unit_weights, unit_gradients, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
     if parameters == "sharded":
         # experts that are spread over ranks stay where they are
-        spread = min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
-        unit_weights, unit_gradients = unit_weights - spread, unit_gradients - (spread if model.trains_layers else 0)
+        unit_weights -= min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
+        unit_gradients -= min(num_layers, 2) * model.spread_gradients * model.bytes_per_element
     # gathered beside the shards, which keep their width
     gathered = unit_weights if parameters == "sharded" else weights
     gathered -= model.rounded_bytes(min(num_layers, 2) if parameters == "sharded" else num_layers, is_last)
@@ -70,7 +70,8 @@ def host_layer_bytes(
         return 0
     own = _layer_bytes(model, num_layers)
     if model.updates_on_host:
-        own -= own if model.trains_layers else model.adapters.sizes(num_layers, False, False)[1]
+        trained = own - min(own, num_layers * model.frozen_parameters * model.bytes_per_element)
+        own -= trained if model.trains_layers else model.adapters.sizes(num_layers, False, False)[1]
     return -(-own // shard_ranks)
 
 
@@ -100,7 +101,7 @@ def accumulated_bytes(
     if parameters == "replicated" or shard_ranks == 1:
         return 0
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
-    spread = num_layers * model.experts.spread_parameters if model.trains_layers else 0
+    spread = num_layers * model.spread_gradients
     _, counted, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
     return max(0, max(4 * (trained - spread), trained_bytes - spread * model.bytes_per_element) - counted)
 
@@ -151,9 +152,10 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
 
 
 def trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
-    """Trained parameters and their bytes: those of adapters, or all of the model's own."""
+    """Trained parameters and their bytes: those of adapters, or all of the model's own that are not frozen."""
     if model.adapters.is_empty:
-        return model.part_parameters(num_layers, is_first, is_last), model.part_weight_bytes(num_layers, is_first, is_last)
+        frozen, part = num_layers * model.frozen_parameters, (num_layers, is_first, is_last)
+        return model.part_parameters(*part) - frozen, model.part_weight_bytes(*part) - frozen * model.bytes_per_element
     return model.adapters.sizes(num_layers, is_first, is_last)
 
 

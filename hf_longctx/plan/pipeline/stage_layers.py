@@ -47,9 +47,9 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
     if mean_s <= 0:
         # a fit to very small chunks may find constant costs only
         return layer_ranges(model.num_layers, num_stages, num_parts)
-    windows = dict.fromkeys(model.windows)
-    seconds_of = {window: seconds(1, has_head=False, pairs=costs.pairs_under((window,))) for window in windows}
-    layer_work = [seconds_of[window] / mean_s for window in model.windows]
+    kinds = model.layer_kinds(LayerRange(0, model.num_layers))
+    seconds_of = {kind: seconds(1, has_head=False, pairs=costs.pairs_of((kind,))) for kind in dict.fromkeys(kinds)}
+    layer_work = [seconds_of[kind] / mean_s for kind in kinds]
     return layer_ranges(model.num_layers, num_stages, num_parts, head_s / mean_s, layer_work)
 
 

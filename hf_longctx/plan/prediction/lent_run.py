@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hf_longctx.plan.core.layer_kinds import ATTENTION
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.sharding import head_shares, lent_order, running_stages, shard_tokens
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
@@ -145,12 +147,10 @@ class _LentSeconds:
         group, model, chunk = self.group, self.costs.model, self.group.chunks[action.chunk]
         is_backward = action.kind == "B"
         others = 1 - 1 / len(running_stages(action))
-        kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv
         front = chunk.prefix_tokens if action.chunk == self.first_back[action.stage] else 0
         value_bytes = max(4, model.bytes_per_element) if is_backward else model.bytes_per_element
-        num_layers = group.stages[action.stage].num_layers
         num_tokens = (others * chunk.num_tokens + front) / group.shape.num_blocks
-        kv_bytes = kv_heads * model.kv_head_size * num_layers * num_tokens * value_bytes
+        kv_bytes = _kv_elements(model, group, action.stage) * num_tokens * value_bytes
         # hidden states are not handed out at the first stage nor collected at the last one
         num_ways = (action.stage > 0) + (action.stage < len(group.stages) - 1)
         return kv_bytes + num_ways * others * self.alone.tokens[action.chunk] * model.hidden_size * model.bytes_per_element
@@ -166,7 +166,6 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, byte_model: ByteModel, sta
     total = byte_model.states(plan.parameters, plan.block_ranks)
     most_tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
     total += message_bytes(model, group.stages[stage], len(group.stages), most_tokens)
-    kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv
     value_bytes = model.bytes_per_element + max(4, model.bytes_per_element)
     stops: dict[int, int] = {}
     workspace = 0
@@ -177,8 +176,18 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, byte_model: ByteModel, sta
             workspace = max(workspace, held.workspace)
             stops[action.stage] = max(stops.get(action.stage, 0), group.chunks[action.chunk].spans[0].stop)
     for served, stop in stops.items():
-        total += kv_heads * model.kv_head_size * value_bytes * group.stages[served].num_layers * stop
+        total += _kv_elements(model, group, served) * value_bytes * stop
     return total + workspace
+
+
+def _kv_elements(model: ModelSpec, group: SequenceGroup, stage: int) -> int:
+    """Elements of a token's keys and values in all layers of a stage, on the first rank of the group."""
+    found = 0
+    for part in group.stages[stage].parts:
+        for kind in model.layer_kinds(part) or (ATTENTION,) * part.num_layers:
+            own = model.of_kind(kind)
+            found += head_shares(own.num_heads, own.num_kv_heads, group.shape.ulysses)[0].num_kv * own.kv_head_size
+    return found
 
 
 def _chunk_bytes(group: SequenceGroup, byte_model: ByteModel, action: Action) -> ChunkBytes:

@@ -12,7 +12,8 @@ import numpy as np
 
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind, Windows
+from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
@@ -213,22 +214,21 @@ class ChunkSeconds:
     def __init__(self, group: SequenceGroup, costs: CostModel) -> None:
         self.group, self.costs = group, costs
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
-        self._passes: dict[tuple[bool, int, Windows], FloatArray] = {}
+        self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
         self._saved: dict[tuple[int, LayerKind], tuple[SavedClass, ...]] = {}
         # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
         self._layers: dict[tuple[int, int, LayerKind, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
-    def passes(self, is_backward: bool, near: int, windows: Windows) -> FloatArray:
-        """Seconds of every chunk, shape (chunks, 3): one layer (the mean over `windows`), the head, communication in one layer.
+    def passes(self, is_backward: bool, near: int, pairs: AttentionPairs) -> FloatArray:
+        """Seconds of every chunk, shape (chunks, 3): one layer (with these pairs), the head, communication in one layer.
 
         near: see `near_ranks`.
         """
-        key = is_backward, near, windows
+        key = is_backward, near, pairs
         if key not in self._passes:
             costs, shape, found = self.costs, self.group.shape, []
             fixed_s, token_s = costs.exchange_line(shape, is_backward, near)
-            pairs = costs.pairs_under(windows)
             for chunk in self.group.chunks:
                 exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
                 pass_s = costs.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
@@ -275,7 +275,7 @@ class ChunkSeconds:
     def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
         """Tensors that a layer saves for a chunk."""
         if (chunk, kind) not in self._saved:
-            pairs, kinds = self.costs.pairs_under((kind.window,)), ((kind, 1.0),)
+            pairs, kinds = self.costs.pairs_of((kind,)), ((kind, 1.0),)
             self._saved[chunk, kind] = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, pairs, kinds).saved
         return self._saved[chunk, kind]
 
@@ -295,7 +295,7 @@ class StageSeconds:
             any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
             for place, of_stage in enumerate(ranks)
         ]
-        self.windows = [[costs.model.layer_windows(part) for part in stage.parts] for stage in group.stages]
+        self.pairs = [[costs.model.attention_pairs((part,)) for part in stage.parts] for stage in group.stages]
         self.kinds = [[costs.model.layer_kinds(part) for part in stage.parts] for stage in group.stages]
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
@@ -308,7 +308,7 @@ class StageSeconds:
     def table(self) -> FloatArray:
         """Seconds of every pass, as `of` returns them, shape (parts, stages, chunks, F/B); input of `Wiring.seconds`."""
         table = self._by_layer(0)
-        last = self.near[-1], self.windows[-1][-1]
+        last = self.near[-1], self.pairs[-1][-1]
         table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
         for stage, policies in enumerate(self.policies):
             for (chunk, part), policy in policies.items():
@@ -331,10 +331,10 @@ class StageSeconds:
         per_layer = np.array(
             [
                 [
-                    [self.chunks.passes(is_backward, near, windows)[:, column] for is_backward in (False, True)]
-                    for near, windows in zip(self.near, of_part, strict=True)
+                    [self.chunks.passes(is_backward, near, pairs)[:, column] for is_backward in (False, True)]
+                    for near, pairs in zip(self.near, of_part, strict=True)
                 ]
-                for of_part in zip(*self.windows, strict=True)
+                for of_part in zip(*self.pairs, strict=True)
             ]
         ).swapaxes(2, 3)
         num_layers = np.array([[part.num_layers for part in stage.parts] for stage in stages], dtype=np.float64).T
@@ -364,8 +364,8 @@ class StageSeconds:
 
     def _body(self, action: Action) -> tuple[float, float, float]:
         """Seconds of one layer, of the head, and of the communication in one layer."""
-        windows = self.windows[action.stage][action.part]
-        passes = self.chunks.passes(action.kind == "B", self.near[action.stage], windows)
+        pairs = self.pairs[action.stage][action.part]
+        passes = self.chunks.passes(action.kind == "B", self.near[action.stage], pairs)
         layer_s, head_s, exchange_s = passes[action.chunk].tolist()
         return layer_s, head_s, exchange_s
 
@@ -396,9 +396,7 @@ class StageSeconds:
     def _under(
         self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
     ) -> tuple[float, tuple[CopyStep, ...]]:
-        # in a model without windows all layers take equal seconds, which are stored under the key ()
-        windows = tuple(kind.window for kind in kinds) if self.costs.model.windows else ()
-        pass_s = float(self.chunks.passes(is_backward, near, windows)[policy.chunk, 0])
+        pass_s = float(self.chunks.passes(is_backward, near, self.costs.pairs_of(kinds))[policy.chunk, 0])
         of_layers = [self.chunks.layer(policy.chunk, *each) for each in _with_kinds(policy.layers, kinds)]
         of_layers += [None] * (len(kinds) - len(policy.layers))
         again_s = plain_s = 0.0

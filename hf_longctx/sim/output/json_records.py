@@ -12,9 +12,11 @@ from typing import Any
 
 from hf_longctx._version import __version__
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.configs.experts import ExpertSpec
+from hf_longctx.plan.core.configs.heads import HeadSizes
 from hf_longctx.plan.core.layer_kinds import IndexSpec
 from hf_longctx.plan.core.mixers.state_spec import StateSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ExpertSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import GROUP_METHODS
 from hf_longctx.plan.core.serialize import parse_json, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
@@ -199,7 +201,7 @@ def read_plan_file(text: str) -> PlanFile:
     states = StateSpec(**_fields(StateSpec, shapes["states"], "cost_model.model.states"))
     states = dataclasses.replace(states, layers=tuple(states.layers), attends=tuple(states.attends))
     parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states}
-    parts |= {"experts": experts, "index": index}
+    parts |= {"experts": experts, "index": index, "heads": tuple(HeadSizes(*own) for own in shapes["heads"])}
     model = ModelSpec(**shapes | parts)
     memory = DeviceMemory(model, **_fields(DeviceMemory, record.pop("memory", None), "cost_model.memory", leave=("model",)))
     names = (str(data.get("model", "")), str(data.get("hardware", "")))

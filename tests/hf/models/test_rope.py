@@ -13,14 +13,19 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    JambaConfig,
     LlamaConfig,
+    MambaConfig,
     MiniCPM3Config,
+    MptConfig,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
     Qwen3Config,
+    RwkvConfig,
 )
 
+from hf_longctx.hf.models.older.positions import max_positions
 from hf_longctx.hf.models.rope import extend_positions, rope_problems
 from hf_longctx.hf.start.model_checks import model_problems
 
@@ -184,7 +189,8 @@ def test_nothing_changes_where_there_is_room_or_nothing_is_scaled(caplog) -> Non
             "by rope_type 'longrope' already; use rope_scaling='longrope', or 'none' to train beyond its 512 positions",
         ),
         (config_of(Phi3Config, pad_token_id=0), "dynamic", "Phi3Config does not take rope_scaling='dynamic'"),
-        (GPT2Config(n_positions=TRAINED), "yarn", "GPT2Config has no rotary position embeddings to scale"),
+        (GPT2Config(n_positions=TRAINED), "yarn", "GPT2Config has 512 positions and no rotary position embeddings to scale"),
+        (MptConfig(max_seq_len=TRAINED), "none", "MptConfig has 512 positions and no rotary position embeddings to scale"),
         (
             config_of(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
             "yarn",
@@ -196,6 +202,19 @@ def test_what_cannot_be_extended_is_named(config: PretrainedConfig, scaling: Any
     with pytest.raises(ValueError) as refused:
         extend_positions(config, 4 * TRAINED, scaling)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("config_class,field", [(JambaConfig, "max_position_embeddings"), (RwkvConfig, "context_length")])
+def test_a_model_that_needs_no_positions_gets_another_limit(config_class: Any, field: str, caplog: Any) -> None:
+    config = config_class(**{field: TRAINED})
+    extended = extend_positions(config, 4 * TRAINED)
+    assert max_positions(extended) == getattr(extended, field) == 4 * TRAINED and getattr(config, field) == TRAINED
+    assert f"needs no positions, so rope_scaling='yarn' scales nothing; its limit of {TRAINED} tokens" in caplog.text
+    changed = {name for name, value in extended.to_dict().items() if value != config.to_dict()[name]}
+    assert changed == {field}
+    # one that states no limit has none
+    mamba = MambaConfig()
+    assert extend_positions(mamba, 1 << 20) is mamba
 
 
 def test_a_config_changed_after_the_model_was_built_is_refused() -> None:

@@ -66,6 +66,25 @@ def test_towers_weigh_their_weights_alone_on_the_first_stage() -> None:
     assert lora.tower_parameters == towers and lora.num_parameters == spec.num_parameters
 
 
+@pytest.mark.parametrize("name,part", [("Qwen3MoeForCausalLM", ".experts."), ("BambaForCausalLM", ".mamba.")])
+def test_frozen_experts_and_mixers_have_no_gradients_and_no_moments(name: str, part: str) -> None:
+    model = build_any(name)
+    trained = model_spec(model)
+    parts = [weight for path, weight in model.named_parameters() if part in path]
+    for weight in parts:
+        weight.requires_grad_(False)
+    spec, count = model_spec(model), sum(weight.numel() for weight in parts)
+    assert spec.frozen_parameters == count // spec.num_layers > 0
+    # a gradient and two moments in fp64, but the weights themselves
+    frozen = spec.frozen_parameters * spec.num_layers
+    saved = part_state_bytes(trained, spec.num_layers, True, True, "replicated", 1)
+    assert saved - part_state_bytes(spec, spec.num_layers, True, True, "replicated", 1) == frozen * (8 + 2 * 4)
+    # two layers' gradients are whole under shards
+    both = [part_state_bytes(each, spec.num_layers, True, True, "sharded", 2) for each in (trained, spec)]
+    unit = min(2, spec.num_layers) * spec.frozen_parameters
+    assert both[0] - both[1] == frozen * (8 + 2 * 4) // 2 + 8 * unit
+
+
 # queries of a latent of their own and without one; values smaller and larger than keys
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu"])
 def test_low_rank_projections_are_counted_and_read_from_the_config_too(family: str) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.activations.slots import SavedClass, chunk_slot, layer_slot, layer_slots
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.model_spec import ExpertSpec, ModelSpec
+from hf_longctx.plan.core.configs.experts import ExpertSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 

@@ -33,6 +33,11 @@ PUBLISHED = {
     "gemma-3-1b": 1.000e9,
     "gemma-3-12b": 11.77e9,
     "gemma-3-27b": 27.01e9,
+    # all weights of transformers' `Gemma4ForCausalLM` in the sizes of the public configs
+    "gemma-4-e2b": 4.6286e9,
+    "gemma-4-e4b": 7.4630e9,
+    "gemma-4-26b-a4b": 25.2331e9,
+    "gemma-4-31b": 30.6973e9,
     "gpt-oss-20b": 20.915e9,
     "gpt-oss-120b": 116.829e9,
 }

@@ -43,6 +43,11 @@ def has_limit(config: PretrainedConfig) -> bool:
     return any(getattr(text, name, None) for name in _LIMITS)
 
 
+def set_limit(text: PretrainedConfig, num_tokens: int) -> None:
+    """Lets a text config state that its model, which needs no positions, takes documents of so many tokens."""
+    setattr(text, next(name for name in _LIMITS if getattr(text, name, None)), num_tokens)
+
+
 def absent_token_ids(owner: Any) -> tuple[int, ...]:
     """Token ids that no row of a model may have: those that stand for images, sound, video, or for padding that moves positions.
 

@@ -12,7 +12,7 @@ from hf_longctx.runtime.tiles.tile import attention_backend
 
 def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
     """Says that tiles of attention run without a fast operator, and what to change; empty if they do not, or on a CPU."""
-    head_dim = max(spec.head_dim, spec.value_head_dim)
+    head_dim = spec.largest_head_dim
     if device.type == "cuda" and spec.drops_weights:
         return (
             "attention: dropout of its weights makes all tiles plain matrices, many times slower than FlashAttention; set "

@@ -6,7 +6,6 @@ configs of all tested classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +99,7 @@ def _positions(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _most_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """KV heads and head size of the layer with the most keys and values, if layers differ or the config states too few heads.
+    """KV heads of the layer with the most, if the config states too few.
 
     MiMo has twice as many KV heads in layers with a window. JetMoe copies keys and values for every expert of a token.
     """
@@ -109,10 +108,4 @@ def _most_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"num_key_value_heads": fields.get("num_attention_heads")}
     if kind == "mimo_v2_flash" and heads and "sliding_attention" in (fields.get("layer_types") or ()):
         return {"num_key_value_heads": 2 * int(heads)}
-    changed = (fields.get("per_layer_config") or {}).values()
-    if not heads or not any("head_dim" in each for each in changed):
-        return {}
-    own = {"num_key_value_heads": heads, "head_dim": fields.get("head_dim") or 0}
-    layers = [{**own, **each} for each in ({}, *changed)]
-    sizes = [(int(layer["num_key_value_heads"]), int(layer["head_dim"])) for layer in layers]
-    return dict(zip(("num_key_value_heads", "head_dim"), max(sizes, key=math.prod), strict=True))
+    return {}

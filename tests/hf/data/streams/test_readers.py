@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -259,6 +260,21 @@ def test_an_object_that_counts_samples_over_all_ranks_begins_a_resumed_epoch_in_
     straight = some(stream, 10, Place.begin(2))
     for number in range(9):
         assert ids(some(stream, 1, straight[number].after)) == ids(straight[number + 1 : number + 2])
+
+
+def test_datasets_of_mosaicml_streaming_give_their_rows_and_go_on(tmp_path: Path) -> None:
+    streaming = pytest.importorskip("streaming", exc_type=ImportError)
+    rows = random_rows([3] * 14)
+    with streaming.MDSWriter(out=str(tmp_path), columns={"input_ids": "ndarray:int64"}, size_limit=200) as writer:
+        for row in rows:
+            writer.write({"input_ids": np.array(row["input_ids"])})
+    # rows of an epoch that does not divide by the number of ranks and workers would come twice
+    stream = ShardedStream(lambda reader, n: streaming.StreamingDataset(local=str(tmp_path), shuffle=True, batch_size=1))
+    straight = some(stream, 8, Place.begin(1))
+    read = flat(straight)
+    assert sorted(read[:14]) == sorted(read[14:28]) == sorted(row["input_ids"] for row in rows) and read[:14] != read[14:28]
+    for number in (0, 2, 3, 5):
+        assert ids(some(stream, 2, straight[number].after)) == ids(straight[number + 1 : number + 3])
 
 
 def test_readers_with_the_same_rows_are_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,9 @@ TRIALS = [{"learning_rate": 1e-2}, {"learning_rate": 3e-2, "per_device_train_bat
 
 def test_a_search_trains_each_trial_as_a_run_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
     trained: list[dict[str, Tensor]] = []
+    # its first import keeps the calls above it alive, and with them the model of a training
+    with suppress(ImportError):
+        importlib.import_module("optuna")
 
     class Backend(OptunaBackend):
         @staticmethod
@@ -303,6 +308,30 @@ def test_a_search_trains_each_trial_as_a_run_of_its_own(tmp_path: Path, monkeypa
     for number, params in enumerate(TRIALS):
         settings |= params
         assert equal(trained[number], run(str(tmp_path / str(number)), {}, settings, {})["weights"]), number
+
+
+def search(folder: str) -> tuple[str, dict[str, Any], list[int | None], float]:
+    """A search with optuna on this rank: the best trial, its settings, trials for which models were made, the objective."""
+    trainer, asked = fresh(folder, {}, {"per_device_train_batch_size": 4})
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)},
+        **{"n_trials": 2, "backend": "optuna", "direction": "minimize"},
+    )
+    numbers = [getattr(trial, "number", None) for trial in asked]
+    # other ranks follow the first one, which alone knows the result
+    return ("", {}, numbers, 0.0) if best is None else (best.run_id, best.hyperparameters, numbers, best.objective)
+
+
+def test_optuna_searches_on_one_rank_and_on_two(ranks, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    alone = search(str(tmp_path / "alone"))
+    together = ranks(2).run(search, str(tmp_path / "together"))
+    for run_id, settings, numbers, objective in (alone, together[0]):
+        assert run_id in ("0", "1") and 1e-4 <= settings["learning_rate"] <= 1e-2
+        # the loss, not the sum of perplexity, accuracy and entropy, which would be near 100
+        assert numbers == [None, 0, 1] and 3 < objective < 6
+    # every rank made a model for every trial
+    assert len(together[1][2]) == 3
 
 
 def test_a_model_and_its_maker_are_not_both_taken(tmp_path: Path) -> None:

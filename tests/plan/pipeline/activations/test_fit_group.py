@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.configs.experts import ExpertSpec
 from hf_longctx.plan.core.layer_kinds import NO_INDEX, IndexSpec
-from hf_longctx.plan.core.model_spec import ExpertSpec, ModelSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.sharding import shard_tokens
