@@ -36,8 +36,9 @@ class _GreedySearch:
     many sequences, all cuts are tried. bin_sequences: with at most this many sequences per micro-batch, best-fit bins are tried
     as well. step_budget, start_budget: matrix entries that local search may look at, for a step and for one packing of a
     micro-batch. backfill_passes: how often every micro-batch gives its sequences to others. runs_tolerance, tolerance: relative
-    precision of the makespan of consecutive groups, and of the bisection. joint_sequences: with at least this many sequences per
-    micro-batch, all micro-batches are packed at once; joint_cuts: cuts whose expected seconds are tried as limits then.
+    precision of the makespan of consecutive groups, and of the bisection.
+    joint_sequences, joint_ranks: with at least this many sequences per micro-batch and ranks, all micro-batches are packed at
+    once; joint_cuts: cuts whose expected seconds are tried as limits then.
 
     Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
     sequences. pod_groups: a pod has room for this many groups of the largest degree needed. many_pods: with this many pods,
@@ -52,6 +53,7 @@ class _GreedySearch:
     start_budget: int = 100_000
     backfill_passes: int = 1
     joint_sequences: int = 192
+    joint_ranks: int = 256
     joint_cuts: int = 2
     runs_tolerance: float = 5e-2
     tolerance: float = 2e-3
@@ -193,7 +195,8 @@ def _start(problem: GroupingProblem, trials: int, time_aware: bool) -> Layout:
         layouts = [_best_cut(problem), *_bins(problem)] if cuts is None else _grouped(problem, cuts)
         start = min(layouts, key=problem.step_seconds)
         return backfill(problem, start, _group_all, _SEARCH.backfill_passes) if time_aware else start
-    if cuts.num_micro_batches > 1 and len(problem.lengths) >= _SEARCH.joint_sequences * cuts.num_micro_batches:
+    is_large = len(problem.lengths) >= _SEARCH.joint_sequences * cuts.num_micro_batches
+    if cuts.num_micro_batches > 1 and is_large and problem.num_ranks >= _SEARCH.joint_ranks:
         joint = JointPacking(problem)
         found = joint.first(cuts.expected_s)
         if found is not None:

@@ -54,20 +54,22 @@ def test_trials_of_lower_limits_never_worsen_a_layout(problem: GroupingProblem) 
 
 
 def test_short_sequences_fill_what_a_long_one_leaves() -> None:
-    # the first micro-batch ends after the long sequence, whose other ranks have room for half of the short ones
-    problem = flexsp_problem((44_000, *[3_000] * 16), num_ranks=16)
-    (long,) = [k for k, degree in enumerate(problem.degrees) if degree == 8]
-    limit = problem.seconds[long, 0] + problem.group_s[long]
-    first, second = JointPacking(problem).pack(np.array([limit, 2.0])) or []
-    assert (8, (0,)) in first
-    # eight ranks are left, and hold two short sequences each
-    assert sum(len(members) for degree, members in [*first, *second] if degree == 1) == 16
-    assert max(problem.group_seconds(group) for group in second) <= 2.0
+    problem = flexsp_problem((100_000, *[1_000] * 16), num_ranks=16)
+    tokens = problem.capacity
+    problem = flexsp_problem((7 * tokens, *[2 * tokens // 5] * 16), num_ranks=16)
+    k = problem.degrees.index(8)
+    limit = float(problem.seconds[k, 0] + problem.group_s[k])
+    # eight ranks are left beside the long sequence, and hold two short ones each; nothing ends in a micro-batch of half a second
+    (groups,) = JointPacking(problem).pack(np.array([limit, 0.5])) or [[]]
+    assert [degree for degree, _ in groups] == [8, *[1] * 8]
+    assert [len(members) for _, members in groups] == [1, *[2] * 8]
+    # shorter micro-batches come first
+    assert [len(each) for each in JointPacking(problem).pack(np.array([limit, limit * 0.9])) or []] == [1, 8]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_large_micro_batches_get_faster_layouts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = flexsp_problem(lognormal_lengths(seed, 1400, 120_000, 500.0, 1.3), num_ranks=64)
+    problem = replace(flexsp_problem(lognormal_lengths(seed, 2048, 200_000, 700.0, 1.8)), num_ranks=256)
     jointly = plan_greedy(problem, 5)
     check_problem_layout(jointly, problem)
     monkeypatch.setattr(greedy, "_SEARCH", replace(greedy._SEARCH, joint_sequences=10**9))
