@@ -105,15 +105,19 @@ class SlotTable:
         return [self._batch(found[key], key) for key in sorted(found)]
 
     def _batch(self, pieces: list[tuple[IntArray, float, float]], key: tuple[bool, float, bool, bool]) -> Batch:
+        can_recompute, _, can_offload, can_keep = key
+        if len(pieces) == 1:
+            ((places, num_bytes, seconds),) = pieces
+            sizes, again_s = np.full(len(places), num_bytes), np.full(len(places), seconds)
+            return Batch(places, self.owner[places], sizes, again_s, can_recompute, can_offload, can_keep)
         counts = [len(places) for places, _, _ in pieces]
         places = np.concatenate([places for places, _, _ in pieces])
         sizes = np.repeat([num_bytes for _, num_bytes, _ in pieces], counts)
-        seconds = np.repeat([seconds for _, _, seconds in pieces], counts)
+        again_s = np.repeat([seconds for _, _, seconds in pieces], counts)
         # pieces of one class keep their order
-        order = np.argsort(-places, kind="stable") if len(pieces) > 1 else slice(None)
-        can_recompute, _, can_offload, can_keep = key
+        order = np.argsort(-places, kind="stable")
         places = places[order]
-        return Batch(places, self.owner[places], sizes[order], seconds[order], can_recompute, can_offload, can_keep)
+        return Batch(places, self.owner[places], sizes[order], again_s[order], can_recompute, can_offload, can_keep)
 
     def least_cost_s(self, device_bytes: float, host_bytes: float, copy_s: float) -> float:
         """Lower bound on the seconds that any shares add, by the segments of the classes.

@@ -156,22 +156,31 @@ def _cuts_by_cost(problem: GroupingProblem, num_ranks: int) -> list[list[Piece]]
     room = float(problem.capacity * num_ranks)
     rank_seconds = sums - sums[:, None]
     count = positions - positions[:, None]
-    found = []
-    for few, many in _SEARCH.time_shares:
-        time_shares = np.where(count < _SEARCH.few_sequences, few, many)
+    # a single sequence always has room
+    may_be_full, is_empty = count > 1, count <= 0
+    over_room = tokens - tokens[:, None] > room
+    lumped_tokens = lumped - lumped[:, None]
+    excluded = [is_empty | (may_be_full & (over_room | (lumped_tokens > share * room))) for share in _SEARCH.room_shares]
+    fixed_s = min(problem.group_s) + problem.micro_batch_s
+    costs = np.empty((len(_SEARCH.time_shares) * len(excluded), *count.shape))
+    for place, (few, many) in enumerate(_SEARCH.time_shares):
+        usable = num_ranks * np.where(count < _SEARCH.few_sequences, few, many)
         # a piece takes at least as long as its longest sequence, which runs on the degree that serves it and the rest best
         makespans = np.full(rank_seconds.shape, np.inf)
         for k in range(len(problem.degrees)):
-            alone = np.where(np.isfinite(work[k][first]), problem.seconds[k][first], np.inf)
-            dearer = np.where(np.isfinite(work[k][first]), work[k][first] - cheapest[first], np.inf)
-            spread = (rank_seconds + dearer[:, None]) / (num_ranks * time_shares)
-            makespans = np.minimum(makespans, np.maximum(alone[:, None], spread))
-        for share in _SEARCH.room_shares:
-            # a single sequence always has room
-            is_full = ((lumped - lumped[:, None] > share * room) | (tokens - tokens[:, None] > room)) & (count > 1)
-            costs = np.where((count <= 0) | is_full, np.inf, makespans + min(problem.group_s) + problem.micro_batch_s)
-            found.append(_cheapest_path(costs, positions))
-    return found
+            # only rows of sequences that fit; the longest are first
+            fitting = slice(int(np.argmax(np.isfinite(work[k][first]))), None)
+            if not np.isfinite(work[k][first[-1]]):
+                continue
+            alone, dearer = problem.seconds[k][first[fitting]], work[k][first[fitting]] - cheapest[first[fitting]]
+            spread = rank_seconds[fitting] + dearer[:, None]
+            spread /= usable[fitting]
+            np.maximum(spread, alone[:, None], out=spread)
+            np.minimum(makespans[fitting], spread, out=makespans[fitting])
+        makespans += fixed_s
+        for share, excludes in enumerate(excluded):
+            costs[place * len(excluded) + share] = np.where(excludes, np.inf, makespans)
+    return _cheapest_paths(costs, positions)
 
 
 def _cut_positions(lengths: FloatArray) -> IntArray:
@@ -185,19 +194,24 @@ def _cut_positions(lengths: FloatArray) -> IntArray:
     return np.unique(np.concatenate([np.arange(half), rest, [count]]))
 
 
-def _cheapest_path(costs: FloatArray, positions: IntArray) -> list[Piece]:
-    """The pieces of least total cost from the first to the last position; empty if no path has finite cost."""
-    best, came_from = np.full(len(positions), np.inf), np.zeros(len(positions), dtype=np.int64)
-    best[0] = 0.0
+def _cheapest_paths(costs: FloatArray, positions: IntArray) -> list[list[Piece]]:
+    """For each table of costs, the pieces of least total cost from the first to the last position; empty if none is finite.
+
+    costs: cost of a piece [table, first position, last position].
+    """
+    rows = np.arange(len(costs))
+    best, came_from = np.full((len(costs), len(positions)), np.inf), np.zeros((len(positions), len(costs)), dtype=np.int64)
+    best[:, 0] = 0.0
     for end in range(1, len(positions)):
-        totals = best[:end] + costs[:end, end]
-        came_from[end] = totals.argmin()
-        best[end] = totals[came_from[end]]
-    if not np.isfinite(best[-1]):
-        return []
-    pieces, end = [], len(positions) - 1
-    while end > 0:
-        start = int(came_from[end])
-        pieces.append((int(positions[start]), int(positions[end])))
-        end = start
-    return pieces[::-1]
+        totals = best[:, :end] + costs[:, :end, end]
+        came_from[end] = totals.argmin(axis=1)
+        best[:, end] = totals[rows, came_from[end]]
+    found: list[list[Piece]] = []
+    for table, is_finite in enumerate(np.isfinite(best[:, -1]).tolist()):
+        pieces, end = [], len(positions) - 1 if is_finite else 0
+        while end > 0:
+            start = int(came_from[end, table])
+            pieces.append((int(positions[start]), int(positions[end])))
+            end = start
+        found.append(pieces[::-1])
+    return found

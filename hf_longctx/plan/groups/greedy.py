@@ -22,6 +22,7 @@ from hf_longctx.plan.groups.backfill import backfill
 from hf_longctx.plan.groups.bounds import fluid_bounds_s, least_work
 from hf_longctx.plan.groups.consecutive import group_runs
 from hf_longctx.plan.groups.cuts import candidate_cuts, expected_s
+from hf_longctx.plan.groups.joint_packing import JointPacking
 from hf_longctx.plan.groups.local_search import improve
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout, Piece
 from hf_longctx.plan.groups.vector_packing import Packed, Rule, Trial, pack_trials
@@ -36,6 +37,8 @@ class _GreedySearch:
     as well. step_budget, start_budget: matrix entries that local search may look at, for a step and for one packing of a
     micro-batch. backfill_passes: how often every micro-batch gives its sequences to others. runs_tolerance, tolerance: relative
     precision of the makespan of consecutive groups, and of the bisection.
+    joint_sequences, joint_ranks: with at least this many sequences per micro-batch and ranks, all micro-batches are packed at
+    once; joint_cuts: cuts whose expected seconds are tried as limits then.
 
     Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
     sequences. pod_groups: a pod has room for this many groups of the largest degree needed. many_pods: with this many pods,
@@ -49,6 +52,9 @@ class _GreedySearch:
     step_budget: int = 1_000_000
     start_budget: int = 100_000
     backfill_passes: int = 1
+    joint_sequences: int = 192
+    joint_ranks: int = 256
+    joint_cuts: int = 2
     runs_tolerance: float = 5e-2
     tolerance: float = 2e-3
     pod_sequences: int = 96
@@ -90,9 +96,7 @@ def plan_greedy(problem: GroupingProblem, trials: int, time_aware: bool = True) 
     """
     ordered, order = problem.longest_first()
     useful = useful_degrees(ordered)
-    layouts = sorted(_first_layouts(useful, trials, time_aware), key=useful.step_seconds)
-    start = backfill(useful, layouts[0], _group_all, _SEARCH.backfill_passes) if time_aware else layouts[0]
-    best, _ = improve(ordered, start, _SEARCH.step_budget, across=time_aware)
+    best, _ = improve(ordered, _start(useful, trials, time_aware), _SEARCH.step_budget, across=time_aware)
     degrees = [d for d in ordered.degrees if _static_bound_s(ordered, d) < ordered.step_seconds(best)]
     if degrees:
         best = min(best, _plan_one_degree(ordered, trials, degrees), key=ordered.step_seconds)
@@ -184,18 +188,58 @@ def group_pieces(problem: GroupingProblem, pieces: Sequence[Piece], effort: Effo
     return [search.best() for search in searches]
 
 
-def _first_layouts(problem: GroupingProblem, trials: int, time_aware: bool) -> list[Layout]:
-    """Layouts of the most promising cuts into micro-batches, or of the best of all cuts if there are few sequences."""
-    count = len(problem.lengths)
-    if count <= _SEARCH.all_cuts_sequences:
-        return [_best_cut(problem), *_bins(problem)]
-    cuts = candidate_cuts(problem, trials, problem.num_ranks, time_aware)
-    pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
-    expected = dict(zip(pieces, expected_s(problem, pieces, problem.num_ranks), strict=True))
-    # the first `trials` cuts are FlexSP's, by tokens; the best of them are always kept
-    by_tokens, by_any = (sorted(some, key=lambda cut: sum(expected[piece] for piece in cut)) for some in (cuts[:trials], cuts))
-    promising = [*by_tokens[: _SEARCH.most_token_cuts], *by_any[: _SEARCH.most_cuts]]
-    cuts = list({tuple(cut): cut for cut in promising}.values())
+def _start(problem: GroupingProblem, trials: int, time_aware: bool) -> Layout:
+    """The layout from which moves of single sequences start."""
+    cuts = _PromisingCuts.of(problem, trials, time_aware) if len(problem.lengths) > _SEARCH.all_cuts_sequences else None
+    if cuts is None or not time_aware:
+        layouts = [_best_cut(problem), *_bins(problem)] if cuts is None else _grouped(problem, cuts)
+        start = min(layouts, key=problem.step_seconds)
+        return backfill(problem, start, _group_all, _SEARCH.backfill_passes) if time_aware else start
+    is_large = len(problem.lengths) >= _SEARCH.joint_sequences * cuts.num_micro_batches
+    if cuts.num_micro_batches > 1 and is_large and problem.num_ranks >= _SEARCH.joint_ranks:
+        joint = JointPacking(problem)
+        found = joint.first(cuts.expected_s)
+        if found is not None:
+            return joint.with_lower_limits(found)
+    start = min(_grouped(problem, cuts), key=problem.step_seconds)
+    start = backfill(problem, start, _group_all, _SEARCH.backfill_passes)
+    if cuts.num_micro_batches == 1:
+        return start
+    return JointPacking(problem).first(cuts.expected_s, problem.step_seconds(start)) or start
+
+
+@dataclass(frozen=True, slots=True)
+class _PromisingCuts:
+    """The most promising cuts of a step into micro-batches.
+
+    cuts: those that are worth grouping. expected_s: seconds of each micro-batch, without `micro_batch_s`, that any cuts expect,
+    the most promising first. num_micro_batches: number of micro-batches of the most promising cut.
+    """
+
+    cuts: list[list[Piece]]
+    expected_s: list[list[float]]
+    num_micro_batches: int
+
+    @classmethod
+    def of(cls, problem: GroupingProblem, trials: int, time_aware: bool) -> _PromisingCuts:
+        cuts = candidate_cuts(problem, trials, problem.num_ranks, time_aware)
+        pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
+        expected = dict(zip(pieces, expected_s(problem, pieces, problem.num_ranks).tolist(), strict=True))
+        # the first `trials` cuts are FlexSP's, by tokens; the best of them are always kept
+        by_tokens, by_any = (
+            sorted(some, key=lambda cut: sum(expected[piece] for piece in cut)) for some in (cuts[:trials], cuts)
+        )
+        promising = [*by_tokens[: _SEARCH.most_token_cuts], *by_any[: _SEARCH.most_cuts]]
+        return cls(
+            list({tuple(cut): cut for cut in promising}.values()),
+            [[expected[piece] - problem.micro_batch_s for piece in cut] for cut in by_any[: _SEARCH.joint_cuts]],
+            len(by_any[0]),
+        )
+
+
+def _grouped(problem: GroupingProblem, promising: _PromisingCuts) -> list[Layout]:
+    """Layouts of the cuts, and of bins where micro-batches hold few sequences; at least one."""
+    count, cuts = len(problem.lengths), promising.cuts
     pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
     groups = dict(zip(pieces, group_pieces(problem, pieces), strict=True))
     layouts = [[groups[piece] for piece in cut] for cut in cuts if all(groups[piece] for piece in cut)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.planner_config import PlannerConfig
@@ -90,15 +91,13 @@ class GroupingProblem:
         """Seconds of one group; a group without sequences counts as free, since its ranks run dummy chunks on their own."""
         if not group[1]:
             return 0.0
-        k = self.degrees.index(group[0])
-        row = self._rows[k]
-        return self.group_s[k] + float(sum([row[i] for i in group[1]]))
+        fixed_s, row = self._rows[group[0]]
+        return fixed_s + sum(map(row.__getitem__, group[1]))
 
     @cached_property
-    def _rows(self) -> list[list[float]]:
-        """`seconds` as lists, from which single numbers are read faster."""
-        rows: list[list[float]] = self.seconds.tolist()
-        return rows
+    def _rows(self) -> dict[int, tuple[float, list[float]]]:
+        """Fixed seconds of a group of every degree, and `seconds` as a list, from which single numbers are read faster."""
+        return dict(zip(self.degrees, zip(self.group_s, self.seconds.tolist(), strict=True), strict=True))
 
     def micro_batch_seconds(self, groups: Sequence[Group]) -> float:
         """Seconds of one micro-batch without `micro_batch_s`, which are those of its slowest group."""
@@ -139,10 +138,11 @@ class GroupingProblem:
         """Lower bound on the seconds of any layout; cheap enough to compute in every step.
 
         It is the larger of two bounds. The first spreads the rank-seconds of all sequences, each at its cheapest degree, evenly
-        over the ranks. The second takes the micro-batch of the longest sequence and adds the tokens that memory keeps out of
-        it: at least the cheapest ones, spread evenly. To both it adds the fixed seconds of the fewest micro-batches that memory
-        allows. If ranks may change groups on their own (`nests`) or start before others have finished (`overlaps`), it adds
-        only a rank's share of the fixed seconds, and the second bound is the longest sequence alone.
+        over the ranks. The second takes the slowest micro-batch and adds the tokens that memory keeps out of it: at least the
+        cheapest ones, spread evenly. To both it adds the fixed seconds of the fewest micro-batches that memory allows. Degrees at
+        which a sequence would take longer than the slowest micro-batch are ruled out; the seconds of that micro-batch are chosen
+        so that the larger bound is least. If ranks may change groups on their own (`nests`) or start before others have finished
+        (`overlaps`), it adds only a rank's share of the fixed seconds, and the second bound is the longest sequence alone.
         """
         if not self.lengths:
             return 0.0
@@ -156,7 +156,27 @@ class GroupingProblem:
         if self.nests or self.overlaps:
             return max(spread_s + fixed_s * sum(self.lengths) / room, longest_s + fixed_s)
         kept_out = _cheapest_work(work, lengths, sum(self.lengths) - room) / self.num_ranks
-        return max(spread_s, longest_s + kept_out) + max(1, math.ceil(sum(self.lengths) / room)) * fixed_s
+        slowest_s, works = self._works_within(fits)
+        bounds_s = np.maximum(works / self.num_ranks, slowest_s - min(self.group_s) + kept_out)
+        return float(bounds_s.min()) + max(1, math.ceil(sum(self.lengths) / room)) * fixed_s
+
+    def _works_within(self, fits: NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
+        """Seconds that the slowest group may take, from the fewest on, and the least rank-seconds of all sequences within each.
+
+        fits: whether a group of each degree holds each sequence [degree, sequence].
+        """
+        ends_s = np.where(fits, self.seconds + np.array(self.group_s)[:, None], np.inf)
+        order = np.argsort(ends_s, axis=0, kind="stable")
+        ends_s = np.take_along_axis(ends_s, order, axis=0)
+        work = np.where(fits, self.seconds * np.array(self.degrees)[:, None], np.inf)
+        # with more seconds, a sequence may have all degrees up to that row
+        work = np.minimum.accumulate(np.take_along_axis(work, order, axis=0), axis=0)
+        fewest_s, saved = float(ends_s[0].max()), work[:-1] - work[1:]
+        later = (ends_s[1:] > fewest_s) & np.isfinite(ends_s[1:]) & (saved > 0)
+        ordered = np.argsort(ends_s[1:][later], kind="stable")
+        within_s = np.concatenate([[fewest_s], ends_s[1:][later][ordered]])
+        at_first = float(np.where(ends_s <= fewest_s, work, np.inf).min(axis=0).sum())
+        return within_s, at_first - np.concatenate([[0.0], np.cumsum(saved[later][ordered])])
 
 
 def _cheapest_work(work: FloatArray, lengths: FloatArray, num_tokens: float) -> float:

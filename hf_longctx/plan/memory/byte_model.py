@@ -18,6 +18,7 @@ from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
+    Chunk,
     GroupShape,
     LayerPolicy,
     LayerRange,
@@ -99,6 +100,8 @@ class _Counted:
         self.table: IntArray = np.empty((0, 5), dtype=np.int64)
         self.new_rows: list[tuple[int, ...]] = []
         self.outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
+        # moments of a group on one stage, by the ids of its chunks and of the stage
+        self.moments: dict[Hashable, tuple[tuple[Chunk, ...], StagePlan, RoundMoments]] = {}
         # peaks of groups that keep everything, by shape and lengths
         self.kept: dict[tuple[GroupShape, tuple[int, ...]], int] = {}
 
@@ -240,6 +243,15 @@ class ByteModel:
         Slices run forward in their order and backward in reverse order. copying: for each F and B in order, bytes that are still
         on the device while they are copied to the host.
         """
+        # the objects are stored with their moments, so that their ids are not reused
+        known, key = self._counted.moments, (id(group.chunks), group.shape, id(stage), position, tiles_loss)
+        if key not in known:
+            known[key] = group.chunks, stage, self._moments(group, stage, position, tiles_loss)
+        found = known[key][2]
+        return replace(found, peak=found.peak + np.array(copying, dtype=np.int64)) if len(copying) else found
+
+    def _moments(self, group: SequenceGroup, stage: StagePlan, position: int, tiles_loss: bool) -> RoundMoments:
+        """The `moments` without anything that is being copied."""
         passes, loads = self.passes(stage), self._group_loads(group, position, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward
@@ -250,8 +262,6 @@ class ByteModel:
         kinds = self._book(group, position)
         first, last, most, others = book_moments(self.model, stage, kinds, len(group.chunks), place, is_forward)
         peak = np.maximum(saved + work + first, saved - device + ending + last) + others
-        if len(copying):
-            peak += np.array(copying, dtype=np.int64)
         return RoundMoments(saved, on_host, most + others, work, peak)
 
     def passes(self, stage: StagePlan) -> Passes:

@@ -397,7 +397,14 @@ class StageSeconds:
         self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
     ) -> tuple[float, tuple[CopyStep, ...]]:
         pass_s = float(self.chunks.passes(is_backward, near, self.costs.pairs_of(kinds))[policy.chunk, 0])
-        of_layers = [self.chunks.layer(policy.chunk, *each) for each in _with_kinds(policy.layers, kinds)]
+        # equal layers are mostly one object, so each object is looked up once
+        known: dict[tuple[int, int, int], tuple[float, float] | None] = {}
+        of_layers: list[tuple[float, float] | None] = []
+        for layer, kind, before in _with_kinds(policy.layers, kinds):
+            key = id(layer), id(kind), id(before)
+            if key not in known:
+                known[key] = self.chunks.layer(policy.chunk, layer, kind, before)
+            of_layers.append(known[key])
         of_layers += [None] * (len(kinds) - len(policy.layers))
         again_s = plain_s = 0.0
         # copy steps of the pass: [seconds to compute consecutive layers, seconds to copy their tensors]

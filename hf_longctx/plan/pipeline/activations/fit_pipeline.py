@@ -8,7 +8,7 @@ over the limit. Where copies turn out to delay the pipeline, the program is also
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -61,10 +61,28 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     if budget is None:
         raise ValueError("policies need a budget; set PlannerConfig.activations")
     room = PipelineRoom(plan, planning.costs, budget, known=planning.known, fitted=planning.fitted)
-    micro_batches = tuple(
-        replace(micro_batch, groups=tuple(map(room.for_group, micro_batch.groups))) for micro_batch in plan.micro_batches
+    return replace(
+        plan,
+        micro_batches=tuple(
+            replace(micro_batch, groups=_fitting_groups(room, micro_batch.groups)) for micro_batch in plan.micro_batches
+        ),
     )
-    return replace(plan, micro_batches=micro_batches)
+
+
+def _fitting_groups(room: PipelineRoom, groups: Sequence[SequenceGroup]) -> tuple[SequenceGroup, ...]:
+    """Groups with their policies.
+
+    Those whose ranks have most tokens of one sequence come first: where nothing fits, it is mostly for them, and the program need
+    not be solved for others.
+    """
+    fitting: dict[int, SequenceGroup] = {}
+    for place in sorted(range(len(groups)), key=lambda place: -_longest_share(groups[place])):
+        fitting[place] = room.for_group(groups[place])
+    return tuple(fitting[place] for place in range(len(groups)))
+
+
+def _longest_share(group: SequenceGroup) -> float:
+    return max((span.stop for chunk in group.chunks for span in chunk.spans), default=0) / group.degree
 
 
 class PipelineRoom:
@@ -91,6 +109,8 @@ class PipelineRoom:
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
         self._known = FittedGroups() if fitted is None else fitted
+        # predictions of the latest group in least memory, which a refusal describes
+        self._least: list[Trial] = []
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
         """Gives the group the policies that it needs to fit; raises ValueError where nothing fits."""
@@ -117,7 +137,13 @@ class PipelineRoom:
         programs: list[Program] = [lambda: [tiled]]
         for keeps_attention in (True, False) if self.keeps_attention else (False,):
             programs.append(partial(self._programmed, tiled, keeps_attention))
-        return first_fitting(programs, ([lean] for lean in self._lean(group)), self.trial)
+        self._least = []
+        return first_fitting(programs, ([lean] for lean in self._lean(group)), self._least_trial)
+
+    def _least_trial(self, group: SequenceGroup) -> Trial:
+        """Predicts a group in least memory, and keeps the prediction for a refusal."""
+        self._least.append(self.trial(group))
+        return self._least[-1]
 
     def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:
         """The program's answers that fit: with offloading, and without it where copies delay the pipeline."""
@@ -182,7 +208,7 @@ class PipelineRoom:
                 yield lean_group(group, self.costs.model, self.budget.tile_tokens, share, keeps_attention)
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
-        least = min(map(self.trial, self._lean(group)), key=lambda trial: max(trial.over_bytes))
+        least = min(self._least, key=lambda trial: max(trial.over_bytes))
         place = max(range(len(least.over_bytes)), key=lambda stage: least.over_bytes[stage])
         needed = self.limit_bytes + least.over_bytes[place]
         return (

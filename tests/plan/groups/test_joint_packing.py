@@ -1,0 +1,78 @@
+"""Packing all micro-batches at once keeps limits and memory, never worsens a layout, and pays where micro-batches are large."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.plans.grouping_problems import check_problem_layout, flexsp_problem, lognormal_lengths, odd_problems
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.groups import greedy
+from hf_longctx.plan.groups.greedy import plan_greedy
+from hf_longctx.plan.groups.joint_packing import JointPacking
+from hf_longctx.plan.groups.problem import GroupingProblem
+
+
+def alone_s(problem: GroupingProblem) -> np.ndarray:
+    """Least seconds of a group with each sequence alone."""
+    ends_s = problem.seconds + np.array(problem.group_s)[:, None]
+    fits = np.array(problem.lengths) <= np.array(problem.degrees)[:, None] * problem.capacity
+    return np.where(fits, ends_s, np.inf).min(axis=0)  # type: ignore[no-any-return]
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(odd_problems(), st.lists(st.floats(0.5, 4.0), min_size=1, max_size=4))
+def test_micro_batches_keep_their_limits(problem: GroupingProblem, factors: list[float]) -> None:
+    limits = np.array(factors) * float(alone_s(problem).max())
+    layout = JointPacking(problem).pack(limits)
+    if layout is None:
+        # one micro-batch for each sequence always suffices
+        layout, limits = JointPacking(problem).pack(alone_s(problem)), alone_s(problem)
+        assert layout is not None
+    check_problem_layout(layout, problem)
+    # micro-batches without groups are left out, so that seconds are compared in order
+    seconds = sorted(problem.micro_batch_seconds(groups) for groups in layout)
+    assert len(seconds) <= len(limits)
+    assert all(own <= limit * (1 + 1e-8) for own, limit in zip(reversed(seconds), sorted(limits)[::-1], strict=False))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(odd_problems())
+def test_trials_of_lower_limits_never_worsen_a_layout(problem: GroupingProblem) -> None:
+    joint = JointPacking(problem)
+    # more seconds than any micro-batch needs, so that the first try succeeds
+    first = joint.first([[float(alone_s(problem).sum())] * len(problem.lengths)])
+    assert first is not None
+    lower = joint.with_lower_limits(first)
+    check_problem_layout(lower, problem)
+    assert problem.step_seconds(lower) <= problem.step_seconds(first)
+    assert joint.with_lower_limits(first) == lower
+    assert joint.first([alone_s(problem).tolist()], below_s=0.0) is None
+
+
+def test_short_sequences_fill_what_a_long_one_leaves() -> None:
+    problem = flexsp_problem((100_000, *[1_000] * 16), num_ranks=16)
+    tokens = problem.capacity
+    problem = flexsp_problem((7 * tokens, *[2 * tokens // 5] * 16), num_ranks=16)
+    k = problem.degrees.index(8)
+    limit = float(problem.seconds[k, 0] + problem.group_s[k])
+    # eight ranks are left beside the long sequence, and hold two short ones each; nothing ends in a micro-batch of half a second
+    (groups,) = JointPacking(problem).pack(np.array([limit, 0.5])) or [[]]
+    assert [degree for degree, _ in groups] == [8, *[1] * 8]
+    assert [len(members) for _, members in groups] == [1, *[2] * 8]
+    # shorter micro-batches come first
+    assert [len(each) for each in JointPacking(problem).pack(np.array([limit, limit * 0.9])) or []] == [1, 8]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_large_micro_batches_get_faster_layouts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(flexsp_problem(lognormal_lengths(seed, 2048, 200_000, 700.0, 1.8)), num_ranks=256)
+    jointly = plan_greedy(problem, 5)
+    check_problem_layout(jointly, problem)
+    monkeypatch.setattr(greedy, "_SEARCH", replace(greedy._SEARCH, joint_sequences=10**9))
+    apart = plan_greedy(problem, 5)
+    assert len(apart) > 1
+    assert problem.step_seconds(jointly) < 0.99 * problem.step_seconds(apart)
