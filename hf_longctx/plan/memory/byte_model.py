@@ -132,6 +132,11 @@ class ByteModel:
         is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
         return part_state_bytes(self.model, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
 
+    def stage_waiting(self, stage: StagePlan, plan: StepPlan) -> int:
+        """Bytes of gradients that wait whole on a rank of one stage, from its first backward of a micro-batch to its last one."""
+        is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
+        return accumulated_bytes(self.model, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
+
     def most_states(
         self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, on_host: bool = False
     ) -> int:
@@ -234,11 +239,12 @@ class ByteModel:
         position: int = 0,
         tiles_loss: bool = True,
         copying: Sequence[int] = (),
+        waiting: int = 0,
     ) -> RoundMoments:
         """Bytes that the rank at `position` of the group holds and works with in each F and B of the stage, in order.
 
         Slices run forward in their order and backward in reverse order. copying: for each F and B in order, bytes that are still
-        on the device while they are copied to the host.
+        on the device while they are copied to the host. waiting: bytes of gradients that wait whole once a backward has run.
         """
         passes, loads = self.passes(stage), self._group_loads(group, position, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
@@ -252,6 +258,9 @@ class ByteModel:
         peak = np.maximum(saved + work + first, saved - device + ending + last) + others
         if len(copying):
             peak += np.array(copying, dtype=np.int64)
+        if waiting:
+            # while the first backward runs, gradients take the place of what it frees
+            peak[np.argmin(is_forward) + 1 :] += waiting
         return RoundMoments(saved, on_host, most + others, work, peak)
 
     def passes(self, stage: StagePlan) -> Passes:
