@@ -47,6 +47,7 @@ trainer.train()
 _KNOWN = {
     "trainer = LongContextTrainer(\n": ("trainer", 2),
     "callback.attach(trainer)": ("attached", 2),
+    "LongContextConfig(stages=2)).attach(trainer)": ("attached_stages", 2),
     "class LongSFTTrainer": ("trl", 2),
     "NeedleTask(": ("evaluation", 1),
     "BitsAndBytesConfig(": ("four_bits", 1),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.measures.stage_memory import stage_peak_on_rank
 from helpers.models.reference import random_rows
+from helpers.plans.layouts import tiny_costs
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import num_policies, offloading, with_policies
-from helpers.plans.sliced_plans import cut
+from helpers.plans.sliced_plans import Rows, cut
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.stage import message_bytes
+from hf_longctx.plan.memory.stage import message_bytes, part_state_bytes
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 SPEC = ModelSpec(4, 64, 176, 4, 2, 16, 64, 8192)
 WHOLE = [[(sequence, 0, 512)] for sequence in range(4)]
@@ -30,16 +34,20 @@ CASES = {
 }
 
 
+def rows_of(lengths: list[int], spec: ModelSpec) -> Rows:
+    rows = random_rows(lengths)
+    for row in rows:
+        row["input_ids"], row["labels"] = ([token % spec.vocab_size for token in row[key]] for key in ("input_ids", "labels"))
+    return rows
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
     lengths, chunks, num_parts, policy = CASES[name]
     plan = pipeline_plan(lengths, [[(1, chunks)]], 2, "interleaved" if num_parts > 1 else "1f1b", 4, num_parts)
     if policy is not None:
         plan = with_policies(plan, [ActivationPolicy(0, 0, (policy, policy))] * num_policies(plan))
-    rows = random_rows(lengths)
-    for row in rows:
-        row["input_ids"], row["labels"] = ([token % SPEC.vocab_size for token in row[key]] for key in ("input_ids", "labels"))
-    found = ranks(2).run(stage_peak_on_rank, SPEC, plan_to_json(plan), rows)
+    found = ranks(2).run(stage_peak_on_rank, SPEC, plan_to_json(plan), rows_of(lengths, SPEC))
     (group,) = plan.micro_batches[0].groups
     for (peak, memory), stage in zip(found, group.stages, strict=True):
         predicted = ByteModel(SPEC).moments(group, stage, tiles_loss=False).most
@@ -47,3 +55,21 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
         assert predicted.host == memory.host
         messages = message_bytes(SPEC, stage, 2, max(chunk.num_tokens for chunk in group.chunks))
         assert predicted.peak + messages == pytest.approx(peak, rel=0.07)
+
+
+# weights larger than what 64 tokens keep; eight layers on a stage
+HEAVY = ModelSpec(16, 128, 352, 4, 2, 32, 64, 8192)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_gradients_that_wait_whole_are_counted_on_every_stage(ranks, schedule: str) -> None:
+    lengths = [64] * 8
+    groups = [(1, [[(sequence, 0, 64)] for sequence in range(first, first + 4)]) for first in (0, 4)]
+    plan = pipeline_plan(lengths, [groups], 2, schedule, 16, parameters="gathered_per_round")
+    found = ranks(4).run(stage_peak_on_rank, HEAVY, plan_to_json(plan), rows_of(lengths, HEAVY))
+    costs = replace(tiny_costs(4, HEAVY), parameters="gathered_per_round", shard_ranks=2)
+    predicted = evaluate_plan(plan, costs).peak_bytes
+    for rank, (peak, _) in enumerate(found):
+        # shards of weights and gradients are there before a step; this step has no optimizer
+        held = part_state_bytes(HEAVY, 8, rank < 2, rank >= 2, "replicated", 1) // 2
+        assert predicted[rank] - held == pytest.approx(peak, rel=0.07)

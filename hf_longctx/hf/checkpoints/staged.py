@@ -157,7 +157,8 @@ def partial_folder(folder: str | Path, stage: int) -> Path:
 def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_size: str) -> None:
     """Writes the weights of one stage. `save_pretrained` cannot: without adapters it writes on global rank 0 only."""
     if is_adapted(model):
-        model.save_pretrained(str(partial), state_dict=weights)
+        # by the class, since a stage refuses to be saved alone
+        type(model).save_pretrained(model, str(partial), state_dict=weights)
         return
     partial.mkdir(parents=True)
     weights = revert_weight_conversion(model, weights)

@@ -425,7 +425,7 @@ def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
         if part is None:
             raise RuntimeError(
                 f"this rank holds only stage {stage} of {len(parts)} of {type(pieces.model).__name__}, which runs under plans "
-                f"only; for anything else save the model and load it whole"
+                f"only; for anything else save the model by the save_model() of a trainer with plans, and load it whole"
             )
         is_last = (stage, part) == (len(parts) - 1, len(own) - 1)
         with _only(pieces, own[part], has_norm=is_last):

@@ -197,7 +197,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
         book, device_peak = 0, plan.estimate.peak_bytes
         if len(group.chunks) > 1 or plan.num_stages > 1:
             # the plan's estimate is for the rank with the most bytes, but this rank may hold fewer
-            found = byte_model.moments(group, stage, place).most
+            found = byte_model.moments(group, stage, place, waiting=byte_model.stage_waiting(stage, plan)).most
             most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
             messages = message_bytes(model, stage, plan.num_stages, most_tokens)
             book, device_peak = found.book, byte_model.stage_states(stage, plan) + found.peak + messages

@@ -16,6 +16,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.heads.kinds import CLASSIFIERS
+from hf_longctx.hf.models.parts.refusing import refuse_all
 from hf_longctx.hf.models.spec import cluster_spec, config_spec
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
@@ -87,6 +88,8 @@ def load_pipeline_stage(
     ranges = balanced_ranges(costs, config.stages, [config.max_length or spec.max_positions], config.interleave)
     model = load_stage(folder, ranges, own_stage(config.stages), dtype, **settings)
     setattr(model, RANGES, ranges)
+    # a stock trainer would train, evaluate or save this part as if it were a model
+    refuse_all(model, own_stage(config.stages), config.stages)
     return model
 
 

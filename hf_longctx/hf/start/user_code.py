@@ -38,6 +38,16 @@ def changes_before_updates(trainer: Any, optimizer: Any) -> bool:
     return not all(method is None or _is_known(method) for method in called)
 
 
+def reads_between_forwards(trainer: Any) -> bool:
+    """Whether code of the user runs between the forwards of an evaluation, where it may read weights.
+
+    That is: callbacks with `on_prediction_step`, or `preprocess_logits_for_metrics`.
+    """
+    handler = trainer.callback_handler
+    called = [each.on_prediction_step for each in (handler, *handler.callbacks)]
+    return trainer.preprocess_logits_for_metrics is not None or not all(map(_is_known, called))
+
+
 def _is_known(method: Any) -> bool:
     """Whether a method, and all that it wraps, was written in a known package."""
     while method is not None:

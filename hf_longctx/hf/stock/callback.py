@@ -2,8 +2,8 @@
 
 Alone in `callbacks=[...]` it leaves the loop to the trainer: every forward runs one plan over the batches that all ranks loaded
 (`exchange.py`), and checkpoints, signals and lost ranks are treated as in `LongContextTrainer` (`guarded.py`). Attached to a
-trainer, it puts the training half of `LongContextMixin` in front of that instance's class, so that full plans run. Evaluation
-keeps the trainer's own loop, with the model's own attention.
+trainer, it puts the training half of `LongContextMixin` in front of that instance's class, so that full plans run
+(`attached.py`). Evaluation keeps the trainer's own loop, with the model's own attention, except in pipeline stages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.checkpoints.choice import Choice
 from hf_longctx.hf.checkpoints.room import folder_problems
@@ -36,13 +34,11 @@ from hf_longctx.hf.models.wrapped.text import freeze_towers, wrapper_of
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems, rounds_by_chance
-from hf_longctx.hf.start.losses import trainer_loss_problems
-from hf_longctx.hf.start.trl import alone_problems, attach_problems, read_columns, trainer_problems
-from hf_longctx.hf.stock.collators import collator_problems
+from hf_longctx.hf.start.trl import alone_problems
+from hf_longctx.hf.stock.attached import AttachedMixin, lend_plans, signal_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
 from hf_longctx.hf.stock.guarded import lend, sender, take_back
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
-from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
@@ -94,19 +90,33 @@ class LongContextCallback(TrainerCallback):
         evaluation only. token_loss: the loss of a token in training, in place of cross-entropy; see `TokenLoss`. Evaluation keeps
         the trainer's own loss. Raises ValueError on every rank, leaving the trainer as it was, for settings that plans would
         ignore.
+
+        With pipeline stages each rank has one stage until `train()` returns, and evaluation runs under plans with the loss of
+        training. Then the model is whole on every rank, and the next training makes a new optimizer. A model that was loaded as
+        one stage stays one, with plans, until `detach()`. So does, without plans, a model whose training raised.
         """
         if self._trainer is not None or isinstance(trainer, LongContextMixin):
             raise ValueError(f"{type(trainer).__name__} runs plans already, or this callback is attached; call detach() first")
         self.detach()
         take_back(trainer)
         with ExitStack() as undo:
-            _lend_class(trainer, self, token_loss, undo)
+            lend_plans(trainer, self, token_loss, undo)
             self._trainer = trainer
             undo.callback(setattr, self, "_trainer", None)
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
-        """Makes trainer and model stock again. Idempotent; call it only if no `train()` ran to its end."""
+        """Makes trainer and model stock again. Idempotent; call it only if no `train()` ran to its end.
+
+        With pipeline stages, every rank must call it. A model that was loaded as one stage stays one: afterwards its forward and
+        its `save_pretrained` raise RuntimeError.
+        """
+        if self._trainer is not None:
+            cast(AttachedMixin, self._trainer).give_back()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Detaches without a word to other ranks, one of which may have failed: a model in stages then stays in stages."""
         self._undo.close()
 
     def guard(self, trainer: Trainer, undo: ExitStack) -> dist.ProcessGroup | None:
@@ -223,7 +233,7 @@ class LongContextCallback(TrainerCallback):
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
         problems += _rounding_problems(args)
-        problems += folder_problems(args, model) + _signal_problems(args)
+        problems += folder_problems(args, model) + signal_problems(args)
         if runs_plans(model):
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
         if head_kind(model) != "next_token":
@@ -289,117 +299,6 @@ def _count_label_tokens(trainer: Any, model: Any, undo: ExitStack) -> None:
         undo.callback(setattr, trainer, "model_accepts_loss_kwargs", False)
 
 
-class AttachedMixin(LongContextMixin):
-    """The training half of `LongContextMixin`; evaluation, prediction and their loaders remain the trainer's own."""
-
-    plans_evaluation = False
-    _longctx_callback: LongContextCallback
-
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trains under plans; afterwards the trainer is stock again, even if the training raised."""
-        try:
-            output = super().train(*args, **kwargs)
-            self._longctx_callback.stopped_by = self.stopped_by
-            # other ranks may still read from the groups that are closed next
-            self.accelerator.wait_for_everyone()
-            return output
-        finally:
-            self._longctx_callback.detach()
-
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        loader: DataLoader[Any] = super(PlannedDataMixin, self).get_eval_dataloader(*args, **kwargs)
-        keep_workers(loader)
-        return loader
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        return super(LongContextMixin, self).evaluation_loop(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        return super(LongContextMixin, self).predict(*args, **kwargs)
-
-
-def _lend_class(trainer: Trainer, callback: LongContextCallback, token_loss: TokenLoss | None, undo: ExitStack) -> None:
-    """Puts `AttachedMixin` in front of the class of this one trainer instance, and starts a planned run on it."""
-    stock, own, lent = type(trainer), set(vars(trainer)), set[str]()
-    problems = _attach_problems(trainer, callback.config)
-    undo.callback(_unprepare, trainer)
-    undo.callback(_remove_attributes, trainer, lent)
-    undo.callback(setattr, trainer, "__class__", stock)
-    undo.callback(setattr, trainer, "train_dataset", trainer.train_dataset)
-    trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
-    planned = cast(AttachedMixin, trainer)
-    try:
-        planned._longctx_callback, planned._first_collator = callback, trainer.data_collator
-        trainer.train_dataset = read_columns(stock, trainer.train_dataset)
-        datasets = {"train_dataset": trainer.train_dataset}
-        args, processing_class = trainer.args, trainer.processing_class
-        request = RunRequest(callback.config, trainer.model, args, processing_class, problems, datasets, token_loss=token_loss)
-        planned._start(request)
-        run = planned.longctx_run
-        undo.callback(run.close)
-        planned._report()
-        planned._translated(callback.config, args)
-        planned._tell_settings()
-        undo.callback(trainer.remove_callback, run.report)
-        undo.callback(trainer.remove_callback, planned._stop)
-        undo.callback(trainer.remove_callback, ReplicaCheck)
-    finally:
-        lent |= set(vars(trainer)) - own
-
-
-def _unprepare(trainer: Trainer) -> None:
-    """Makes accelerate forget the model, so that the next stock training prepares the model again, with DDP.
-
-    Autocast stays bound to the model, as after any training.
-    """
-    assert trainer.model is not None
-    trainer.model_wrapped = trainer.model
-    vars(trainer.model).pop("_is_accelerate_prepared", None)
-
-
-def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
-    for name in names & set(vars(trainer)):
-        delattr(trainer, name)
-
-
-def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
-    """Problems with a built trainer: settings that plans would ignore."""
-    problems = argument_problems(trainer.args, {"model_init": trainer.model_init}, compile_layers=config.compile_layers)
-    problems += _signal_problems(trainer.args)
-    if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
-        return problems + outside
-    problems += collator_problems(trainer.data_collator, trainer.train_dataset, head_kind(cast(Any, trainer.model)))
-    if config.parameters != "replicated":
-        problems.append(
-            f"parameters={config.parameters!r} would leave a sharded model in a stock trainer; use LongContextTrainer, or "
-            f"parameters='replicated'"
-        )
-    elif config.layer_weights != "device":
-        problems.append(f"layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'; leave it out")
-    if config.stages != 1:
-        problems.append(
-            f"stages={config.stages!r} would leave each rank with a part of the model, which a stock trainer cannot evaluate or "
-            f"save; use LongContextTrainer, or stages=1"
-        )
-    if trainer.train_dataset is None:
-        problems.append("the trainer has no train_dataset; give it one, or call attach on the trainer that trains")
-    problems += trainer_loss_problems(trainer)
-    for name in ("train", "training_step", "get_train_dataloader", "get_batch_samples"):
-        if name in vars(trainer):
-            problems.append(f"{name} was replaced on the trainer instance and would not run under plans; override it in a class")
-    return problems
-
-
-def _signal_problems(args: TrainingArguments) -> list[str]:
-    """The problem with a trainer that was built to save at SIGTERM by itself."""
-    if not getattr(args, "enable_jit_checkpoint", False):
-        return []
-    return [
-        "enable_jit_checkpoint=True saves on the ranks that got the signal, each in a step of its own, while the others wait; "
-        "leave it out: the callback saves at SIGTERM without it"
-    ]
-
-
 def _rounding_problems(args: TrainingArguments) -> list[str]:
     """Problem with an optimizer that draws random numbers, which the ranks of DDP would draw each for itself."""
     if args.world_size == 1 or not rounds_by_chance(args):
@@ -420,8 +319,8 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
         )
     if config.stages != 1:
         problems.append(
-            f"stages={config.stages!r} needs LongContextTrainer, since every forward of a stock trainer runs the whole model; "
-            f"use it, or stages=1"
+            f"stages={config.stages!r} needs plans of whole steps, since every forward of a stock trainer runs the whole model; "
+            f"call attach(trainer), or use LongContextTrainer"
         )
     if config.parameters != "replicated":
         problems.append(

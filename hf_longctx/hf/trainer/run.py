@@ -25,6 +25,8 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_len
 from hf_longctx.hf.models.dropout.embedding_noise import key_noise, rest_noise
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.heads.kinds import num_outputs
+from hf_longctx.hf.models.parts.refusing import allow_all, refuse_saving
+from hf_longctx.hf.models.parts.whole_again import WholeModel
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
@@ -70,7 +72,7 @@ class RunRequest:
     problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; None if a stock
     loader reads them, and then every plan has one micro-batch. control: the process group that `meet` returned, if it was
     called before. token_loss: the user's loss of a token, if there is one. reference: the reference model of a loss of
-    log-probabilities, which is whole; see `reference_run`.
+    log-probabilities, which is whole; see `reference_run`. gives_back: a model that is cut into stages must become whole again.
     """
 
     config: LongContextConfig
@@ -82,6 +84,7 @@ class RunRequest:
     control: dist.ProcessGroup | None = None
     token_loss: TokenLoss | None = None
     reference: nn.Module | None = None
+    gives_back: bool = False
 
     @property
     def task(self) -> HeadTask:
@@ -109,7 +112,8 @@ class Run:
     lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
     cross-entropy. dropout: keys of the model's dropout modules; None if it has none. noise_alpha: alpha of the noise that the
     embedding adds in training (NEFTune); None without noise. fused: kernels of layers, bound while an executor is
-    in use. code: the user's code on the model at the start.
+    in use. code: the user's code on the model at the start. whole: the model before it was cut into stages, if it must become
+    whole again; else None.
     """
 
     config: LongContextConfig
@@ -131,6 +135,7 @@ class Run:
     token_loss: TokenLoss | ValueLoss | None = None
     dropout: DropoutKeys | None = None
     noise_alpha: float | None = None
+    whole: WholeModel | None = None
 
     @property
     def task(self) -> HeadTask:
@@ -196,6 +201,8 @@ def start_run(request: RunRequest) -> Run:
         # the optimizer of a stock trainer keeps its states beside the weights, so plans must count them there
         config = replace(config, optimizer_states="device")
     control = meet(config, request.control)
+    # of a model that was loaded as one stage
+    allow_all(model)
     align_padding(request.task, model, request.processing_class)
     problems = request.problems + request.problems_of_loss(control)
     degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
@@ -217,6 +224,10 @@ def start_run(request: RunRequest) -> Run:
     with ExitStack() as undo:
         undo.callback(restore_attention, model, attention_name(model))
         patch_model(model)
+        whole = None
+        if request.gives_back and setup.num_stages > 1:
+            whole = WholeModel(model, is_loaded=loaded_ranges(model) is not None)
+            undo.callback(whole.close, own_stage(setup.num_stages), setup.num_stages)
         noise_alpha = None if request.datasets is None else args.neftune_noise_alpha
         if noise_alpha is not None:
             key_noise(model, noise_alpha)
@@ -286,6 +297,7 @@ def start_run(request: RunRequest) -> Run:
             dropout=dropout,
             noise_alpha=noise_alpha,
             code=code,
+            whole=whole,
         )
 
 
@@ -357,7 +369,9 @@ def _own_stage(setup: RunSetup, model: Any) -> StageModel:
     stage = own_stage(setup.num_stages)
     if loaded_ranges(model) is None:
         cut_model(model, setup.ranges, stage)
-    return stage_model(model, setup.ranges, stage)
+    described = stage_model(model, setup.ranges, stage)
+    refuse_saving(model, stage, setup.num_stages)
+    return described
 
 
 def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArguments) -> DeviceMesh | None:

@@ -57,6 +57,7 @@ from hf_longctx.hf.start.trl import (
     trainer_problems,
     trl_class,
 )
+from hf_longctx.hf.start.user_code import reads_between_forwards
 from hf_longctx.hf.trainer.classifiers.evaluation import classified
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.loaders import eval_loader
@@ -76,6 +77,7 @@ from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
 from hf_longctx.runtime.parameters.finite import nonfinite_names
 from hf_longctx.runtime.parameters.master_weights import copied_dtypes
+from hf_longctx.runtime.parameters.sharded import layer_shards
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -536,12 +538,18 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         model.eval()
         self._switch_optimizer("eval")
         executor = run.executor(model)
+        shards = layer_shards(model)
+        if shards is not None and not reads_between_forwards(self):
+            # moved once for the whole set
+            shards.wait_away()
         for batch in dataloader:
             total_weight, num_labels = self._label_sums([batch])
             batch = {**batch, "total_weight": total_weight, "num_label_tokens": num_labels}
             # without a backward nothing is saved: policies only make tiles, and no host memory is needed
             rank_plan = forward_only(batch["step"].plan.for_rank(run.pool.rank))
             yield executor, (rank_plan, batch["chunks"], run.activations.engine(model, rank_plan)), batch
+        if shards is not None:
+            shards.come_back()
 
     def _told_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
         """Yields like `_planned_forwards`, and tells the callbacks when a step is over."""
@@ -575,6 +583,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         try:
             yield
         finally:
+            if (shards := layer_shards(self.model)) is not None:
+                shards.come_back()
             if not self.is_in_train:
                 self._release_models()
 

@@ -85,9 +85,7 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
     """Makes one slot per layer of `chunk`, for one rank of a group; each class says what the runtime may do with it."""
     num_layers = costs.model.num_layers
     kinds = costs.model.layer_kinds(LayerRange(0, num_layers)) or (ATTENTION,) * num_layers
-    slots = {
-        kind: layer_slot(costs, chunk, shape, costs.pairs_of((kind,)), ((kind, 1.0),)) for kind in dict.fromkeys(kinds)
-    }
+    slots = {kind: layer_slot(costs, chunk, shape, costs.pairs_of((kind,)), ((kind, 1.0),)) for kind in dict.fromkeys(kinds)}
     return tuple(slots[kind] for kind in kinds)
 
 

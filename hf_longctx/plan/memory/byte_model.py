@@ -135,6 +135,11 @@ class ByteModel:
         is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
         return part_state_bytes(self.model, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
 
+    def stage_waiting(self, stage: StagePlan, plan: StepPlan) -> int:
+        """Bytes of gradients that wait whole on a rank of one stage, from its first backward of a micro-batch to its last one."""
+        is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
+        return accumulated_bytes(self.model, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
+
     def most_states(
         self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, on_host: bool = False
     ) -> int:
@@ -237,18 +242,24 @@ class ByteModel:
         position: int = 0,
         tiles_loss: bool = True,
         copying: Sequence[int] = (),
+        waiting: int = 0,
     ) -> RoundMoments:
         """Bytes that the rank at `position` of the group holds and works with in each F and B of the stage, in order.
 
         Slices run forward in their order and backward in reverse order. copying: for each F and B in order, bytes that are still
-        on the device while they are copied to the host.
+        on the device while they are copied to the host. waiting: bytes of gradients that wait whole once a backward has run.
         """
         # the objects are stored with their moments, so that their ids are not reused
         known, key = self._counted.moments, (id(group.chunks), group.shape, id(stage), position, tiles_loss)
         if key not in known:
             known[key] = group.chunks, stage, self._moments(group, stage, position, tiles_loss)
         found = known[key][2]
-        return replace(found, peak=found.peak + np.array(copying, dtype=np.int64)) if len(copying) else found
+        if not len(copying) and not waiting:
+            return found
+        peak = found.peak + np.array(copying, dtype=np.int64) if len(copying) else found.peak.copy()
+        # while the first backward runs, gradients take the place of what it frees
+        peak[np.argmin(self.passes(stage).is_forward) + 1 :] += waiting
+        return replace(found, peak=peak)
 
     def _moments(self, group: SequenceGroup, stage: StagePlan, position: int, tiles_loss: bool) -> RoundMoments:
         """The `moments` without anything that is being copied."""

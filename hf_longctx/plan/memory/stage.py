@@ -93,7 +93,7 @@ def _layer_bytes(model: ModelSpec, num_layers: int) -> int:
 def accumulated_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """Bytes of gradients that a rank holds, beside its states, while a micro-batch runs more than one backward.
+    """Bytes of gradients that a rank of a stage holds, beside its states, while a micro-batch runs more than one backward.
 
     FSDP2 reduce-scatters gradients in the last backward only. Until then those of all weights lie whole on every rank, those of
     half-precision weights in fp32.

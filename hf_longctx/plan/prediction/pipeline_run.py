@@ -171,9 +171,11 @@ def _stage_run(
     when = tuple(times[place] for place in passes.places)
     model, group = seconds.costs.model, seconds.group
     copying = _copying_bytes(seconds, passes.actions, when, copied) if copied else ()
-    found = byte_model.moments(group, stage, copying=copying).most
+    is_alone = plan.num_stages == 1
+    waiting = 0 if is_alone else byte_model.stage_waiting(stage, plan)
+    found = byte_model.moments(group, stage, copying=copying, waiting=waiting).most
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
-    if plan.num_stages == 1:
+    if is_alone:
         sharing = seconds.costs.parameters, seconds.costs.shard_ranks
         state_bytes = byte_model.states(*sharing) + (byte_model.accumulated(*sharing) if len(group.chunks) > 1 else 0)
     else:

@@ -30,7 +30,9 @@ def without_numbers(name: str) -> str:
 
 def note_rounded(model: nn.Module, names: Collection[str]) -> None:
     """Notes on `model` which weights autocast rounds wherever they are read; names are those of `without_numbers`."""
-    setattr(model, _ROUNDED, frozenset(names))
+    vars(model).pop(_ROUNDED, None)
+    if names:
+        setattr(model, _ROUNDED, frozenset(names))
 
 
 def noted_rounded(model: nn.Module) -> frozenset[str]:

@@ -12,7 +12,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import tiny_costs
 from helpers.plans.pipeline_plans import planned_words
 from helpers.plans.sliced_plans import Rows
-from helpers.ranks.pipeline_steps import CPU, stage_pool, stage_step_on_rank
+from helpers.ranks.pipeline_steps import CPU, stage_mesh, stage_pool, stage_step_on_rank
 from helpers.ranks.rank_steps import rank_inputs
 
 from hf_longctx.hf.calibration.shapes import shaped_config
@@ -30,6 +30,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.parameters.sharded import shard_model
 
 
 def build_llama(spec: ModelSpec) -> Any:
@@ -46,13 +47,16 @@ def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int
     model = build_llama(spec)
     ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
     cut_model(model, ranges, pool.stage)
+    stage = stage_model(model, ranges, pool.stage)
+    if plan.parameters != "replicated":
+        shard_model(model, tuple(model._no_split_modules), stage_mesh(plan.num_stages, pool.ranks_per_stage))
     for parameter in model.parameters():
         # gradients are states, not workspace
         parameter.grad = torch.zeros_like(parameter)
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     head = OutputHead(output_head(model)) if has_policies and pool.stage == plan.num_stages - 1 else None
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**26), head) if has_policies else None
-    executor = StepExecutor(stage_model(model, ranges, pool.stage), pool, CPU)
+    executor = StepExecutor(stage, pool, CPU)
     rank_plan, inputs = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
     executor.run(rank_plan, inputs, 1, engine=engine)
     peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1, engine=engine))

@@ -30,8 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "sharded": {"parameters": "sharded"},
     "staged": {"stages": 2},
     "stream": {"lookahead_batches": 2, "stream_readers": 3},
-    # a stock trainer with the callback alone
+    # a stock trainer with the callback alone, or attached
     "callback": {},
+    "attached": {"stages": 2},
 }
 LIMIT = {"save_total_limit": 1}
 
@@ -50,9 +51,13 @@ def trainer_of(kind: str, folder: str, config: dict[str, Any] | None = None, **a
     }
     placed = KINDS[kind.removesuffix(" adapters")]
     settings = {"tokens_per_rank": 64, "collective_timeout_s": 6.0, **placed, **(config or {})}
-    if kind == "callback":
+    if kind in ("callback", "attached"):
         callback = LongContextCallback(quiet_config(**settings))
-        return make_stock_trainer(ModelCase(promoted=True), rows, folder, saving, LossTrainer, callbacks=[callback])
+        alone = [callback] if kind == "callback" else []
+        trainer = make_stock_trainer(ModelCase(promoted=True), rows, folder, saving, LossTrainer, callbacks=alone)
+        if not alone:
+            callback.attach(trainer)
+        return trainer
     lora = (("r", 2), ("target_modules", "all-linear")) if kind.endswith(" adapters") else ()
     return make_trainer(ModelCase(promoted=True, lora=lora), data, folder, settings, saving)
 

@@ -39,7 +39,7 @@ PLACES = {
 CASES = [("replicated", place) for place in PLACES]
 # files that these kinds write in their own way; the state, the manifest, the new name and the rotation are the same for all
 CASES += [("sharded", place) for place in ("optimizer", "sums of rank 1", "writing behind", "second file")]
-CASES += [("staged", "weights"), ("stream", "rng of rank 1")]
+CASES += [("staged", "weights"), ("attached", "optimizer"), ("stream", "rng of rank 1")]
 CASES += [("callback", place) for place in ("weights", "deletion")]
 
 

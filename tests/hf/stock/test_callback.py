@@ -298,6 +298,7 @@ class Noisy(Trainer):
         self.neftune_noise_alpha = 5.0
 
 
+PACKED = datasets.Dataset.from_list([{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4], "seq_lengths": [2, 2]}])
 # name -> (mode, settings, arguments, what the trainer gets besides, part of the message)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "collator": ("attached", {}, {}, {"data_collator": PaddingCollator()}, "data_collator is PaddingCollator"),
@@ -317,8 +318,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], st
     "budget": ("alone", {"tokens_per_step": 100}, {}, {}, "tokens_per_step=100 needs the trainer's loader"),
     "cutting": ("alone", {"long_sequences": "split"}, {}, {}, "long_sequences='split' needs the trainer's loader"),
     "too long alone": ("alone", {"max_length": 40}, {}, {}, "has a sequence of 61 tokens, above max_length 40"),
-    "stages": ("attached", {"stages": 2}, {}, {}, "stages=2 would leave each rank with a part of the model"),
-    "stages alone": ("alone", {"stages": "auto"}, {}, {}, "stages='auto' needs LongContextTrainer"),
+    "metrics in stages": ("attached", {"stages": 2}, {}, {"compute_metrics": accuracy}, "stages never make; leave them out"),
+    "packed rows in stages": ("attached", {"stages": 2}, {}, {"eval_dataset": PACKED}, "eval_dataset has a column 'seq_lengths'"),
+    "stages of shards": (
+        "attached",
+        {"stages": 2, "parameters": "gathered_per_round"},
+        {},
+        {},
+        "would leave a sharded model in a stock trainer",
+    ),
+    "stages alone": ("alone", {"stages": "auto"}, {}, {}, "stages='auto' needs plans of whole steps"),
     "too many": ("alone", {"tokens_per_rank": 31}, {}, {}, "do not fit one micro-batch on 2 ranks of 31 tokens each"),
 }
 

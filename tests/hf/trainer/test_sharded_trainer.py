@@ -25,10 +25,11 @@ from helpers.trainers.trainer_runs import (
     train_with_norms,
 )
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.trainer import run as run_module
+from hf_longctx.runtime.parameters.on_host.layer_shards import LayerShards
 
 
 @pytest.fixture(scope="module")
@@ -304,3 +305,54 @@ def test_a_rank_holds_its_share_of_weights_and_moments(ranks, rows, tmp_path: Pa
     assert max(weights for weights, _ in held) <= num_elements / 4 * 1.05
     for weights, _ in ranks(4).run(memory_of_a_rank, rows, str(tmp_path), {**SHARDED, "shard_ranks": 2, "tokens_per_rank": 32}):
         assert num_elements / 2 * 0.95 <= weights <= num_elements / 2 * 1.05
+
+
+class Reading(TrainerCallback):
+    """Reads weights between the forwards of an evaluation."""
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.sum = sum(float(p.to_local().double().sum()) for p in model.parameters())
+
+
+def evaluate_from_host(rows: list[dict[str, list[int]]], folder: str, where: str) -> tuple[list[Any], list[int]]:
+    """Losses of evaluations and of a step after them, and how often layers left the device in each evaluation."""
+    config = {"parameters": "sharded", "layer_weights": where, "tokens_per_rank": 48}
+    arguments = {"max_steps": 1, "per_device_eval_batch_size": 2}
+    held_out = datasets.Dataset.from_list(rows[:12])
+    trainer = make_trainer(ModelCase(), rows, folder, config, arguments, eval_dataset=held_out)
+    recorder, reading, moves = LossRecorder(), Reading(), [0]
+    recorder.attach(trainer)
+    with pytest.MonkeyPatch.context() as patches:
+
+        def leave(own: LayerShards, leave: Any = LayerShards._leave) -> None:
+            moves[-1] += 1
+            leave(own)
+
+        patches.setattr(LayerShards, "_leave", leave)
+        found: list[Any] = [trainer.evaluate()["eval_loss"]]
+        moves.append(0)
+        trainer.add_callback(reading)
+        found += [trainer.evaluate()["eval_loss"], reading.sum]
+        trainer.remove_callback(reading)
+        moves.append(0)
+        # user code after the forwards gets weights, too
+        trainer.compute_metrics = lambda _: {"sum": sum(float(p.to_local().double().sum()) for p in trainer.model.parameters())}
+        found.append(trainer.evaluate()["eval_sum"])
+        moves.append(0)
+        # an error of the user's, after which training goes on
+        trainer.compute_metrics = lambda _: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            trainer.evaluate()
+    trainer.train()
+    return [*found, *recorder.losses], moves
+
+
+def test_layers_on_the_host_leave_once_for_an_evaluation(ranks, rows, tmp_path: Path) -> None:
+    for (found, moves), (expected, none) in zip(
+        ranks(2).run(evaluate_from_host, rows, str(tmp_path), "host"),
+        ranks(2).run(evaluate_from_host, rows, str(tmp_path), "device"),
+        strict=True,
+    ):
+        assert found == expected
+        # three plans, between which a callback reads weights in the second evaluation
+        assert moves == [1, 3, 1, 1] and none == [0] * 4

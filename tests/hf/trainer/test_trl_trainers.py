@@ -53,6 +53,7 @@ RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
     "mixin": (1, "chat", "mixin", (), {"tokens_per_rank": 96}, {"assistant_only_loss": True, **RECOMPUTED}),
     "mixin, two ranks together": (2, "completion", "mixin", LORA, {"tokens_per_rank": 48, "static_degree": 2}, RECOMPUTED),
     "attached": (2, "completion", "attached", (), {"tokens_per_rank": 48}, {"completion_only_loss": False, **RECOMPUTED}),
+    "attached, stages": (2, "completion", "attached", LORA, {"tokens_per_rank": 96, "stages": 2}, RECOMPUTED),
     "alone": (2, "chat", "alone", (), {"tokens_per_rank": 400}, {"assistant_only_loss": True}),
     "alone, recomputing": (2, "chat", "alone", (), {"device_gib": _tight(90), "tile_tokens": 8}, {}),
     "alone, packed": (2, "text", "alone", LORA, {"tokens_per_rank": 400}, {**PACKED, **RECOMPUTED}),

@@ -183,8 +183,12 @@ class PipelineRoom:
                 host_bytes -= max(0.0, trial.over_host_bytes)
             return tuple(num_bytes - less for num_bytes, less in zip(device_bytes, taken, strict=True)), host_bytes
 
-        messages = [message_bytes(self.costs.model, stage, len(group.stages), tokens) for stage in group.stages]
-        free_bytes = tuple(num_bytes - sent for num_bytes, sent in zip(self.room_bytes, messages, strict=True))
+        beside = [
+            message_bytes(self.costs.model, stage, len(group.stages), tokens)
+            + (self._byte_model.stage_waiting(stage, self.plan) if len(group.chunks) > 1 else 0)
+            for stage in group.stages
+        ]
+        free_bytes = tuple(num_bytes - taken for num_bytes, taken in zip(self.room_bytes, beside, strict=True))
         return search_room(propose, next_room, (free_bytes, host_bytes), _SEARCH.attempts)
 
     def _lean(self, group: SequenceGroup) -> Iterator[SequenceGroup]:

@@ -6,8 +6,9 @@ and while it gathers, the slot of the layer after it is filled. Layers come in o
 a gather waits for the layer's own copy, so a wrong guess costs time alone. At the end of the context all shards come back.
 
 Outside of the context every shard lies on the device, where the optimizer, checkpoints, and the user's code read and write it as
-always. Its home is written anew in each step, since nothing tells whether somebody changed a weight through `.data`. Gradients
-stay on the device, and so do embedding, head and final norm, which are one unit that is gathered once per forward.
+always. Its home is written anew in each step, since nothing tells whether somebody changed a weight through `.data`. Only an
+evaluation, between whose forwards nobody reads weights, may let them wait on the host (`wait_away`). Gradients stay on the
+device, and so do embedding, head and final norm, which are one unit that is gathered once per forward.
 
 FSDP2's own `CPUOffloadPolicy` would move gradients, too, and wait for them inside each layer's backward. FSDP2 has no other way
 to gather from somewhere else, so two methods of its record of a layer are bound here, as in `rounded.py`.
@@ -46,6 +47,8 @@ class LayerShards:
         self._memory = HostMemory(sum(sizes), device.type == "cuda", "layer_weights='host'")
         self._slots = [_Slot(torch.empty(max(sizes), dtype=torch.uint8, device=device)) for _ in range(NUM_SLOTS)]
         self._is_away = False
+        # whether shards wait on the host where a context ends
+        self._waits = False
         # place of the layer that was gathered last, and 1 or -1 for the way on which layers follow each other
         self._last, self._way = 0, 1
         for layer, home in zip(self._layers, self._memory.memory.split(sizes), strict=True):
@@ -58,22 +61,35 @@ class LayerShards:
 
         Raises RuntimeError if an earlier step ran out of memory when they should have come back.
         """
-        if self._is_away:
+        if self._is_away and not self._waits:
             raise RuntimeError(
                 "an earlier step failed, and the device had no room for weights that were on the host (layer_weights='host'); "
                 "start the run again from its last checkpoint"
             )
         # FSDP2's first gather looks at the shards, and would pad those that are gone
         root._get_fsdp_state()._lazy_init()
-        self._leave()
+        if not self._is_away:
+            self._leave()
         try:
             yield
         except BaseException:
+            self._waits = False
             # the error of the step is the one to tell
             with suppress(torch.OutOfMemoryError):
                 self._come_back()
             raise
-        self._come_back()
+        if not self._waits:
+            self._come_back()
+
+    def wait_away(self) -> None:
+        """Lets shards wait on the host between the contexts that follow, until `come_back`; nobody may use weights meanwhile."""
+        self._waits = True
+
+    def come_back(self) -> None:
+        """Ends what `wait_away` began. Idempotent."""
+        if self._waits and self._is_away:
+            self._come_back()
+        self._waits = False
 
     def home_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The host memory of this rank's shard of a parameter, free outside of `away`; None for weights that never leave."""

@@ -1,0 +1,249 @@
+"""Lends a stock trainer full plans: the methods of a trainer to which `LongContextCallback` is attached.
+
+Of a model in pipeline stages each rank has one stage while the callback is attached. Afterwards it is whole again on every rank,
+unless it was loaded as one stage.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, Protocol, cast
+
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.heads.kinds import head_kind
+from hf_longctx.hf.models.parts.refusing import refuse_all
+from hf_longctx.hf.models.parts.whole_again import WholeModel
+from hf_longctx.hf.ranks.agreement import raise_together
+from hf_longctx.hf.ranks.loader_workers import keep_workers
+from hf_longctx.hf.start.arguments import argument_problems, evaluation_problems
+from hf_longctx.hf.start.losses import trainer_loss_problems
+from hf_longctx.hf.start.stages import loaded_ranges, own_stage
+from hf_longctx.hf.start.trl import attach_problems, read_columns, trainer_problems
+from hf_longctx.hf.stock.collators import collator_problems
+from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
+from hf_longctx.hf.trainer.replicas import ReplicaCheck
+from hf_longctx.hf.trainer.run import RunRequest
+from hf_longctx.hf.trainer.trainer import LongContextMixin
+from hf_longctx.runtime.core.loss import TokenLoss
+
+# attribute of a model by which accelerate knows it
+_PREPARED = "_is_accelerate_prepared"
+
+
+class Attaching(Protocol):
+    """A callback that is attached to a trainer until `abandon`."""
+
+    config: LongContextConfig
+    stopped_by: str
+
+    def abandon(self) -> None: ...
+
+
+class AttachedMixin(LongContextMixin):
+    """The training half of `LongContextMixin`; evaluation, prediction and their loaders remain the trainer's own.
+
+    With pipeline stages no rank has a model for a stock forward: evaluation runs under plans, too, and prediction is refused.
+    """
+
+    plans_evaluation = False
+    _longctx_callback: Attaching
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trains under plans; afterwards the trainer is stock again, even if the training raised.
+
+        Unless its model was loaded as one stage: then the trainer goes on with plans until `LongContextCallback.detach`.
+        """
+        callback = self._longctx_callback
+        try:
+            output = super().train(*args, **kwargs)
+            callback.stopped_by = self.stopped_by
+            # other ranks may still read from the groups that are closed next
+            self.accelerator.wait_for_everyone()
+            if not self._is_loaded_stage:
+                self.give_back()
+        except BaseException:
+            callback.abandon()
+            raise
+        if not self._is_loaded_stage:
+            callback.abandon()
+        return output
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        if self.plans_evaluation:
+            dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+            raise_together(_evaluation_problems(self, dataset), self.longctx_run.control, "the evaluation cannot run under plans")
+            return super().get_eval_dataloader(eval_dataset)
+        loader: DataLoader[Any] = super(PlannedDataMixin, self).get_eval_dataloader(eval_dataset)
+        keep_workers(loader)
+        return loader
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        if self.plans_evaluation:
+            return super().evaluation_loop(*args, **kwargs)
+        return super(LongContextMixin, self).evaluation_loop(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        if self.plans_evaluation:
+            raise ValueError(
+                "predict() of a stock trainer returns whole logits, which pipeline stages never make; call it after train() with "
+                "a model that was loaded whole, or use LongContextTrainer, whose predict() scores rows"
+            )
+        return super(LongContextMixin, self).predict(*args, **kwargs)
+
+    @property
+    def _is_loaded_stage(self) -> bool:
+        """Whether the model was loaded as one stage, so that no rank can get it whole."""
+        return self.longctx_run.whole is not None and self.longctx_run.whole.is_loaded
+
+    def give_back(self) -> None:
+        """Makes a model that was cut into stages whole again, with the trained weights. Collective over all ranks.
+
+        The optimizer, which has states of this rank's stage alone, goes.
+        """
+        whole = self.longctx_run.whole
+        if whole is None:
+            return
+        self._switch_optimizer("eval")
+        nothing: Any = None
+        self._executor = self.optimizer = self.lr_scheduler = nothing
+        self.callback_handler.optimizer = self.callback_handler.lr_scheduler = nothing
+        # it keeps the optimizer
+        self.accelerator.free_memory()
+        whole.gather(self.longctx_run.pool)
+
+
+def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | None, undo: ExitStack) -> None:
+    """Puts `AttachedMixin` in front of the class of this one trainer instance, and starts a planned run on it."""
+    stock, own, lent, config = type(trainer), set(vars(trainer)), set[str](), callback.config
+    problems = _attach_problems(trainer, config)
+    if (ranges := loaded_ranges(cast(Any, trainer.model))) is not None:
+        undo.callback(refuse_all, cast(Any, trainer.model), own_stage(len(ranges)), len(ranges))
+    undo.callback(_unprepare, trainer)
+    undo.callback(_remove_attributes, trainer, lent)
+    undo.callback(setattr, trainer, "__class__", stock)
+    undo.callback(setattr, trainer, "train_dataset", trainer.train_dataset)
+    trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
+    planned = cast(AttachedMixin, trainer)
+    try:
+        planned._longctx_callback, planned.plans_evaluation = callback, config.stages != 1
+        planned._first_collator = trainer.data_collator
+        trainer.train_dataset = read_columns(stock, trainer.train_dataset)
+        sets = {"train_dataset": trainer.train_dataset}
+        if planned.plans_evaluation:
+            undo.callback(setattr, trainer, "eval_dataset", trainer.eval_dataset)
+            sets["eval_dataset"] = trainer.eval_dataset = read_columns(stock, trainer.eval_dataset)
+        args, processing_class = trainer.args, trainer.processing_class
+        request = RunRequest(
+            config, trainer.model, args, processing_class, problems, sets, token_loss=token_loss, gives_back=True
+        )
+        planned._start(request)
+        run = planned.longctx_run
+        if run.whole is not None:
+            undo.callback(_bind_again, trainer, run.whole)
+        undo.callback(run.close)
+        planned.plans_evaluation = run.setup.num_stages > 1
+        planned._report()
+        planned._translated(config, args)
+        planned._tell_settings()
+        undo.callback(trainer.remove_callback, run.report)
+        undo.callback(trainer.remove_callback, planned._stop)
+        undo.callback(trainer.remove_callback, ReplicaCheck)
+        if run.whole is not None:
+            run.whole.release()
+    finally:
+        lent |= set(vars(trainer)) - own
+
+
+def _bind_again(trainer: Trainer, whole: WholeModel) -> None:
+    """Binds autocast to the forward of a model that is whole again, as it is bound after any training.
+
+    Accelerate then knows the model, so that no evaluation prepares it without DDP; a model that is still a stage is only known.
+    """
+    assert trainer.model is not None
+    if vars(trainer.model).get(_PREPARED):
+        if whole.is_here:
+            del vars(trainer.model)[_PREPARED]
+        trainer.accelerator.prepare_model(trainer.model, device_placement=False, evaluation_mode=True)
+
+
+def _unprepare(trainer: Trainer) -> None:
+    """Makes accelerate forget the model, so that the next stock training prepares the model again, with DDP.
+
+    Autocast stays bound to the model, as after any training.
+    """
+    assert trainer.model is not None
+    trainer.model_wrapped = trainer.model
+    vars(trainer.model).pop(_PREPARED, None)
+
+
+def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
+    for name in names & set(vars(trainer)):
+        delattr(trainer, name)
+
+
+def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
+    """Problems with a built trainer: settings that plans would ignore."""
+    problems = argument_problems(trainer.args, {"model_init": trainer.model_init}, compile_layers=config.compile_layers)
+    problems += signal_problems(trainer.args)
+    if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
+        return problems + outside
+    problems += collator_problems(trainer.data_collator, trainer.train_dataset, head_kind(cast(Any, trainer.model)))
+    if config.parameters != "replicated":
+        problems.append(
+            f"parameters={config.parameters!r} would leave a sharded model in a stock trainer; use LongContextTrainer, or "
+            f"parameters='replicated'"
+        )
+    elif config.layer_weights != "device":
+        problems.append(f"layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'; leave it out")
+    if config.stages != 1:
+        problems += _stage_problems(trainer, config)
+    if trainer.train_dataset is None:
+        problems.append("the trainer has no train_dataset; give it one, or call attach on the trainer that trains")
+    problems += trainer_loss_problems(trainer)
+    replaced = ["train", "training_step", "get_train_dataloader", "get_batch_samples"]
+    if config.stages != 1:
+        replaced += ["get_eval_dataloader", "evaluation_loop", "prediction_step", "predict", "save_model"]
+    for name in replaced:
+        if name in vars(trainer):
+            problems.append(f"{name} was replaced on the trainer instance and would not run under plans; override it in a class")
+    return problems
+
+
+def _stage_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
+    """Problems with a built trainer whose model is to be cut into stages, and whose evaluations then run under plans."""
+    problems = []
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        problems.append(
+            f"the trainer has an optimizer or scheduler already, for weights of all stages, but stages={config.stages!r} leaves "
+            f"each rank with one stage; set trainer.optimizer = trainer.lr_scheduler = None before attach, or choose it by optim"
+        )
+    return problems + _evaluation_problems(trainer, trainer.eval_dataset)
+
+
+def _evaluation_problems(trainer: Trainer, dataset: Any) -> list[str]:
+    """Why plans would evaluate something else than the trainer's own loop over batches of its collator."""
+    kind = head_kind(cast(Any, trainer.model))
+    problems = evaluation_problems(trainer.args, trainer.compute_metrics is not None)
+    if kind == "next_token" and (trainer.compute_metrics or trainer.preprocess_logits_for_metrics) is not None:
+        problems.append(
+            "compute_metrics and preprocess_logits_for_metrics of a stock trainer get whole logits, which pipeline stages never "
+            "make; leave them out, or use LongContextTrainer, where compute_metrics gets likeliest tokens and log-probabilities"
+        )
+    if dataset is None:
+        return problems
+    found = collator_problems(trainer.data_collator, dataset, kind)
+    return problems + [problem.replace("train_dataset", "eval_dataset") for problem in found]
+
+
+def signal_problems(args: TrainingArguments) -> list[str]:
+    """The problem with a trainer that was built to save at SIGTERM by itself."""
+    if not getattr(args, "enable_jit_checkpoint", False):
+        return []
+    return [
+        "enable_jit_checkpoint=True saves on the ranks that got the signal, each in a step of its own, while the others wait; "
+        "leave it out: the callback saves at SIGTERM without it"
+    ]
