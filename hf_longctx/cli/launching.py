@@ -7,6 +7,7 @@ in place of the launcher's own traceback.
 from __future__ import annotations
 
 import importlib.resources
+import logging
 import sys
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def main() -> int:
     from accelerate.commands.launch import main as launch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # they say which process got which signal and in which file the failed one began, between its message and the end
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         launch()
     except ChildFailedError as error:

@@ -49,38 +49,6 @@ def test_padding_counts_every_dummy_of_a_chunk_smaller_than_its_group() -> None:
     assert record.padding_share == pytest.approx(3 / 4)
 
 
-def test_line_before_calibration_shows_no_prediction() -> None:
-    assert step_record(step_s=9.0).line(7) == (
-        "step    7 | loss  2.5000 | measured   0.5 s |      34 tokens/s | padding 5.6% | 2 micro-batches <2> <1x2>"
-    )
-
-
-def test_line_after_calibration_shows_the_prediction() -> None:
-    assert "| predicted  0.45 s, measured   0.5 s |" in step_record(step_s=0.45, cost_source="measured").line(1)
-
-
-def test_line_shows_how_far_a_measured_plan_is_from_the_bound() -> None:
-    bounded = {"step_s": 0.45, "lower_bound_s": 0.36}
-    assert step_record(**bounded, cost_source="measured").line(1).endswith("<2> <1x2> | within 25.0% of optimal")
-    # one rank has no choice
-    alone = replace(plan_of([[(1, (0,))]], [9], 1), estimate=Estimate(**bounded, cost_source="measured"))
-    assert StepRecord(alone, 0, 0.0, INTERVALS).line(1).endswith(" tokens/s | 1 micro-batch")
-    # guessed costs say nothing, and no bound is no gap
-    for estimate in (bounded, {"step_s": 0.45, "cost_source": "measured"}):
-        assert step_record(**estimate).line(1).endswith("<2> <1x2>")
-
-
-def test_line_of_a_plan_that_replaced_another_says_so() -> None:
-    solver = "greedy in place of a late one"
-    assert step_record(solver=solver).line(1).endswith(f"<2> <1x2> | {solver}")
-
-
-def test_line_of_one_micro_batch_is_in_the_singular() -> None:
-    record = StepRecord(plan_of([[(2, (0,))]], [40_000], 2), 0, 0.123456, INTERVALS)
-    assert record.line(1234).endswith("|  80,000 tokens/s | padding 0.0% | 1 micro-batch <2>")
-    assert record.line(1234).startswith("step 1234 | loss  0.1235 |")
-
-
 def test_samples_are_this_ranks_chunks_with_whole_chunk_sizes() -> None:
     # 12 tokens in documents of 9 and 3: 81 / 2 + 9 / 2 causal pairs; rank 1 is the idle one of the second round
     costs = tiny_costs(2)
