@@ -23,7 +23,8 @@ _COLUMNS = 110
 def explain(parser: argparse.ArgumentParser, description: str, *examples: str, one: str = "an error that you can fix") -> None:
     """Sets what `--help` of a command says around its options. one: what exit status 1 means."""
     columns = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
-    shown = "\n".join(wrapped(f"  {example}", columns) for example in examples)
+    # a long one is still a command that can be copied
+    shown = "\n".join(wrapped(f"  {example}", columns - 2).replace("\n", " \\\n") for example in examples)
     statuses = f"exit status: 0 success; 1 {one}; 2 wrong options; 3 an error of this program; 130 Ctrl-C"
     parser.description = textwrap.fill(description, columns)
     parser.epilog = f"example{'s' * (len(examples) > 1)}:\n{shown}\n\n{textwrap.fill(statuses, columns)}"
@@ -53,13 +54,15 @@ def print_sections(sections: Sequence[Sequence[str]]) -> None:
     console = Console(highlight=False)
     for place, section in enumerate(sections):
         for number, item in enumerate(section):
+            if not item and isinstance(section[number + 1], Table):
+                # a drawn table has an empty line above and below
+                continue
             if isinstance(item, Table):
                 console.print(_drawn(item))
             else:
                 # `Console` would go on at the left edge
                 text = wrapped(item, console.width)
                 console.print(Text(text, style="bold" if number == 0 else ""))
-        # a drawn table has an empty line above and below
         if place < len(sections) - 1 and not isinstance(section[-1], Table) and not isinstance(sections[place + 1][0], Table):
             console.print()
 
