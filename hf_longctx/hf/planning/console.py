@@ -144,7 +144,15 @@ def _name(what: str, bar: Any) -> None:
     """Lets a bar say what it counts, and vanish at its end."""
     if bar is not None and not bar.desc:
         bar.leave, bar.unit = False, " steps"
+        if callable(shape := bar.dynamic_ncols):
+            # Ctrl-C is shown behind it, and would break the line
+            bar.dynamic_ncols = lambda file: _narrower(shape(file))
         bar.set_description(what)
+
+
+def _narrower(shape: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    columns, rows = shape
+    return columns and columns - len("^C"), rows
 
 
 def _close(own: ProgressCallback) -> None:
@@ -161,15 +169,12 @@ def _say_nothing(*args: Any, **kwargs: Any) -> None:
 
 def _terminal_handlers() -> list[logging.StreamHandler[Any]]:
     """Handlers of all loggers that write to the streams of this process."""
-    loggers = [logging.getLogger(), *(each for each in logging.Logger.manager.loggerDict.values() if hasattr(each, "handlers"))]
-    handlers = {id(handler): handler for logger in loggers for handler in logger.handlers}
-    # what loggers without any handler write with
-    handlers[id(logging.lastResort)] = logging.lastResort
-    return [
-        handler
-        for handler in handlers.values()
-        if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr)
-    ]
+    known = (each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger))
+    loggers = [logging.getLogger(), *known]
+    # loggers without any handler write with the last resort
+    handlers = {*(handler for logger in loggers for handler in logger.handlers), logging.lastResort}
+    streams = sys.stdout, sys.stderr
+    return [each for each in handlers if isinstance(each, logging.StreamHandler) and each.stream in streams]
 
 
 def _lifted(handler: logging.StreamHandler[Any]) -> Callable[[logging.LogRecord], bool]:
