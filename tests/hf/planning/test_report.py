@@ -143,7 +143,7 @@ def log_step(report: RunReport, folder: Path, step: int, logs: dict[str, Any]) -
 
 @pytest.mark.parametrize("report_steps", [True, False])
 def test_one_line_per_log_if_asked_for(capsys, tmp_path: Path, report_steps: bool) -> None:
-    report = lone_report(report_steps=report_steps)
+    report = lone_report(report_steps=report_steps, calibration_steps=0)
     for step in range(1, 8):
         finish_step(report, step_plan(), step=step)
         if step % 3 == 0:
