@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
-from helpers.trainers.stock_runs import make_stock_trainer
+from helpers.trainers.stock_runs import OFF, make_stock_trainer
 from helpers.trainers.trainer_runs import make_trainer
 from transformers import ProgressCallback, Trainer, TrainerCallback
 
@@ -20,7 +20,7 @@ from hf_longctx import LongContextCallback, LongContextConfig
 
 NUM_STEPS, LOGGING_STEPS, EVAL_STEPS = 5, 2, 3
 WARNING = "a warning inside a step"
-CONFIG: dict[str, Any] = {"report_steps": True, "self_test": False, "calibration_steps": 1, "timeline_steps": 0}
+CONFIG: dict[str, Any] = {"report_steps": True, "calibration_steps": 1, "timeline_steps": 0}
 
 
 class Warner(TrainerCallback):
@@ -42,7 +42,7 @@ def trainer_of(way: str, folder: str, **changes: Any) -> Trainer:
             ModelCase(), rows, folder, CONFIG, arguments, eval_dataset=evaluated, callbacks=[Warner()]
         )
         return trainer
-    callback = LongContextCallback(LongContextConfig(**CONFIG))
+    callback = LongContextCallback(LongContextConfig(**CONFIG, **OFF))
     given = [Warner(), *([callback] if way == "given" else [])]
     trainer = make_stock_trainer(ModelCase(), rows, folder, arguments, exact_loss=False, eval_dataset=evaluated, callbacks=given)
     if way == "attached":
