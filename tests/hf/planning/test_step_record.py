@@ -12,6 +12,7 @@ from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import num_policies, with_policies
 from helpers.plans.sliced_plans import cut
 
+from hf_longctx.hf.planning.step_lines import record_parts
 from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
@@ -154,9 +155,9 @@ def test_a_step_of_stages_is_measured_on_every_stage() -> None:
 
 
 def test_line_of_a_pipeline_shows_the_idle_share_of_the_first_stage() -> None:
-    assert staged_record(0).line(1).endswith("<1> | first stage idle 60.0% measured")
-    assert staged_record(0, predicted_idle=0.55).line(1).endswith("| first stage idle 55.0% predicted, 60.0% measured")
-    assert "idle" not in staged_record(1).line(1) and "idle" not in step_record().line(1)
+    assert record_parts([staged_record(0)], 0.0)[-2:] == ["1 micro-batch <1>", "first stage idle 60.0% measured"]
+    assert record_parts([staged_record(0, predicted_idle=0.55)], 0.0)[-1] == ("first stage idle 55.0% predicted, 60.0% measured")
+    assert not any("idle" in part for record in (staged_record(1), step_record()) for part in record_parts([record], 0.0))
 
 
 def test_predicted_idle_is_the_judges_and_asks_for_measured_costs() -> None:
