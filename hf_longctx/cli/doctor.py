@@ -7,7 +7,6 @@ import json
 import sys
 
 from hf_longctx.cli.terminal import explain
-from hf_longctx.plan.core.messages import on_screen
 
 _MARKS = {"ok": "ok  ", "note": "note", "fix": "FIX "}
 
@@ -31,6 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Print all findings; the exit status is 1 if one of them stops trainings."""
     from hf_longctx.hf.calibration.doctor import examine
+    from hf_longctx.plan.core.messages import on_screen
 
     findings = examine()
     to_fix = sum(finding.status == "fix" for finding in findings)

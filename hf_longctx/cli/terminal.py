@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from hf_longctx.plan.core.messages import on_screen, wrapped
-
 if TYPE_CHECKING:
     from hf_longctx.sim.output.tables import Table
 
-# of helps, and of a text where the width of the screen is not known
+# width of helps, and of texts where that of the screen is not known
 _COLUMNS = 110
 
 
 def explain(parser: argparse.ArgumentParser, description: str, *examples: str, one: str = "an error that you can fix") -> None:
     """Sets what `--help` of a command says around its options. one: what exit status 1 means."""
+    from hf_longctx.plan.core.messages import wrapped
+
     columns = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
     # a long one is still a command that can be copied
     shown = "\n".join(wrapped(f"  {example}", columns - 2).replace("\n", " \\\n") for example in examples)
@@ -33,6 +33,8 @@ def explain(parser: argparse.ArgumentParser, description: str, *examples: str, o
 
 def say_error(text: str) -> None:
     """Prints a message for a person on standard error."""
+    from hf_longctx.plan.core.messages import on_screen
+
     print(on_screen(text, sys.stderr), file=sys.stderr, flush=True)
 
 
@@ -50,6 +52,8 @@ def print_sections(sections: Sequence[Sequence[str]]) -> None:
         return
     from rich.console import Console
     from rich.text import Text
+
+    from hf_longctx.plan.core.messages import wrapped
 
     console = Console(highlight=False)
     for place, section in enumerate(sections):

@@ -157,7 +157,7 @@ class RunReport(TrainerCallback):
         """
         records, wall_s = list(self._since_log), self._wall_s
         self._since_log.clear()
-        # of steps whose records were too many the seconds are not those of the records
+        # seconds count only if the records of all their steps were kept
         self._wall_s, is_whole = 0.0, len(records) < (self._since_log.maxlen or 0)
         self._parts = record_parts(records, wall_s if is_whole else 0.0)
         if not records:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _ROWS = 50
-# what tqdm and plain programs write, apart from letters: ends and starts of lines, and moves by lines
+# pieces that tqdm and plain programs write: letters, ends and starts of lines, and moves by lines
 _PIECES = re.compile(r"\x1b\[(\d*)([A-Za-z])|\r|\n|[^\r\n\x1b]+")
 
 

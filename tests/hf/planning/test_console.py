@@ -1,4 +1,4 @@
-"""What trainings say on a terminal: one line per log, above a bar that vanishes, whichever way plans come into a trainer."""
+"""Trainings on a terminal: one line per log, above a bar that vanishes, whichever way plans come into a trainer."""
 
 from __future__ import annotations
 
