@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import signal
 import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
 from hf_longctx.cli.launching import brief, launch_command, recipes_folder
-from hf_longctx.cli.terminal import explain
+from hf_longctx.cli.terminal import explain, say_error
 
 _RANKS = 2
 _NEXT = """try next:
-  hf-longctx doctor                                                  what this machine has, and what is missing
-  hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100          how long can I go, and how fast
-  hf-longctx train recipes/configs/text.yaml --dataset my.jsonl ...  your own texts (docs/guides/data.md)"""
+  your machine hf-longctx doctor
+  how long     hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100
+  your texts   hf-longctx train recipes/configs/text.yaml --dataset my.jsonl ...
+               (docs/guides/data.md)"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,13 +45,15 @@ def run(options: argparse.Namespace) -> int:
     started_s = time.monotonic()
     folder = options.output
     if folder.exists() and not folder.is_dir():
-        print(f"hf-longctx demo: --output {folder} is a file; give a folder", file=sys.stderr)
+        say_error(f"hf-longctx demo: --output {folder} is a file; give a folder")
         return 1
     if options.steps < 1:
-        print(f"hf-longctx demo: --steps is {options.steps}; at least 1 is needed", file=sys.stderr)
+        say_error(f"hf-longctx demo: --steps is {options.steps}; at least 1 is needed")
         return 1
     settings = ["--output_dir", str(folder), "--max_steps", str(options.steps)]
     config = recipes_folder() / "configs" / "demo.yaml"
+    # the first word of the processes themselves takes seconds
+    print(f"training a small Llama on {_RANKS} CPU processes, {options.steps} steps; settings: {config}", flush=True)
     status = _wait(brief(launch_command(_RANKS, [str(config), *settings])))
     if status:
         return status
@@ -83,7 +85,7 @@ def _wait(command: list[str]) -> int:
 def _written(folder: Path) -> list[tuple[str, str]]:
     """Names and paths of what the training has left, or how to get it."""
     found = [("checkpoint", f"{folder}  (AutoModelForCausalLM.from_pretrained loads it)")]
-    found += [("timeline", str(path)) for name in ("timeline.svg", "timeline.png") if (path := folder / name).exists()]
+    found += [("timeline", str(path)) for name in ("timeline.svg", "timeline.png") if (path := folder / name).exists()][:1]
     if find_spec("plotly") is None or find_spec("jinja2") is None:
         return [*found, ("page", f"pip install 'hf_longctx[report]' && hf-longctx report {folder}")]
     from hf_longctx.page.page import write_page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from hf_longctx.cli.terminal import explain
 
@@ -29,6 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Print all findings; the exit status is 1 if one of them stops trainings."""
     from hf_longctx.hf.calibration.doctor import examine
+    from hf_longctx.plan.core.messages import on_screen
 
     findings = examine()
     to_fix = sum(finding.status == "fix" for finding in findings)
@@ -37,9 +39,12 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
         return int(bool(to_fix))
     width = max(len(finding.name) for finding in findings)
+    indent = " " * (width + 8)
     for finding in findings:
-        print(f"{_MARKS[finding.status]}  {finding.name:{width}s}  {finding.text}")
+        lines = [f"{_MARKS[finding.status]}  {finding.name:{width}s}  {finding.text}"]
         if finding.remedy:
-            print(f"{'':{width + 8}s}-> {finding.remedy}")
+            lines.append(f"{indent}-> {finding.remedy}")
+        for line in lines:
+            print(on_screen(line, sys.stdout, indent))
     print(f"{to_fix} thing(s) to fix" if to_fix else "nothing to fix")
     return int(bool(to_fix))

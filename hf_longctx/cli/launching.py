@@ -1,12 +1,13 @@
 """Starts recipes on the ranks of one machine through `accelerate launch`, for `hf-longctx train` and `hf-longctx demo`.
 
 As a module, `python -m hf_longctx.cli.launching`, it is `accelerate launch` that ends with the message of the rank which failed,
-in place of the launcher's own traceback.
+in place of the launcher's own traceback, and after a signal with the ranks' last words.
 """
 
 from __future__ import annotations
 
 import importlib.resources
+import logging
 import sys
 from pathlib import Path
 
@@ -48,9 +49,14 @@ def main() -> int:
     """Become `accelerate launch` with the words of the command line; returns the exit status."""
     import subprocess
 
+    import torch.distributed.run  # noqa: F401
     from accelerate.commands.launch import main as launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # beside the ranks' own words they tell which process gets which signal; each of these loggers has a level of its own
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         launch()
     except ChildFailedError as error:
@@ -58,6 +64,9 @@ def main() -> int:
         said = failure.message.get("message") if isinstance(failure.message, dict) else None
         print(said or f"rank {rank} ended with status {failure.exitcode}; its own messages are above", file=sys.stderr)
         return max(1, failure.exitcode)
+    except SignalException as error:
+        # the ranks have got it, too, and have said what they saved
+        return 128 + int(error.sigval)
     except subprocess.CalledProcessError as error:
         # a single process has said why itself
         return max(1, error.returncode)

@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_longctx._version import __version__
 from hf_longctx.cli import calibrate, demo, doctor, replay, report, train
 from hf_longctx.cli.plan import add_plan_arguments, add_simulate_arguments, run_plan, run_simulate
-from hf_longctx.cli.terminal import explain
+from hf_longctx.cli.terminal import explain, say_error
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,10 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        print(
+        say_error(
             f"hf-longctx {options.command}: unexpected {type(error).__name__}: {str(error)[:500]}; `hf-longctx --debug "
-            f"{options.command} ...` shows where it arose: please report it",
-            file=sys.stderr,
+            f"{options.command} ...` shows where it arose: please report it"
         )
         return 3
     return status
@@ -93,7 +92,7 @@ def _show(options: argparse.Namespace) -> int:
     try:
         plan = validate_plan(read_plan_file(options.plan.read_text()).plan)
     except (OSError, ValueError) as error:
-        print(f"{options.plan}: {error}", file=sys.stderr)
+        say_error(f"{options.plan}: {error}")
         return 1
     print(plan_to_json(plan) if options.json else describe_plan(plan))
     return 0

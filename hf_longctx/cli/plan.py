@@ -6,12 +6,11 @@ Only argparse is imported here; numpy and the planner are imported when a comman
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_longctx.cli.terminal import explain
+from hf_longctx.cli.terminal import explain, say_error
 
 if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
@@ -248,7 +247,7 @@ def run_plan(options: argparse.Namespace) -> int:
         if options.output:
             write_forecast(forecast, options.output)
     except (OSError, ValueError) as error:
-        print(f"hf-longctx plan: {error}", file=sys.stderr)
+        say_error(f"hf-longctx plan: {error}")
         return 1
     _print_forecast(forecast, price, options)
     return 0
@@ -343,7 +342,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     try:
         _simulate(options)
     except (OSError, ValueError) as error:
-        print(f"{options.plan}: {error}", file=sys.stderr)
+        say_error(f"{options.plan}: {error}")
         return 1
     return 0
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from hf_longctx.cli.plan import add_how_arguments, add_machine_arguments, request_of
-from hf_longctx.cli.terminal import explain
+from hf_longctx.cli.terminal import explain, say_error
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             f"a training, or nonfinite-step-N in it"
         )
     except (OSError, ValueError) as error:
-        print(f"hf-longctx replay: {error}", file=sys.stderr)
+        say_error(f"hf-longctx replay: {error}")
         return 1
 
 

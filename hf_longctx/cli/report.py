@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from hf_longctx.cli.terminal import explain
+from hf_longctx.cli.terminal import explain, say_error
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         peak = options.peak_tflops * 1e12 if options.peak_tflops is not None else None
         page, numbers = write_page(options.run_folder, options.output, peak)
     except (OSError, ValueError) as error:
-        print(f"hf-longctx report: {error}", file=sys.stderr)
+        say_error(f"hf-longctx report: {error}")
         return 1
     if options.json:
         print(json.dumps({"page": str(page), **numbers}, indent=2))

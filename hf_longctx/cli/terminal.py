@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -13,17 +14,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_longctx.sim.output.tables import Table
 
-
+# width of helps, and of texts where that of the screen is not known
 _COLUMNS = 110
 
 
 def explain(parser: argparse.ArgumentParser, description: str, *examples: str, one: str = "an error that you can fix") -> None:
     """Sets what `--help` of a command says around its options. one: what exit status 1 means."""
-    shown = "\n".join(f"  {example}" for example in examples)
+    from hf_longctx.plan.core.messages import wrapped
+
+    columns = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
+    # a long one is still a command that can be copied
+    shown = "\n".join(wrapped(f"  {example}", columns - 2).replace("\n", " \\\n") for example in examples)
     statuses = f"exit status: 0 success; 1 {one}; 2 wrong options; 3 an error of this program; 130 Ctrl-C"
-    parser.description = textwrap.fill(description, _COLUMNS)
-    parser.epilog = f"example{'s' * (len(examples) > 1)}:\n{shown}\n\n{textwrap.fill(statuses, _COLUMNS)}"
+    parser.description = textwrap.fill(description, columns)
+    parser.epilog = f"example{'s' * (len(examples) > 1)}:\n{shown}\n\n{textwrap.fill(statuses, columns)}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def say_error(text: str) -> None:
+    """Prints a message for a person on standard error."""
+    from hf_longctx.plan.core.messages import on_screen
+
+    print(on_screen(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def is_rich() -> bool:
@@ -41,14 +53,21 @@ def print_sections(sections: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from hf_longctx.plan.core.messages import wrapped
+
     console = Console(highlight=False)
     for place, section in enumerate(sections):
         for number, item in enumerate(section):
+            if not item and isinstance(section[number + 1], Table):
+                # a drawn table has an empty line above and below
+                continue
             if isinstance(item, Table):
                 console.print(_drawn(item))
             else:
-                console.print(Text(item, style="bold" if number == 0 else ""))
-        if place < len(sections) - 1:
+                # `Console` would go on at the left edge
+                text = wrapped(item, console.width)
+                console.print(Text(text, style="bold" if number == 0 else ""))
+        if place < len(sections) - 1 and not isinstance(section[-1], Table) and not isinstance(sections[place + 1][0], Table):
             console.print()
 
 

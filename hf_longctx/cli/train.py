@@ -6,11 +6,10 @@ import argparse
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 from hf_longctx.cli.launching import brief, launch_command, num_devices, shipped
-from hf_longctx.cli.terminal import explain
+from hf_longctx.cli.terminal import explain, say_error
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         command = command_of(options)
     except (OSError, ValueError) as error:
-        print(f"hf-longctx train: {error}", file=sys.stderr)
+        say_error(f"hf-longctx train: {error}")
         return 1
     print(shlex.join(command), flush=True)
     if not options.dry_run:

@@ -330,7 +330,7 @@ class LongContextConfig:
     )
     report_steps: bool = field(
         default=True,
-        metadata={"help": "Print one line per step on rank 0."},
+        metadata={"help": "Print what the run will do and one line per log on rank 0, in place of the trainer's dictionaries."},
     )
     timeline_steps: int = field(
         default=3,

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from hf_longctx.cli import train
+from hf_longctx.cli import launching, train
 from hf_longctx.cli.main import build_parser, main
 from hf_longctx.hf.calibration.doctor import Finding, examine, pinned_finding, requirement_finding
 
@@ -134,3 +136,16 @@ def test_every_command_has_help_with_an_example_and_starts_fast(capsys: pytest.C
     )
     ended_run = subprocess.run([sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, timeout=60, check=False)
     assert ended_run.returncode == 0, ended_run.stderr
+
+
+def test_a_signal_ends_a_launch_with_its_number_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks have said what they saved, so a traceback of the launcher would hide it."""
+
+    def interrupted() -> None:
+        raise SignalException("Process 1 got signal: 2", signal.SIGINT)
+
+    monkeypatch.setattr("accelerate.commands.launch.main", interrupted)
+    assert launching.main() == 130
+    assert capsys.readouterr() == ("", "")

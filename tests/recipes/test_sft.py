@@ -39,7 +39,7 @@ def demo(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     return launch(folder, str(ROOT / "recipes" / "configs" / "demo.yaml"), *SMALL), folder / "out"
 
 
-def test_demo_prints_one_line_per_step_and_its_world(demo) -> None:
+def test_demo_prints_one_line_per_log_and_its_world(demo) -> None:
     run, _ = demo
     assert run.returncode == 0, run.stderr[-3000:]
     assert "2 rank(s) on cpu, gloo" in run.stdout
@@ -144,7 +144,8 @@ def test_the_hybrid_demo_passes_its_self_test_and_learns(tmp_path: Path) -> None
     shorter = ["--max_length", "512", "--tokens_per_rank", "384", "--tokens_per_step", "2048", "--calibration_steps", "2"]
     run = launch(tmp_path, str(ROOT / "recipes" / "configs" / "hybrid_demo.yaml"), *fewer, *shorter)
     assert run.returncode == 0, run.stderr[-3000:]
-    [passed] = re.findall(r"self-test passed in .*\n.*", run.stdout)
+    assert len(re.findall(r"self-test passed in ", run.stdout)) == 1 and "ulysses of 2" not in run.stdout
+    [passed] = re.findall(r"self-test passed in .*\n.*", read_journal(tmp_path / "out").of("start")[0]["opening"])
     assert "ulysses of 2" in passed and "slices" in passed
     assert "layers 0 (linear_attention), 3 (full_attention) of 4" in passed
     losses = losses_of(run)

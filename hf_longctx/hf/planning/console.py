@@ -1,108 +1,194 @@
-"""Prints what a training says on rank 0, one line per step: a step that is logged gets the log's numbers in its own line.
+"""Prints what a training says on rank 0: a line for every log, under which the bar of the trainer stays on a terminal.
 
-The bar of the trainer stays on a terminal, without its own lines. In a file it would be printed anew around every line, so there
-it is left out.
+The trainer's own callback draws the bar and prints nothing meanwhile.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.utils import logging as transformers_logging
 
-from hf_longctx.plan.core.messages import duration
+from hf_longctx.plan.core.messages import duration, on_screen
 
-# numbers of a log that its step's line has, or that only a program needs
+# numbers of a log that the line of its steps has, or that only a program needs
 _TOLD = (
     *("loss", "epoch", "total_flos", "tokens_per_s", "measured_step_s", "predicted_step_s", "padding_share", "micro_batches"),
     *("planning_s", "idle_share", "predicted_idle_share", "plan_gap", "prediction_error", "learning_rate", "grad_norm"),
     *("late_plans", "failed_plans", "num_tokens", "router_loss", "router_load"),
 )
-# most other numbers in a step's line; more come in a line of their own
+# most other numbers in that line; more come in a line of their own
 _MOST_OTHERS = 6
 _SPEEDS = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
 class Console:
-    """Lines of a training. With `tells_logs` it also prints what the trainer logs, in place of the trainer's own callbacks."""
+    """Lines of a training on one rank. With `tells_logs` it prints what the trainer logs, in place of the trainer's callback."""
 
     def __init__(self, is_on: bool = True) -> None:
         self.is_on, self.tells_logs = is_on, False
-        # a step's line that waits for its log, and the line after it
-        self._held = self._behind = ""
-        # losses of the steps since the last log
-        self._num_steps = 0
+        self._own: TrainerCallback | None = None
 
-    def step(self, line: str, is_logged: bool, behind: str = "") -> None:
-        """Prints the line of a plan and one behind it, or keeps them until the log of the same step comes."""
-        self.flush()
-        self._held, self._behind = line, behind
-        if not (is_logged and self.tells_logs):
-            self.flush()
+    def logs(self, step: int, logs: Mapping[str, Any], parts: Sequence[str] = ()) -> None:
+        """Prints a log: that of steps, with `parts` that describe them, in a line; others in a sentence."""
+        if self.is_on and "loss" in logs:
+            self._steps(step, logs, parts)
+        elif self.tells_logs and "train_runtime" in logs:
+            self.say(f"trained up to step {step} in {duration(logs['train_runtime'])}, mean loss {logs['train_loss']:.4f}")
+        elif self.tells_logs and any(name.endswith("_loss") for name in logs):
+            self.say(f"evaluation after step {step}: {_evaluated(logs)}")
+        elif self.tells_logs and (other := _numbers(logs)):
+            self.say(", ".join(other))
 
-    def step_ends(self) -> None:
-        """Counts a step, whose plans all have lines."""
-        self._num_steps += 1
+    def say(self, text: str) -> None:
+        """Prints a text above the bars."""
+        tqdm.write(on_screen(text, sys.stdout))
 
-    def logs(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Prints a log: that of a step in the step's line, that of an evaluation or of the end in a sentence."""
-        if not self.tells_logs:
+    def take_over(self, trainer: Trainer) -> Callable[[], None]:
+        """Lets the trainer's own callback that prints do no more than draw a bar, and returns what makes it stock again.
+
+        Two or more of them are left alone, since one is the user's, as are subclasses, such as the table of a notebook. Every
+        rank calls it.
+        """
+        printing = [each for each in trainer.callback_handler.callbacks if type(each) in (ProgressCallback, PrinterCallback)]
+        if not self.is_on or len(printing) != 1:
+            return lambda: None
+        self._own, self.tells_logs = printing[0], True
+        # bound to the instance, so that the list of callbacks may change meanwhile, and an event be under way
+        vars(self._own)["on_log"] = _say_nothing
+        if isinstance(self._own, ProgressCallback):
+            bars = _Bars(self._own, is_drawn=sys.stderr.isatty())
+            vars(self._own).update(on_train_begin=bars.begin, on_prediction_step=bars.predict)
+        return self._give_back
+
+    @contextmanager
+    def above_bars(self) -> Iterator[None]:
+        """Context of a training, under whose bar loggers write nothing, and of which no bar is left if it raises."""
+        if not isinstance(own := self._own, ProgressCallback):
+            yield
             return
-        if "loss" in logs:
-            more = _more(logs, self._held, self._num_steps)
-            others = _numbers({name: value for name, value in logs.items() if name not in _TOLD})
-            if len(others) > _MOST_OTHERS:
-                self._behind = "\n".join(filter(None, (f"  {', '.join(others)}", self._behind)))
-                others = []
-            self._held, self._num_steps = " | ".join([self._held or f"step {step:4d}", *more, *others]), 0
-            self.flush()
-            return
-        self.flush()
-        if "train_runtime" in logs:
-            tqdm.write(f"trained up to step {step} in {duration(logs['train_runtime'])}, mean loss {logs['train_loss']:.4f}")
-        elif any(name.endswith("_loss") for name in logs):
-            tqdm.write(f"evaluation after step {step}: {_evaluated(logs)}")
-        elif other := _numbers(logs):
-            tqdm.write(", ".join(other))
+        with ExitStack() as undo:
+            for handler in _terminal_handlers() if sys.stderr.isatty() else ():
+                lift = _lifted(handler)
+                handler.addFilter(lift)
+                undo.callback(handler.removeFilter, lift)
+            if transformers_logging.is_progress_bar_enabled():
+                # every checkpoint would leave bars of its own
+                transformers_logging.disable_progress_bar()
+                undo.callback(transformers_logging.enable_progress_bar)
+            try:
+                yield
+            except BaseException:
+                _close(own)
+                raise
 
-    def flush(self) -> None:
-        """Prints the line that waits for a log which did not come."""
-        lines, self._held, self._behind = [self._held, self._behind], "", ""
-        for line in filter(None, lines):
-            tqdm.write(line)
+    def _give_back(self) -> None:
+        own, self._own, self.tells_logs = self._own, None, False
+        for name in ("on_log", "on_train_begin", "on_prediction_step"):
+            vars(own).pop(name, None)
 
-
-class Bar(ProgressCallback):
-    """The trainer's progress bar without its lines, which `Console` prints."""
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        """Prints nothing."""
+    def _steps(self, step: int, logs: Mapping[str, Any], parts: Sequence[str]) -> None:
+        rates = [f"{word} {logs[name]:.3g}" for name, word in (("learning_rate", "lr"), ("grad_norm", "norm")) if name in logs]
+        others = _numbers({name: value for name, value in logs.items() if name not in _TOLD})
+        is_long = len(others) > _MOST_OTHERS
+        self.say(" | ".join([f"step {step:4d}", f"loss {logs['loss']:7.4f}", *parts, *rates, *([] if is_long else others)]))
+        if is_long:
+            self.say(f"  {', '.join(others)}")
 
 
-def take_over(trainer: Trainer, console: Console) -> None:
-    """Replaces the trainer's own callbacks that print, on every rank; leaves those of the user, and the table of a notebook."""
-    # a subclass is the user's own
-    printing = [each for each in trainer.callback_handler.callbacks if type(each) in (ProgressCallback, PrinterCallback)]
-    printing = printing if console.is_on else []
-    for callback in printing:
-        trainer.remove_callback(callback)
-        if isinstance(callback, ProgressCallback) and sys.stderr.isatty():
-            trainer.add_callback(Bar)
-    console.tells_logs = bool(printing)
+class _Bars:
+    """Events of the trainer's own progress bar: drawn bars say what they count, and are gone when that is done.
+
+    is_drawn: standard error is a terminal; in a file a bar would be printed anew around every line.
+    """
+
+    def __init__(self, own: ProgressCallback, is_drawn: bool) -> None:
+        self.own, self.is_drawn = own, is_drawn
+        if (bar := own.training_bar) is not None:
+            # its training has begun already
+            _name("training", bar)
+            bar.disable = not is_drawn
+
+    def begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Begins a training."""
+        if self.is_drawn:
+            ProgressCallback.on_train_begin(self.own, args, state, control, **kwargs)
+            _name("training", self.own.training_bar)
+        elif state.is_world_process_zero:
+            # the callback's other events update and close it
+            self.own.training_bar, self.own.current_step = tqdm(disable=True), 0
+
+    def predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Counts a step of an evaluation."""
+        if self.is_drawn:
+            ProgressCallback.on_prediction_step(self.own, args, state, control, **kwargs)
+            _name("evaluating", self.own.prediction_bar)
 
 
-def _more(logs: Mapping[str, Any], held: str, num_steps: int) -> list[str]:
-    """Parts of a step's line that only its log knows."""
-    # the loss of several steps is a mean, and without a line it is not said yet
-    more = [f"mean loss of {num_steps} steps {logs['loss']:.4f}"] if held and num_steps > 1 else []
-    more += [] if held else [f"loss {logs['loss']:.4f}"]
-    more += [f"{word} {logs[name]:.3g}" for name, word in (("learning_rate", "lr"), ("grad_norm", "norm")) if name in logs]
-    return more
+def _name(what: str, bar: Any) -> None:
+    """Lets a bar say what it counts, and vanish at its end."""
+    if bar is not None and not bar.desc:
+        bar.leave, bar.unit = False, " steps"
+        if callable(shape := bar.dynamic_ncols):
+            # Ctrl-C is shown behind it, and would break the line
+            bar.dynamic_ncols = lambda file: _narrower(shape(file))
+        bar.set_description(what)
+
+
+def _narrower(shape: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    columns, rows = shape
+    return columns and columns - len("^C"), rows
+
+
+def _close(own: ProgressCallback) -> None:
+    """Takes the bars away that something which raised has left."""
+    for bar in (own.prediction_bar, own.training_bar):
+        if bar is not None:
+            bar.close()
+    own.prediction_bar = own.training_bar = None
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a method that prints logs."""
+
+
+def _terminal_handlers() -> list[logging.StreamHandler[Any]]:
+    """Handlers of all loggers that write to the streams of this process."""
+    known = (each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger))
+    loggers = [logging.getLogger(), *known]
+    # loggers without any handler write with the last resort
+    handlers = {*(handler for logger in loggers for handler in logger.handlers), logging.lastResort}
+    streams = sys.stdout, sys.stderr
+    return [each for each in handlers if isinstance(each, logging.StreamHandler) and each.stream in streams]
+
+
+def _lifted(handler: logging.StreamHandler[Any]) -> Callable[[logging.LogRecord], bool]:
+    """A filter that lets the handler write while no bar is drawn, and then tells it to write nothing."""
+
+    def lift(record: logging.LogRecord) -> bool:
+        shown = copy(record)
+        if handler.formatter is None:
+            shown.msg, shown.args = on_screen(record.getMessage(), handler.stream), ()
+        with tqdm.external_write_mode(file=handler.stream), handler.lock or ExitStack():
+            handler.emit(shown)
+        return False
+
+    return lift
 
 
 def _evaluated(logs: Mapping[str, Any]) -> str:

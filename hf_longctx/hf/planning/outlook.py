@@ -21,9 +21,9 @@ from hf_longctx.plan.planner import plan_step
 _MOST_SEQUENCES = 512
 
 
-def outlook(source: PlanSource, args: TrainingArguments, loader: Any, timeline_steps: int) -> list[str]:
+def outlook(source: PlanSource, args: TrainingArguments, loader: Any, timeline_steps: int, has_journal: bool = True) -> list[str]:
     """Two lines: steps of the training and predicted seconds of an epoch; the output folder and what comes into it."""
-    return [_steps(source, args, loader), _files(args, timeline_steps)]
+    return [_steps(source, args, loader), _files(args, timeline_steps, has_journal)]
 
 
 def typical_step_s(source: PlanSource, lengths: Sequence[int], num_steps: int) -> float:
@@ -42,13 +42,17 @@ def typical_step_s(source: PlanSource, lengths: Sequence[int], num_steps: int) -
 
 def _steps(source: PlanSource, args: TrainingArguments, loader: Any) -> str:
     lengths = getattr(getattr(getattr(loader, "dataset", None), "index", None), "lengths", None)
-    if lengths is None or not len(lengths):
-        # a stream, or a loader whose batches are planned as they come
+    try:
+        num_plans = len(loader)
+    except TypeError:
+        # a stream
         return f"training: {args.max_steps:,} steps" if args.max_steps > 0 else f"training: {args.num_train_epochs:g} epochs"
-    num_plans = len(loader)
     per_epoch = max(1, num_plans // args.gradient_accumulation_steps)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     line = f"training: {steps:,} steps; an epoch has {per_epoch:,}"
+    if lengths is None or not len(lengths):
+        # batches are planned as they come
+        return line
     seconds = num_plans * typical_step_s(source, lengths, num_plans)
     if not seconds:
         return line
@@ -56,10 +60,11 @@ def _steps(source: PlanSource, args: TrainingArguments, loader: Any) -> str:
     return f"{line}, which take about {duration(seconds)} ({how})"
 
 
-def _files(args: TrainingArguments, timeline_steps: int) -> str:
+def _files(args: TrainingArguments, timeline_steps: int, has_journal: bool) -> str:
     folder = Path(str(args.output_dir))
     how = {"no": "no checkpoints before the end", "steps": f"a checkpoint every {args.save_steps:g} steps"}
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     saved = how.get(strategy, f"checkpoints ({strategy})")
     timeline = ", the timeline of the last steps" if timeline_steps else ""
-    return f"written to {folder}: {saved}{timeline}, {JOURNAL} (hf-longctx report {folder} makes a page of it)"
+    journal = f", {JOURNAL} (hf-longctx report {folder} makes a page of it)" if has_journal else ""
+    return f"written to {folder}: {saved}{timeline}{journal}"

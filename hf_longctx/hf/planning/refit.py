@@ -140,8 +140,9 @@ def without_waiting(ranks: Sequence[Samples]) -> list[ChunkSample]:
 
 def _line(fit: Fit, num_plans: int, num_fits: int) -> str:
     residuals = fit.residuals
-    again = f" (fit {num_fits})" if num_fits > 1 else ""
+    again = " again" if num_fits > 1 else ""
+    outliers = f", {residuals.num_outliers} left out as outliers" if residuals.num_outliers else ""
     return (
-        f"cost model fitted{again} on {residuals.num_passes} passes of {num_plans} plans: median error {residuals.median:.1%}, "
-        f"mean {residuals.mean:.1%}, {residuals.num_outliers} left out as outliers"
+        f"cost model fitted{again} on {residuals.num_passes} passes of {num_plans} plans: median error "
+        f"{residuals.median:.1%}{outliers}"
     )

@@ -1,4 +1,4 @@
-"""Reports on a run: one line per step, metrics for the log, samples for the cost model, and the timeline files."""
+"""Reports on a run: one line per log, metrics for the log, samples for the cost model, and the timeline files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from statistics import mean, median
 from typing import Any
 
 from accelerate import PartialState
-from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
@@ -21,6 +20,7 @@ from hf_longctx.hf.planning.outlook import outlook
 from hf_longctx.hf.planning.refit import CostRefit
 from hf_longctx.hf.planning.run_journal import RunJournal
 from hf_longctx.hf.planning.source import PlanSource
+from hf_longctx.hf.planning.step_lines import mean_gap, mean_padding, record_parts
 from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.types import StepPlan
@@ -45,6 +45,8 @@ class RunReport(TrainerCallback):
         self._last: deque[StepRecord] = deque(maxlen=max(1, config.timeline_steps))
         # bounded, for runs that never log
         self._since_log: deque[StepRecord] = deque(maxlen=1000)
+        # seconds of these steps, optimizer included, and what the line of the next log says about them
+        self._wall_s, self._parts = 0.0, list[str]()
         # relative errors of all predictions, for the summary
         self._errors: deque[float] = deque(maxlen=10_000)
         # tokens of all plans that have run
@@ -54,14 +56,19 @@ class RunReport(TrainerCallback):
         # label tokens of the present optimizer step over all ranks, each counted once
         self.num_labels = 0
 
-    def open(self, args: TrainingArguments, train_loader: Any) -> None:
-        """Prints on rank 0, once, what the run will do; a script that evaluates before it trains calls it first."""
+    def open(self, args: TrainingArguments, train_loader: Any, writes_files: bool = True) -> None:
+        """Prints on rank 0, once, what the run will do; a script that evaluates before it trains calls it first.
+
+        writes_files: journal and timeline will be written, since this callback hears of the training.
+        """
         if self._has_opened or not self.config.report_steps or self.source.pool.rank or not self.opening:
             return
         self._has_opened = True
-        lines = self.opening.splitlines()
-        ahead = outlook(self.source, args, train_loader, self.config.timeline_steps)
-        tqdm.write("\n".join([*lines[:2], *ahead, *lines[2:]]))
+        # indented lines are details, which the journal keeps
+        lines = [line for line in self.opening.splitlines() if not line.startswith("  ")]
+        timeline_steps = self.config.timeline_steps if writes_files else 0
+        ahead = outlook(self.source, args, train_loader, timeline_steps, writes_files)
+        self.console.say("\n".join([*lines[:2], *ahead, *lines[2:]]))
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
         """Takes a finished plan from the trainer; its results are read when the step ends, so that reading delays no work."""
@@ -76,7 +83,6 @@ class RunReport(TrainerCallback):
         self.open(args, kwargs.get("train_dataloader"))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.console.flush()
         self._journal.step_begins()
 
     def on_log(
@@ -89,7 +95,7 @@ class RunReport(TrainerCallback):
     ) -> None:
         self._journal.logs(args, state, logs or {})
         if state.is_world_process_zero:
-            self.console.logs(state.global_step, logs or {})
+            self.console.logs(state.global_step, logs or {}, self._parts)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []
@@ -115,18 +121,13 @@ class RunReport(TrainerCallback):
             self._num_tokens += record.num_tokens
             if record.error is not None:
                 self._errors.append(record.error)
-            fitted = self._refit.add(record.measured(self.source.costs), record.ends_step)
-            if self.config.report_steps and state.is_world_process_zero:
-                is_last = place == len(pending) - 1
-                self.console.step(record.line(state.global_step), is_last and control.should_log, fitted)
-        self.console.step_ends()
-        self._journal.step_ends(args, state, records, self.num_labels)
+            self.say(self._refit.add(record.measured(self.source.costs), record.ends_step))
+        self._wall_s += self._journal.step_ends(args, state, records, self.num_labels)
 
     def say(self, line: str) -> None:
-        """Prints a line between those of the steps, on one rank."""
-        if self.config.report_steps and self.source.pool.rank == 0:
-            self.console.flush()
-            tqdm.write(line)
+        """Prints a line between those of the logs, on one rank; nothing for an empty one."""
+        if line and self.config.report_steps and self.source.pool.rank == 0:
+            self.console.say(line)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # one rank writes the checkpoint, which may take longer than the time-out of a step's collectives; so all ranks wait
@@ -134,12 +135,11 @@ class RunReport(TrainerCallback):
         PartialState().wait_for_everyone()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.console.flush()
-        if self.config.report_steps and state.is_world_process_zero and self._errors:
-            tqdm.write(self._summary())
+        if self._errors:
+            self.say(self._summary())
         if state.is_world_process_zero and (replaced := self._replaced_plans()):
             late, failed = replaced.get("late_plans", 0), replaced.get("failed_plans", 0)
-            tqdm.write(f"the fast planner replaced {late:g} late and {failed:g} failed plans of the solver")
+            self.console.say(f"the fast planner replaced {late:g} late and {failed:g} failed plans of the solver")
         panels: dict[str, list[TimelineEvent]] = {}
         steps: list[int] = []
         if self.config.timeline_steps and self._last:
@@ -155,8 +155,11 @@ class RunReport(TrainerCallback):
 
         The numbers of replaced plans count from the start of the run.
         """
-        records = list(self._since_log)
+        records, wall_s = list(self._since_log), self._wall_s
         self._since_log.clear()
+        # seconds count only if the records of all their steps were kept
+        self._wall_s, is_whole = 0.0, len(records) < (self._since_log.maxlen or 0)
+        self._parts = record_parts(records, wall_s if is_whole else 0.0)
         if not records:
             return {}
         measured_s = sum(record.measured_s for record in records)
@@ -164,7 +167,7 @@ class RunReport(TrainerCallback):
         metrics = {
             "tokens_per_s": sum(record.num_tokens for record in records) / measured_s,
             "measured_step_s": measured_s / num_steps,
-            "padding_share": mean(record.padding_share for record in records),
+            "padding_share": mean_padding([record.plan for record in records]),
             "micro_batches": sum(len(record.plan.micro_batches) for record in records) / num_steps,
             "planning_s": sum(record.plan.estimate.solve_s for record in records) / num_steps,
         }
@@ -181,10 +184,8 @@ class RunReport(TrainerCallback):
         errors = [abs(record.error) for record in records if record.error is not None]
         if len(errors) == len(records):
             metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps
-            if all(record.gap is not None for record in records):
-                bound_s = sum(record.plan.estimate.lower_bound_s for record in records) / num_steps
-                counted_s = sum(record.plan.estimate.counted_s for record in records) / num_steps
-                metrics["plan_gap"] = counted_s / bound_s - 1
+            if (gap := mean_gap(records)) is not None:
+                metrics["plan_gap"] = gap
         if errors:
             metrics["prediction_error"] = median(errors)
         return {**metrics, **self._replaced_plans()}
@@ -232,7 +233,7 @@ class RunReport(TrainerCallback):
         if find_spec("matplotlib") is not None:
             save_png_timeline(panels, f"steps {first} to {last_step}: {layouts}", folder / "timeline.png")
         (folder / "timeline.json").write_text(chrome_trace(_in_a_row(steps)))
-        tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
+        self.console.say(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
         return panels
 
 

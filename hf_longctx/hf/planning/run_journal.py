@@ -64,13 +64,17 @@ class RunJournal:
         """Starts the clock of an optimizer step, whose plans are known by now."""
         self._step_begun_s = time.perf_counter()
 
-    def step_ends(self, args: TrainingArguments, state: TrainerState, records: Sequence[StepRecord], num_labels: int) -> None:
-        """Writes a line for every plan of an optimizer step; `num_labels`: label tokens of the step, each counted once."""
+    def step_ends(self, args: TrainingArguments, state: TrainerState, records: Sequence[StepRecord], num_labels: int) -> float:
+        """Writes a line for every plan of an optimizer step; `num_labels`: label tokens of the step, each counted once.
+
+        Returns the seconds of the step, with those that it waited for its plans; 0 if nobody said that it began.
+        """
         waited_s, self._waited_s = self.source.waited_s - self._waited_s, self.source.waited_s
-        if not records or not self._writes(args, state):
-            return
+        begun_s, self._step_begun_s = self._step_begun_s, 0.0
         # losses were read from the device, so its work is over
-        wall_s = time.perf_counter() - self._step_begun_s + waited_s
+        wall_s = time.perf_counter() - begun_s + waited_s if begun_s else 0.0
+        if not records or not self._writes(args, state):
+            return wall_s
         lines = [self._line("step", state.global_step, **_step_facts(record, self.source.costs)) for record in records]
         lines[-1] |= {
             "labels": num_labels,
@@ -79,6 +83,7 @@ class RunJournal:
             "elapsed_s": time.time() - self._begun_s,
         }
         self._write(args, lines)
+        return wall_s
 
     def logs(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Writes the numbers that the trainer logged."""

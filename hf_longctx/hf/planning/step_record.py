@@ -1,6 +1,7 @@
-"""Holds the predictions and the measurements of one plan side by side, and makes the line that training prints for the plan.
+"""Holds the predictions and the measurements of one plan side by side.
 
-`report.py` makes a `StepRecord` after every plan; `refit.py` learns from it, and timelines are drawn from its events.
+`report.py` makes a `StepRecord` after every plan; `refit.py` learns from it, `step_lines.py` says it, and timelines are drawn
+from its events.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_longctx.hf.planning.ahead import is_stand_in
-from hf_longctx.hf.planning.improving import is_improved
 from hf_longctx.hf.planning.refit import MeasuredPlan, Samples
 from hf_longctx.hf.planning.samples import pass_samples
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -89,27 +88,7 @@ class StepRecord:
     @property
     def padding_share(self) -> float:
         """Share of dummy tokens among all tokens that run."""
-        dummies = sum(
-            sum(held_tokens(rank_pieces(chunk, group.shape))) - chunk.num_tokens
-            for micro_batch in self.plan.micro_batches
-            for group in micro_batch.groups
-            for chunk in group.chunks
-        )
-        return dummies / (dummies + self.num_tokens)
-
-    def line(self, step: int) -> str:
-        """The plan in one line, with predicted seconds as soon as there is a prediction."""
-        estimate, count = self.plan.estimate, len(self.plan.micro_batches)
-        place = f" ({self.place + 1}/{self.count})" if self.count > 1 else ""
-        predicted = "" if self.error is None else f"predicted {estimate.step_s:5.3g} s, "
-        # one rank alone has neither padding nor groups
-        padding = f"padding {self.padding_share:4.1%} | " if self.plan.num_ranks > 1 else ""
-        layout = f" {self.plan.folded_layout}" if self.plan.num_ranks > 1 else ""
-        return (
-            f"step {step:4d}{place} | loss {self.loss:7.4f} | {predicted}measured {self.measured_s:5.3g} s | "
-            f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | {padding}"
-            f"{count} micro-batch{'' if count == 1 else 'es'}{layout}{self._quality}{self._idle}{self._bytes}"
-        )
+        return padding_share(self.plan)
 
     @property
     def gap(self) -> float | None:
@@ -121,32 +100,6 @@ class StepRecord:
         if self.plan.num_ranks == 1 or estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
             return None
         return estimate.gap
-
-    @property
-    def _quality(self) -> str:
-        gap = "" if self.gap is None else f" | within {self.gap:.1%} of optimal"
-        is_told = is_stand_in(self.plan) or is_improved(self.plan)
-        return f"{gap} | {self.plan.estimate.solver}" if is_told else gap
-
-    @property
-    def _idle(self) -> str:
-        if self.idle_share is None:
-            return ""
-        predicted = "" if self.predicted_idle is None else f"{self.predicted_idle:.1%} predicted, "
-        return f" | first stage idle {predicted}{self.idle_share:.1%} measured"
-
-    @property
-    def _bytes(self) -> str:
-        """Predicted and measured memory: device memory on CUDA; elsewhere saved activations and K/V book, if there are any."""
-        now, then = self.memory, self.predicted_memory
-        if now.device_peak:
-            text = f" | memory {then.device_peak / 2**30:.2f} GiB predicted, {now.device_peak / 2**30:.2f} GiB measured"
-        elif now.saved or now.kv_book:
-            predicted, measured = then.saved + then.kv_book, now.saved + now.kv_book
-            text = f" | held {predicted / 2**20:,.1f} MiB predicted, {measured / 2**20:,.1f} MiB measured"
-        else:
-            return ""
-        return text + (f", {now.host / 2**20:,.1f} MiB of {then.host / 2**20:,.1f} on the host" if then.host else "")
 
     def samples(self, costs: CostModel) -> Samples:
         """This rank's measured chunks as samples for the cost model."""
@@ -171,6 +124,17 @@ class StepRecord:
             )
             for interval in self.intervals
         ]
+
+
+def padding_share(plan: StepPlan) -> float:
+    """Share of dummy tokens among all tokens of a plan that run."""
+    dummies = sum(
+        sum(held_tokens(rank_pieces(chunk, group.shape))) - chunk.num_tokens
+        for micro_batch in plan.micro_batches
+        for group in micro_batch.groups
+        for chunk in group.chunks
+    )
+    return dummies / (dummies + sum(plan.lengths))
 
 
 def predicted_idle(plan: StepPlan, rank: int, costs: CostModel) -> float | None:

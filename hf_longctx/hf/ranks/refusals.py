@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
+
+from hf_longctx.plan.core.messages import on_screen
 
 # seconds for which other ranks wait for rank 0's message, after which the launcher ends them
 _GRACE_S = 15.0
@@ -56,7 +59,7 @@ def _end(message: str, is_shared: bool) -> NoReturn:
         time.sleep(_ALONE_S if file is None else _GRACE_S)
     if file is None:
         if is_first or not is_shared:
-            print(message, file=sys.stderr, flush=True)
+            print(on_screen(message, sys.stderr), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     record = {"message": {"message": _wrapped(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
     Path(file).write_text(json.dumps(record))
@@ -64,5 +67,6 @@ def _end(message: str, is_shared: bool) -> NoReturn:
 
 
 def _wrapped(message: str) -> str:
-    wrap = textwrap.TextWrapper(_COLUMNS, break_long_words=False, break_on_hyphens=False)
+    columns = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
+    wrap = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
     return "\n".join(part for line in message.split("\n") for part in wrap.wrap(line) or [""])

@@ -22,6 +22,8 @@ from multiprocessing.sharedctypes import RawValue
 from types import FrameType
 from typing import Any
 
+from hf_longctx.plan.core.messages import wrapped
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _SAME_REQUEST_S = 2.0
@@ -123,6 +125,9 @@ class StopSignals:
         now_s = time.monotonic()
         if self.asked is None:
             self.asked, self._asked_s = heard, now_s
+            if self._rank and heard is signal.SIGINT and os.isatty(_error_file()):
+                # Ctrl-C reaches all ranks of a terminal, and the first one says so
+                return
             _say(f"rank {self._rank} got {heard.name}: the training finishes its step, saves and stops; again ends it at once")
         elif now_s - self._asked_s > _SAME_REQUEST_S:
             _say(f"rank {self._rank} got {heard.name} after {self.asked.name}: it ends at once, without saving")
@@ -158,7 +163,15 @@ def outlive_signals(is_listening: Any) -> None:
 def _say(text: str) -> None:
     # written without the stream's lock, which the interrupted code may hold
     with suppress(OSError):
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, f"{text}\n".encode())
+        file = _error_file()
+        if os.isatty(file):
+            # over the bar of the training, which is drawn again
+            text = f"\r\x1b[K{wrapped(text, os.get_terminal_size(file).columns)}"
+        os.write(file, f"{text}\n".encode())
+
+
+def _error_file() -> int:
+    return sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
 
 
 def _stop_listening_in_child() -> None:

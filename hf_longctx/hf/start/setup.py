@@ -532,9 +532,11 @@ def _memory_line(setup: RunSetup) -> str:
     if (budget := setup.planner.activations) is None:
         return f"{line}; everything is kept, up to {most:,} tokens on a rank"
     host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""
+    kept = min(budget.kept_tokens, most)
+    beyond = "the most that it gets" if kept == most else f"recomputed as needed up to {most:,}"
     return (
-        f"{line}; everything is kept up to {min(budget.kept_tokens, most):,} tokens on a rank, recomputed as needed up to "
-        f"{most:,}, in {budget.device_bytes / 2**30:.1f} GiB beside the model{host}"
+        f"{line}; everything is kept up to {kept:,} tokens on a rank, {beyond}, in {budget.device_bytes / 2**30:.1f} GiB beside "
+        f"the model{host}"
     )
 
 

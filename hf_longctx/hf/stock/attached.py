@@ -147,6 +147,7 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         undo.callback(run.close)
         planned.plans_evaluation = run.setup.num_stages > 1
         planned._report()
+        undo.callback(run.report.console.take_over(trainer))
         planned._translated(config, args)
         planned._tell_settings()
         undo.callback(trainer.remove_callback, run.report)

@@ -9,6 +9,7 @@ trainer, it puts the training half of `LongContextMixin` in front of that instan
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -18,7 +19,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.checkpoints.choice import Choice
@@ -31,6 +31,8 @@ from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.models.wrapped.text import freeze_towers, wrapper_of
+from hf_longctx.hf.planning.console import Console
+from hf_longctx.hf.planning.step_lines import plan_parts, seconds_part, speed_part
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems, rounds_by_chance
@@ -80,6 +82,9 @@ class LongContextCallback(TrainerCallback):
         self._stop: OrderlyStop | None = None
         self._replicas: ReplicaCheck | None = None
         self._control: dist.ProcessGroup | None = None
+        self._console = Console(is_on=False)
+        # begin of the present step, seconds of the steps since the last log, and their number
+        self._begun_s, self._seconds, self._num_steps = 0.0, 0.0, 0
         self._trainer: Trainer | None = None
         self._undo = ExitStack()
 
@@ -133,6 +138,9 @@ class LongContextCallback(TrainerCallback):
         self._control = meet(self.config)
         self._stop, self._undo, self.stopped_by = OrderlyStop(self.config.collective_timeout_s, self._control), undo, ""
         undo.callback(setattr, self, "_stop", None)
+        self._console, self._seconds, self._num_steps = Console(self.config.report_steps), 0.0, 0
+        undo.callback(self._console.take_over(trainer))
+        undo.enter_context(self._console.above_bars())
         undo.enter_context(self._stop.during_training(trainer.args, lambda: trainer.state.global_step))
         return self._control
 
@@ -160,7 +168,7 @@ class LongContextCallback(TrainerCallback):
                 resumed_from = self._join(undo)
             check_resumed(args, state, train_dataloader)
             keep_workers(train_dataloader)
-            self._start_exchange(args, model, processing_class)
+            self._start_exchange(args, model, processing_class, train_dataloader)
             if resumed_from is not None:
                 # the trainer has read it already
                 Choice(self.config.resume_partial, args.ignore_data_skip, self._control).loaded(Path(resumed_from))
@@ -196,9 +204,29 @@ class LongContextCallback(TrainerCallback):
             f"attached to its trainer names sequences and the first module concerned"
         )
 
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._begun_s = time.perf_counter()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if self.exchange is None or not state.is_world_process_zero:
+            return
+        logs, parts = logs or {}, list[str]()
+        if "loss" in logs:
+            plans, seconds, num_steps = list(self.exchange.plans), self._seconds, self._num_steps
+            # where there were too many, the first are forgotten
+            if num_steps and 0 < len(plans) < (self.exchange.plans.maxlen or 0):
+                parts = [seconds_part(seconds, num_steps), speed_part(plans, seconds), *plan_parts(plans, num_steps)]
+            self.exchange.plans.clear()
+            self._seconds, self._num_steps = 0.0, 0
+        self._console.logs(state.global_step, logs, parts)
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        self._seconds += time.perf_counter() - self._begun_s
+        self._num_steps += 1
         if self._stop is not None and self._replicas is not None:
             self._replicas.on_step_end(args, state, control, model=model)
             self._stop.on_step_end(args, state, control)
@@ -227,7 +255,7 @@ class LongContextCallback(TrainerCallback):
         resumed_from: str | None = names.get("resume_from_checkpoint")
         return resumed_from
 
-    def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any) -> None:
+    def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any, train_dataloader: Any) -> None:
         """Checks everything on every rank, makes the process groups, and hooks the model."""
         assert self._stop is not None
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
@@ -282,8 +310,8 @@ class LongContextCallback(TrainerCallback):
             model.register_forward_hook(self.exchange.after_forward, always_call=True),
         ):
             undo.callback(handle.remove)
-        if args.process_index == 0 and config.report_steps:
-            tqdm.write(run.report.opening)
+        run.report.console = self._console
+        run.report.open(args, train_dataloader, writes_files=False)
         if args.process_index == 0 and (idle := _without_effect(config)):
             logger.warning("settings without effect, since the callback is not attached to the trainer: %s", ", ".join(idle))
 

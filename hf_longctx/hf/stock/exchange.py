@@ -13,6 +13,7 @@ Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 for t
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -172,6 +173,8 @@ class SequenceExchange:
         self.last_plan: StepPlan | None = None
         # says what code the model got since the start that nothing has compared
         self.added_code: Callable[[], str] = str
+        # plans since the last log; bounded, for trainings that never log
+        self.plans: deque[StepPlan] = deque(maxlen=1000)
         self._context: GroupContext | None = None
         # divisor of a tiled loss; None if the model computes its own loss
         self._num_items: Any = None
@@ -314,4 +317,5 @@ class SequenceExchange:
                 f"attach the callback to the trainer (LongContextCallback.attach), which runs several micro-batches"
             ) from error
         self.last_plan = plan
+        self.plans.append(plan)
         return plan

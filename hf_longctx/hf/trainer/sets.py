@@ -181,10 +181,11 @@ def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: in
     num_long = int((row_lengths > limit).sum())
     if num_long:
         dropped = int(row_lengths.sum() - index.lengths.sum())
-        what = (
-            f"truncated, {dropped} tokens dropped" if dropped else f"split, {len(index)} sequences from {len(row_lengths)} rows"
+        what = f"truncated, {dropped:,} tokens dropped" if dropped else f"split, which makes {len(index):,} sequences"
+        logger.warning(
+            "%s: %s of %s rows are longer than %s tokens and were %s",
+            *(name, f"{num_long:,}", f"{len(row_lengths):,}", limit, what),
         )
-        logger.warning("%s: %d rows are longer than %d tokens and were %s", name, num_long, limit, what)
 
 
 def _differing_stages(stage: int, model: nn.Module, control: dist.ProcessGroup | None) -> list[str]:

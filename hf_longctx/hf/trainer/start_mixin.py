@@ -19,6 +19,7 @@ from transformers.trainer_utils import default_compute_objective
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
+from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import run_problems
@@ -57,8 +58,8 @@ class StartMixin(_TrainerBase):
     _replicas: ReplicaCheck
     _executor: StepExecutor | None
     _guard: NonfiniteGuard
-    # whether our console prints what the trainer logs
-    _tells_logs: bool
+    # the console of the run before, which has taken over from the trainer's own callback
+    _console: Console
     # request from which the run was started, without the model
     _request: RunRequest
     # lines about settings of other systems that became ours
@@ -124,14 +125,14 @@ class StartMixin(_TrainerBase):
         if self.place_model_on_device:
             self._move_model_to_device(model, self.args.device)
         self._report()
-        self.longctx_run.report.console.tells_logs = self._tells_logs
+        self.longctx_run.report.console = self._console
 
     def _end_old_run(self) -> None:
         """Ends the run and forgets its model, which must not stay beside the new one. Collective."""
         # none is left where the last model could not be made
         if (old := vars(self).pop("longctx_run", None)) is None:
             return
-        self._tells_logs = old.report.console.tells_logs
+        self._console = old.report.console
         for callback in (old.report, self._stop, self._replicas):
             self.remove_callback(callback)
         # other ranks may still read from the groups that are closed next

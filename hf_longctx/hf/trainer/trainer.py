@@ -36,7 +36,6 @@ from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.wrapped.text import freeze_towers
-from hf_longctx.hf.planning.console import take_over
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import (
@@ -152,7 +151,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                     self._start_two_passes()
         self._first_collator = self.data_collator
         self._report()
-        take_over(self, self.longctx_run.report.console)
+        self.longctx_run.report.console.take_over(self)
         self._log_to_output_dir()
         self._tell_settings()
 
@@ -179,6 +178,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             with (
                 self._stop.during_training(self.args, lambda: self.state.global_step),
                 self._ending_saving(),
+                self.longctx_run.report.console.above_bars(),
                 without_liger(self.args),
                 hidden_from_trainer(self.args) as self._users_values,
                 self._telling_trackers(),

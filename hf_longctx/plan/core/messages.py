@@ -1,9 +1,12 @@
-"""Short forms of values, names, texts and times in messages."""
+"""Short forms of values, names, texts and times in messages, and their lines on a terminal."""
 
 from __future__ import annotations
 
 import reprlib
+import shutil
+import textwrap
 from collections.abc import Sequence
+from typing import TextIO
 
 _MOST_CHARACTERS = 1000
 _MOST_NAMES = 8
@@ -60,3 +63,37 @@ def listed(names: Sequence[str]) -> str:
     """The first eight names, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def wrapped(text: str, columns: int, indent: str | None = None) -> str:
+    """A text whose lines break between words, and rather at " | " than inside the parts that it divides.
+
+    indent: what the lines that go on begin with; by default two columns more than the line itself.
+    """
+    return "\n".join(_wrapped_line(line, columns, indent) for line in text.split("\n"))
+
+
+def on_screen(text: str, stream: TextIO, indent: str | None = None) -> str:
+    """The text as `stream` gets it: wrapped on a terminal, which would break lines inside words; unchanged elsewhere."""
+    return wrapped(text, shutil.get_terminal_size().columns, indent) if stream.isatty() else text
+
+
+def _wrapped_line(line: str, columns: int, indent: str | None) -> str:
+    if len(line) <= columns:
+        return line
+    own = line[: len(line) - len(line.lstrip(" "))]
+    parts = line[len(own) :].split(" | ")
+    # `textwrap` takes this space for a letter; the first columns are a table's
+    if len(parts) > 1:
+        body = "\xa0| ".join(part.replace(" ", "\xa0") for part in parts)
+    else:
+        body = line[len(own) :].replace("  ", "\xa0\xa0")
+    lines = textwrap.wrap(
+        body,
+        columns,
+        initial_indent=own,
+        subsequent_indent=f"{own}  " if indent is None else indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\xa0", " ")

@@ -12,6 +12,7 @@ from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import num_policies, with_policies
 from helpers.plans.sliced_plans import cut
 
+from hf_longctx.hf.planning.step_lines import record_parts
 from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
@@ -47,38 +48,6 @@ def test_tokens_and_padding_are_those_of_all_ranks() -> None:
 def test_padding_counts_every_dummy_of_a_chunk_smaller_than_its_group() -> None:
     record = StepRecord(plan_of([[(4, (0,))]], [1], 4), 0, 0.0, INTERVALS)
     assert record.padding_share == pytest.approx(3 / 4)
-
-
-def test_line_before_calibration_shows_no_prediction() -> None:
-    assert step_record(step_s=9.0).line(7) == (
-        "step    7 | loss  2.5000 | measured   0.5 s |      34 tokens/s | padding 5.6% | 2 micro-batches <2> <1x2>"
-    )
-
-
-def test_line_after_calibration_shows_the_prediction() -> None:
-    assert "| predicted  0.45 s, measured   0.5 s |" in step_record(step_s=0.45, cost_source="measured").line(1)
-
-
-def test_line_shows_how_far_a_measured_plan_is_from_the_bound() -> None:
-    bounded = {"step_s": 0.45, "lower_bound_s": 0.36}
-    assert step_record(**bounded, cost_source="measured").line(1).endswith("<2> <1x2> | within 25.0% of optimal")
-    # one rank has no choice
-    alone = replace(plan_of([[(1, (0,))]], [9], 1), estimate=Estimate(**bounded, cost_source="measured"))
-    assert StepRecord(alone, 0, 0.0, INTERVALS).line(1).endswith(" tokens/s | 1 micro-batch")
-    # guessed costs say nothing, and no bound is no gap
-    for estimate in (bounded, {"step_s": 0.45, "cost_source": "measured"}):
-        assert step_record(**estimate).line(1).endswith("<2> <1x2>")
-
-
-def test_line_of_a_plan_that_replaced_another_says_so() -> None:
-    solver = "greedy in place of a late one"
-    assert step_record(solver=solver).line(1).endswith(f"<2> <1x2> | {solver}")
-
-
-def test_line_of_one_micro_batch_is_in_the_singular() -> None:
-    record = StepRecord(plan_of([[(2, (0,))]], [40_000], 2), 0, 0.123456, INTERVALS)
-    assert record.line(1234).endswith("|  80,000 tokens/s | padding 0.0% | 1 micro-batch <2>")
-    assert record.line(1234).startswith("step 1234 | loss  0.1235 |")
 
 
 def test_samples_are_this_ranks_chunks_with_whole_chunk_sizes() -> None:
@@ -186,9 +155,9 @@ def test_a_step_of_stages_is_measured_on_every_stage() -> None:
 
 
 def test_line_of_a_pipeline_shows_the_idle_share_of_the_first_stage() -> None:
-    assert staged_record(0).line(1).endswith("<1> | first stage idle 60.0% measured")
-    assert staged_record(0, predicted_idle=0.55).line(1).endswith("| first stage idle 55.0% predicted, 60.0% measured")
-    assert "idle" not in staged_record(1).line(1) and "idle" not in step_record().line(1)
+    assert record_parts([staged_record(0)], 0.0)[-2:] == ["1 micro-batch <1>", "first stage idle 60.0% measured"]
+    assert record_parts([staged_record(0, predicted_idle=0.55)], 0.0)[-1] == ("first stage idle 55.0% predicted, 60.0% measured")
+    assert not any("idle" in part for record in (staged_record(1), step_record()) for part in record_parts([record], 0.0))
 
 
 def test_predicted_idle_is_the_judges_and_asks_for_measured_costs() -> None:
