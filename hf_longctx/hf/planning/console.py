@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 from tqdm.auto import tqdm
 from transformers import (
@@ -131,7 +131,7 @@ class _Bars:
             _name("training", self.own.training_bar)
         elif state.is_world_process_zero:
             # the callback's other events update and close it
-            self.own.training_bar, self.own.current_step = tqdm(disable=True), 0
+            self.own.training_bar, self.own.current_step = cast(Any, tqdm(disable=True)), 0
 
     def predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Counts a step of an evaluation."""

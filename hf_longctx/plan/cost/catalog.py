@@ -139,8 +139,8 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
     for known, spec in _MODELS.items():
         if normal_name(known) == normal_name(name):
             capped_bytes = bytes_per_element if spec.capped_bytes else 0
-            own = {"capped_bytes": capped_bytes, "cuts_heads": known.startswith(_CUT)}
-            return replace(spec, bytes_per_element=bytes_per_element, **own)
+            cuts_heads = known.startswith(_CUT)
+            return replace(spec, bytes_per_element=bytes_per_element, capped_bytes=capped_bytes, cuts_heads=cuts_heads)
     close = difflib.get_close_matches(name.lower(), _MODELS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}" if close else f"known are {', '.join(_MODELS)}"
     raise ValueError(f"model {name!r} is not known; {hint}, or a path to config.json?")

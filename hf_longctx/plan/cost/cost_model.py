@@ -232,9 +232,13 @@ class CostModel:
             return self
         model = self.model.of_kind(LayerKind(heads=heads))
         share = model.pair_operations / self.model.pair_operations
-        coefficients = self.coefficients
-        passes = (replace(each, pair_s=share * each.pair_s) for each in (coefficients.forward, coefficients.backward))
-        return replace(self, model=model, coefficients=CostCoefficients(*passes, coefficients.step_s, coefficients.source))
+        forward, backward = self.coefficients.forward, self.coefficients.backward
+        coefficients = replace(
+            self.coefficients,
+            forward=replace(forward, pair_s=share * forward.pair_s),
+            backward=replace(backward, pair_s=share * backward.pair_s),
+        )
+        return replace(self, model=model, coefficients=coefficients)
 
     def _hidden_hops_s(self, tokens: FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
         """`hidden_s` if all layers had full attention."""
