@@ -177,6 +177,16 @@ def smoother_problems(trainer: Any, token_loss: TokenLoss | ValueLoss | None) ->
     ]
 
 
+def collator_of_own_problems(trainer: Any, first: Any) -> list[str]:
+    """Problem with a `data_collator` that was set on a built trainer, which had `first`."""
+    if trainer.data_collator is first:
+        return []
+    return [
+        "data_collator was set on the trainer, but plans make batches themselves and would never call it; do its work with "
+        "dataset.map, in input_ids and labels (-100 for no label)"
+    ]
+
+
 def token_loss_problems(token_loss: Any, vocab_size: int, device: torch.device) -> list[str]:
     """Problems with a user's loss, found by running it on a few tokens; plans may run it on any part of a step's tokens."""
     if not callable(token_loss):

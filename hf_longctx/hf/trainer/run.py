@@ -201,7 +201,7 @@ def start_run(request: RunRequest) -> Run:
         # the optimizer of a stock trainer keeps its states beside the weights, so plans must count them there
         config = replace(config, optimizer_states="device")
     control = meet(config, request.control)
-    # of a model that was loaded as one stage
+    # let a model that was loaded as one stage run again
     allow_all(model)
     align_padding(request.task, model, request.processing_class)
     problems = request.problems + request.problems_of_loss(control)

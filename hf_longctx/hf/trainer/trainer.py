@@ -46,7 +46,7 @@ from hf_longctx.hf.start.arguments import (
     run_problems,
 )
 from hf_longctx.hf.start.classifiers import padding_problems
-from hf_longctx.hf.start.losses import model_loss_problems, smoother_problems, trainer_loss_problems
+from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer
 from hf_longctx.hf.start.trl import (
     counts_tokens,
@@ -376,12 +376,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         problems = trainer_loss_problems(self) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
         problems += padding_problems(run.task, self.model, self.processing_class)
         if self._two_passes is None:
-            problems += smoother_problems(self, run.token_loss)
-            if self._first_collator is not self.data_collator:
-                problems.append(
-                    "data_collator was set on the trainer, but plans make batches themselves and would never call it; do its "
-                    "work with dataset.map, in input_ids and labels (-100 for no label)"
-                )
+            problems += smoother_problems(self, run.token_loss) + collator_of_own_problems(self, self._first_collator)
         if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing | ValueLoss):
             problems += model_loss_problems(self.model, self.args.device)
         raise_together(problems, run.control)

@@ -49,7 +49,7 @@ class WholeModel:
             for parameter in weights.values():
                 if parameter is not None and id(parameter) not in held and parameter not in self._shapes:
                     self._shapes[parameter] = parameter.shape
-                    # the same object stays, which hooks and users may know
+                    # keep the same object, which hooks and users may know
                     parameter.data = parameter.data.new_empty(0)
 
     def gather(self, pool: GroupPool) -> None:
