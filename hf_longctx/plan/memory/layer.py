@@ -346,12 +346,15 @@ class LayerBytes:
     def _hops(self, num_sums: int) -> int:
         """Bytes of what travels around a ring while a hop is computed: keys and values of two hops, and `num_sums` gradient sums.
 
-        All but the last of the zigzag pieces travel.
+        All but the last of the zigzag pieces travel, and those of earlier slices. A rank with a slice also copies its keys and
+        values beside the earlier ones, and sums their gradients, before they are added to those in the book.
         """
-        blocks, (_, _, k, _) = self.load.num_blocks, self._sizes
+        load, blocks, (_, _, k, _) = self.load, self.load.num_blocks, self._sizes
         if blocks == 1:
             return 0
-        return -(-2 * k * (2 + num_sums * self._wide) * self.tokens * (2 * blocks - 1) // (2 * blocks))
+        travelling = self.tokens * (2 * blocks - 1) / (2 * blocks) + load.front_tokens
+        copied = (1 + (num_sums > 0) * self._wide) * (self.tokens + load.front_tokens) if load.sliced_tokens else 0
+        return math.ceil(2 * k * ((2 + num_sums * self._wide) * travelling + copied))
 
     @property
     def _hops_ahead(self) -> int:
