@@ -238,5 +238,5 @@ def test_bytes_of_earlier_slices_are_added(shape: GroupShape, window: int | None
     chunks = tuple(Chunk(index, (Span(0, index * size, (index + 1) * size),)) for index in range(4))
     for chunk, is_backward in itertools.product(chunks[1:], (False, True)):
         exact = sum(one[is_backward] for one in sent_bytes(model, shape, chunk, chunks)) / shape.degree
-        # of the earlier tokens that a window shows, one block has more than others
+        # blocks do not have equally many of the earlier tokens that a window shows
         assert counted_mean(model, shape, chunk, is_backward) == pytest.approx(exact, rel=1e-9 if window is None else 0.05)

@@ -228,7 +228,7 @@ def _layer_changes(
                 found.left[index] += gradient_bytes * before(span.start)
             continue
         own = before(span.stop) - before(span.start)
-        # of the last window - 1 tokens up to a bound
+        # tokens that a window shows before the start and the end of the slice
         front, later = (before(bound) - before(max(0, bound - window + 1)) for bound in (span.start, span.stop))
         seen = 0 if is_last else before(span.stop) - before(max(span.start, span.stop - window + 1))
         kept = seen if is_replayed else own
