@@ -358,9 +358,15 @@ class LayerBytes:
 
     @property
     def _hops_ahead(self) -> int:
-        """Bytes of `_hops` in the forward, and of the output of a tile before it is merged, in at least fp32."""
-        _, a, _, _ = self._sizes
-        return self._hops(0) + (a * self._wide * self.tokens if self.load.num_blocks > 1 else 0)
+        """Bytes of `_hops` in the forward, and of the output of a tile before it is merged, in at least fp32.
+
+        The tile of a slice with all earlier keys has all of its rows, which are copied, and its own keys and values are joined.
+        """
+        (_, a, k, _), load = self._sizes, self.load
+        if load.num_blocks == 1:
+            return 0
+        of_slice = (2 * k + 2 * a * self._wide) * self.tokens if load.sliced_tokens else 0
+        return self._hops(0) + a * self._wide * self.tokens + of_slice
 
     @property
     def _hops_back(self) -> int:
