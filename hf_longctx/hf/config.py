@@ -114,7 +114,8 @@ class LongContextConfig:
             "help": "How a group of two or more ranks shares attention: `ulysses` (all-to-all between tokens and heads), "
             "`ring` (keys and values pass from rank to rank; any degree), `hybrid` (Ulysses inside blocks of as many ranks "
             "as KV heads and node allow, a ring across blocks), or `auto`: for every degree the method that is fastest on "
-            "this run's links."
+            "this run's links. Inside pipeline stages `auto` is `ulysses` wherever heads and degrees allow that, since a ring "
+            "sends earlier slices again with every slice."
         },
     )
     stages: Stages = field(

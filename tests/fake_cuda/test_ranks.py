@@ -14,7 +14,7 @@ from helpers.models.tiny_models import ModelCase
 from helpers.plans.layouts import plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import replayed, same_policy
-from helpers.plans.sliced_plans import cut
+from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_pool import RankPool
 
 from fake_cuda.machine.removals import Removal
@@ -28,6 +28,11 @@ ON_HOST = "layers on the host"
 OFFLOADED = replayed(0.0, host=1.0, input_host=1.0)
 PLANS: dict[str, StepPlan] = {
     "ring": same_policy(plan_of([[(2, (0, 1))]], [13, 22], 2, ulysses=1), OFFLOADED, replayed(), tile_tokens=8),
+    "slices in a ring": same_policy(
+        sliced_plan([22, 13], [[(0, 0, 12)], [(0, 12, 22), (1, 0, 13)]], num_ranks=2, ulysses=1),
+        *(OFFLOADED, replayed()),
+        tile_tokens=8,
+    ),
     "shards": same_policy(
         plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="sharded"), OFFLOADED, replayed()
     ),
@@ -55,4 +60,4 @@ def test_steps_have_the_gradients_of_one_process(two_devices: RankPool, name: st
     for found in found_by(two_devices, name, drains=drains):
         assert max(found.errors) <= TOLERANCE, found
         # the first step sums at its end
-        assert (found.num_early > 0) == (name in ("early sums", "ring")), found
+        assert (found.num_early > 0) == (name in ("early sums", "ring", "slices in a ring")), found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from helpers.measures.sent_bytes import sent_bytes
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
 from helpers.plans.layouts import plan_of
+from helpers.plans.sliced_plans import sliced_plan
 from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +31,7 @@ from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import whole_model
@@ -113,6 +116,35 @@ def check_sent(ranks: Any, case: ModelCase, ulysses: int) -> None:
     assert found == [(forward, forward + backward) for forward, backward in expected]
 
 
+SLICED = [40, 9, 5]
+CHUNKS = [[(0, 0, 15)], [(0, 15, 16)], [(0, 16, 40), (1, 0, 9)], [(2, 0, 5)]]
+
+
+def sliced_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[int, int, int, int]:
+    """Bytes that this rank sends in forwards alone, and in a whole step; bytes of its K/V book, and those that are predicted."""
+    pool, model = group_pool(), build_model(case)
+    patch_model(model)
+    sent = sent_by(model, pool, plan, rows)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
+    book = executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"], 10).memory.kv_book
+    ((group, stage),) = plan.for_rank(pool.rank).rounds
+    counted = ByteModel(spec_of(case)).moments(group, stage, group.positions.index(pool.position)).most.book
+    return *sent, book, counted
+
+
+# keys of all earlier slices, and of those in a window; blocks of several ranks hold some of the heads
+@pytest.mark.parametrize("case", [ModelCase(), ModelCase("qwen3_window", window=11)], ids=["all", "window"])
+@pytest.mark.parametrize("num_ranks,ulysses", [(4, 2), (3, 1)], ids=["hybrid", "ring"])
+def test_slices_send_and_hold_what_is_counted(ranks, num_ranks: int, ulysses: int, case: ModelCase) -> None:
+    plan = sliced_plan(SLICED, CHUNKS, num_ranks=num_ranks, ulysses=ulysses)
+    (group,) = plan.micro_batches[0].groups
+    counted = [sent_bytes(spec_of(case), group.shape, chunk, group.chunks) for chunk in group.chunks]
+    expected = [tuple(map(sum, zip(*of_rank, strict=True))) for of_rank in zip(*counted, strict=True)]
+    found = ranks(num_ranks).run(sliced_on_rank, case, plan, random_rows(SLICED))
+    assert [sent for *sent, _, _ in found] == [[forward, forward + backward] for forward, backward in expected]
+    assert all(held == predicted > 0 for *_, held, predicted in found)
+
+
 def sent_to_experts(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[int, int]:
     """Bytes that this rank sends in a forward alone, and in a whole step, if routers choose all experts equally often."""
     pool, model = group_pool(), build_model(case)
@@ -183,11 +215,28 @@ def test_bytes_that_windows_save_are_subtracted(shape: GroupShape, window: int) 
     model = replace(spec_of(ModelCase(num_heads=8, num_kv_heads=4)), num_layers=3, windows=(window, None, window))
     num_tokens = 8 * shape.num_blocks
     exact = sent_bytes(model, shape, Chunk(0, (Span(0, 0, num_tokens),)))
+    for is_backward in (False, True):
+        sent = counted_mean(model, shape, Chunk(0, (Span(0, 0, num_tokens),)), is_backward)
+        assert sent == pytest.approx(sum(one[is_backward] for one in exact) / shape.degree)
+
+
+def counted_mean(model: ModelSpec, shape: GroupShape, chunk: Chunk, is_backward: bool) -> float:
+    """Bytes that a rank sends in a pass, as the cost model counts them."""
     cluster = ClusterSpec(8, 8, GENERIC_CPU)
     # a second per byte, and no tiles that could hide one
     passes = PassCoefficients(0.0, 0.0, 0.0, link_byte_s=1.0)
     costs = CostModel(model, cluster, CostCoefficients(passes, passes, 0.0, "by hand"))
-    for is_backward in (False, True):
-        mean = mean_traffic(model, cluster, shape, num_tokens, is_backward).num_bytes
-        sent = mean - costs.chunk_hidden_s(Chunk(0, (Span(0, 0, num_tokens),)), shape, is_backward)
-        assert sent == pytest.approx(sum(one[is_backward] for one in exact) / shape.degree)
+    mean = mean_traffic(model, cluster, shape, chunk.num_tokens, is_backward).num_bytes
+    return mean - costs.chunk_hidden_s(chunk, shape, is_backward)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40, 64, 200, 1000])
+@pytest.mark.parametrize("shape", [GroupShape(4, 2), GroupShape(4), GroupShape(3), GroupShape(8)], ids=str)
+def test_bytes_of_earlier_slices_are_added(shape: GroupShape, window: int | None) -> None:
+    model = replace(spec_of(ModelCase(num_heads=8, num_kv_heads=4)), num_layers=3, windows=(window, None, window))
+    size = 16 * shape.num_blocks
+    chunks = tuple(Chunk(index, (Span(0, index * size, (index + 1) * size),)) for index in range(4))
+    for chunk, is_backward in itertools.product(chunks[1:], (False, True)):
+        exact = sum(one[is_backward] for one in sent_bytes(model, shape, chunk, chunks)) / shape.degree
+        # blocks do not have equally many of the earlier tokens that a window shows
+        assert counted_mean(model, shape, chunk, is_backward) == pytest.approx(exact, rel=1e-9 if window is None else 0.05)

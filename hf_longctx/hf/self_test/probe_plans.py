@@ -77,11 +77,15 @@ def probe_plans(
         for shape, group in zip(shapes, groups, strict=True)
     ]
     if has_policies or len(num_layers) > 1:
-        shape = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
-        sliced = SequenceGroup.of(shape, range(shape.degree), _slices(lengths))
-        plan = _plan([sliced], lengths, ranks_per_stage, parts, costs)
-        name = f"slices, {_name(shape)}" + (", interleaved" if len(parts[0]) > 1 else "")
-        probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
+        in_one_block = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
+        # slices of a hybrid pass through everything that those of a ring do
+        in_several = next((shape for shape in shapes if shape.num_blocks > 1), in_one_block)
+        for shape in dict.fromkeys((in_one_block, in_several)):
+            sliced = SequenceGroup.of(shape, range(shape.degree), _slices(lengths))
+            plan = _plan([sliced], lengths, ranks_per_stage, parts, costs)
+            name = f"slices, {_name(shape)}" + (", interleaved" if len(parts[0]) > 1 else "")
+            probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
+        shape = in_one_block
         if has_policies and len(num_layers) == 1 and (pieces := costs.model.head_pieces(shape.ulysses)) > 1:
             group = SequenceGroup.of(shape, range(shape.degree), whole)
             plan = _recomputed(_plan([group], lengths, ranks_per_stage, parts, costs), pieces)
@@ -177,22 +181,23 @@ def _lent(plan: StepPlan) -> StepPlan:
 def _recomputed(plan: StepPlan, head_pieces: int = 1) -> StepPlan:
     """The plan with a policy for every chunk: recompute everything, except half of attention's output, and tile the loss.
 
-    head_pieces: see `LayerPolicy`.
+    Rings keep all of attention's output, or none. head_pieces: see `LayerPolicy`.
     """
-    shares = (*_REPLAYED, TensorShare("attention_output", recompute=0.5, device=0.5))
 
-    def with_policies(stage: StagePlan, num_chunks: int) -> StagePlan:
+    def with_policies(group: SequenceGroup, stage: StagePlan) -> StagePlan:
+        is_ring = group.shape.num_blocks > 1
+        shares = _REPLAYED if is_ring else (*_REPLAYED, TensorShare("attention_output", recompute=0.5, device=0.5))
         policies = (
-            ActivationPolicy(chunk, part, (LayerPolicy(shares, head_pieces),) * layers.num_layers, _TILE_TOKENS)
+            ActivationPolicy(chunk.index, part, (LayerPolicy(shares, head_pieces),) * layers.num_layers, _TILE_TOKENS)
             for part, layers in enumerate(stage.parts)
-            for chunk in range(num_chunks)
+            for chunk in group.chunks
         )
         return replace(stage, activations=tuple(policies))
 
     micro_batches = tuple(
         MicroBatch(
             tuple(
-                replace(group, stages=tuple(with_policies(stage, len(group.chunks)) for stage in group.stages))
+                replace(group, stages=tuple(with_policies(group, stage) for stage in group.stages))
                 for group in micro_batch.groups
             )
         )

@@ -436,10 +436,6 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
         for name, default in (("solver", "auto"), ("node_aligned", True))
         if getattr(config, name) != default
     ]
-    if config.method in ("ring", "hybrid"):
-        problems.append(
-            f"method={config.method!r} cannot run slices, which pipelines send through their stages; use 'auto' or 'ulysses'"
-        )
     if config.parameters == "sharded":
         problems.append(
             "parameters='sharded' gathers every layer for every slice of a pipeline; use 'gathered_per_round', or 'replicated'"
@@ -497,6 +493,11 @@ def _lending_problems(model: Any, config: LongContextConfig, loaded: Ranges | No
         problems.append(
             "lend_stages=True needs the whole model on every rank, but the model was loaded as one stage; load it with "
             "from_pretrained, or leave lend_stages out"
+        )
+    if config.method in ("ring", "hybrid"):
+        problems.append(
+            f"lend_stages=True lends ranks to slices of groups of one block, which method={config.method!r} does not plan; use "
+            f"'auto' or 'ulysses', or leave lend_stages out"
         )
     if four_bit_layers(model):
         problems.append("lend_stages=True is not tested with four-bit weights; load them in bfloat16, or leave lend_stages out")

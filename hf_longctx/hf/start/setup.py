@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,13 +34,13 @@ from hf_longctx.hf.start.settings.advice import allocator_advice, slow_tiles, th
 from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.sharding import PACKED_TOKENS
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.cost.traffic import plainest_shape
+from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
@@ -320,8 +320,7 @@ class _SetupBasis:
                 keeps_all_stages=lend_stages,
                 experts=replace(self.costs.model.experts, num_ranks=config.expert_ranks or 1),
             ),
-            # rings cannot run slices, which pipelines need
-            method="ulysses" if is_pipeline else config.method,
+            method=self._stage_method(ranks_per_stage, degrees) if is_pipeline else config.method,
             parameters=parameters,
             shard_ranks=shard_ranks,
         )
@@ -353,6 +352,16 @@ class _SetupBasis:
             room_tokens = _longest_in_stages(min(self.max_length, room_tokens * len(ranges)), costs, planner)
         placeholders = absent_token_ids(base_of(self.model))
         return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
+
+    def _stage_method(self, ranks_per_stage: int, degrees: Sequence[int]) -> GroupMethod:
+        """How groups inside a stage share attention.
+
+        Around a ring every slice sends earlier ones again, so "auto" means Ulysses wherever that can run groups of all degrees.
+        """
+        if self.config.method != "auto":
+            return self.config.method
+        cluster = replace(self.costs.cluster, num_ranks=ranks_per_stage)
+        return "ulysses" if all(group_shapes(d, "ulysses", self.costs.model, cluster) for d in degrees) else "auto"
 
     def _tokens_per_rank(
         self,

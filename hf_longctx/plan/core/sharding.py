@@ -91,6 +91,35 @@ def _zigzag_pieces(chunk: Chunk, num_blocks: int) -> tuple[list[list[Piece]], li
     return blocks, held
 
 
+@lru_cache(maxsize=1024)
+def _first_document(num_tokens: int, num_blocks: int) -> tuple[tuple[Piece, ...], ...]:
+    """Pieces of a document of `num_tokens` tokens that comes first in its chunk, for every block of a ring."""
+    blocks, _ = _zigzag_pieces(Chunk(0, (Span(0, 0, num_tokens),)), num_blocks)
+    return tuple(map(tuple, blocks))
+
+
+def slice_pieces(chunks: Iterable[Chunk], sequence: int, num_blocks: int) -> tuple[tuple[Piece, ...], ...]:
+    """Pieces of all slices of a sequence in order, for every block of a ring; they count from the start of the sequence.
+
+    Their locations are those among the tokens of the sequence that the block holds. Raises ValueError for a slice that does not
+    come first in its chunk.
+    """
+    found: list[list[Piece]] = [[] for _ in range(num_blocks)]
+    for chunk in chunks:
+        for index, span in enumerate(chunk.spans):
+            if span.sequence != sequence:
+                continue
+            if index:
+                raise ValueError(
+                    f"chunk {chunk.index} holds tokens [{span.start}, {span.stop}) of sequence {sequence} after another span; in "
+                    f"a ring a slice must come first in its chunk"
+                )
+            for pieces, own in zip(found, _first_document(span.num_tokens, num_blocks), strict=True):
+                held = pieces[-1].tokens.stop if pieces else 0
+                pieces += [Piece(0, span.start + each.start, span.start + each.stop, held + each.first) for each in own]
+    return tuple(map(tuple, found))
+
+
 def even_shards(count: int, num_ranks: int) -> tuple[int, ...]:
     """Number of the `count` tokens or heads that each rank gets: at most one apart, larger shares first."""
     base, remainder = divmod(count, num_ranks)

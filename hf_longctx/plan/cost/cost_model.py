@@ -10,7 +10,8 @@ This is the formula of FlexSP (arXiv 2412.01523, section 4.1) with two changes: 
 averaged over layers (`attention_pairs.py`), and its all-to-all term by the bytes that a rank sends over each kind of link
 (`traffic.py`). So one set of coefficients prices every method of attention, and a group of some degree uses the cheapest
 method that the model's heads allow. Bytes that a ring sends while it computes tiles count only if they take longer than these
-tiles, and keys that no token of another block sees through a window are not sent (`CostModel.hidden_s`).
+tiles, and keys that no token of another block sees through a window are not sent (`CostModel.hidden_s`). Keys and values of
+earlier slices, which travel around a ring once more for every slice, count beside the bytes of its own tokens.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class CostModel:
     def best_shape(self, degree: int, num_tokens: float, num_documents: float = 1.0) -> GroupShape:
         """The shape in which `degree` ranks share a chunk at the lowest cost; raises ValueError if the method has none.
 
-        Communication counts in full, also where a ring hides it, because rings need more memory and cannot run slices.
+        Communication counts in full, also where a ring hides it, because rings need more memory, and send earlier slices again.
         """
         shapes = group_shapes(degree, self.method, self.model, self.cluster)
         if not shapes:
@@ -183,7 +184,8 @@ class CostModel:
     def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
         """Seconds of one pass of `chunk` over all layers, if every layer had `pairs` (None: its own).
 
-        Leaves out the communication that `exchange_line` counts, and subtracts the part of it that is hidden.
+        Leaves out the communication that `exchange_line` counts, and subtracts the part of it that is hidden. That of earlier
+        slices is included.
         """
         pairs = self.attention_pairs() if pairs is None else pairs
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
@@ -197,9 +199,16 @@ class CostModel:
 
     def chunk_hidden_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
         """Sum of `hidden_s` over the documents of a chunk."""
-        return float(self.hidden_s([float(span.num_tokens) for span in chunk.spans], shape, is_backward).sum())
+        lengths, starts = ([float(span.num_tokens) for span in chunk.spans], [float(span.start) for span in chunk.spans])
+        return float(self.hidden_s(lengths, shape, is_backward, starts).sum())
 
-    def hidden_s(self, lengths: Sequence[float] | FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
+    def hidden_s(
+        self,
+        lengths: Sequence[float] | FloatArray,
+        shape: GroupShape,
+        is_backward: bool,
+        starts: Sequence[float] | FloatArray | float = 0.0,
+    ) -> FloatArray:
         """Seconds by which every document shortens one pass over all layers, because a ring computes while it sends.
 
         In each hop a rank computes an equal share of the document's pairs. Meanwhile the keys and values of the next hop travel,
@@ -208,21 +217,25 @@ class CostModel:
         placement uses. The start of a message is never hidden.
 
         In layers with a window shorter than the document, what no other block sees does not travel, and the rest is not hidden.
+
+        starts: earlier tokens of every slice. What these send is not among the bytes of a chunk's own tokens, and counts against
+        the result, which may be below zero.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if shape.num_blocks == 1:
             return np.zeros_like(tokens)
+        earlier = np.asarray(starts, dtype=np.float64) + np.zeros_like(tokens)
         kinds = self.model.layer_kinds(LayerRange(0, self.model.num_layers)) or (ATTENTION,)
         # states make no difference here
         counts = Counter(kind._replace(has_state=False) for kind in kinds if kind.attends)
         costs = {heads: self._of_heads(heads) for heads in dict.fromkeys(kind.heads for kind in counts)}
-        every_s = {heads: each._hidden_hops_s(tokens, shape, is_backward) for heads, each in costs.items()}
+        every_s = {heads: each._hidden_hops_s(tokens, earlier, shape, is_backward) for heads, each in costs.items()}
         total = np.zeros_like(tokens)
         for kind, count in counts.items():
             of_layers = every_s[kind.heads] * (count / len(kinds))
             if kind.window is not None:
-                unsent_s = costs[kind.heads]._unsent_s(tokens, kind.window, shape, is_backward) * (count / len(kinds))
-                of_layers = np.where(tokens > kind.window, unsent_s, of_layers)
+                unsent_s = costs[kind.heads]._unsent_s(tokens, earlier, kind.window, shape, is_backward) * (count / len(kinds))
+                of_layers = np.where(earlier + tokens > kind.window, unsent_s, of_layers)
             total += of_layers
         return total
 
@@ -240,25 +253,29 @@ class CostModel:
         )
         return replace(self, model=model, coefficients=coefficients)
 
-    def _hidden_hops_s(self, tokens: FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
+    def _hidden_hops_s(self, tokens: FloatArray, earlier: FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
         """`hidden_s` if all layers had full attention."""
         blocks = shape.num_blocks
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
-        keys_s, gradients_s = (seconds * tokens for seconds in self._hop_token_s(shape, is_backward))
-        hop_s = costs.pair_s * tokens * FULL.seen(np.zeros_like(tokens), tokens) / shape.degree / blocks
+        # earlier tokens travel with all of their pieces
+        travelling = tokens + earlier / (1 - 1 / (2 * blocks))
+        keys_s, gradients_s = (seconds * travelling for seconds in self._hop_token_s(shape, is_backward))
+        hop_s = costs.pair_s * tokens * FULL.seen(earlier, earlier + tokens) / shape.degree / blocks
+        again: FloatArray = (keys_s + (gradients_s if is_backward else 0.0)) * (1 - tokens / np.maximum(travelling, 1.0))
         keys_hidden_s: FloatArray = np.minimum(hop_s, keys_s)
         if not is_backward or blocks == 2:
-            return (blocks - 1) * keys_hidden_s
+            return (blocks - 1) * (keys_hidden_s - again)
         both_s: FloatArray = np.minimum(hop_s, keys_s + gradients_s)
-        return 2 * keys_hidden_s + (blocks - 3) * both_s + np.minimum(hop_s, gradients_s)
+        hidden_s: FloatArray = 2 * keys_hidden_s + (blocks - 3) * both_s + np.minimum(hop_s, gradients_s)
+        return hidden_s - (blocks - 1) * again
 
-    def _unsent_s(self, tokens: FloatArray, window: int, shape: GroupShape, is_backward: bool) -> FloatArray:
+    def _unsent_s(self, tokens: FloatArray, earlier: FloatArray, window: int, shape: GroupShape, is_backward: bool) -> FloatArray:
         """Seconds of bytes that a ring passes on with full attention and does not send with this window, in as many layers."""
         keys_s, gradients_s = self._hop_token_s(shape, is_backward)
         hops = shape.num_blocks - 1
         # tokens of the document per token that one block passes on in a hop
         per_hop = shape.num_blocks / (1 - 1 / (2 * shape.num_blocks))
-        sent = window_tokens(tokens, window, shape.num_blocks) / shape.num_blocks * per_hop
+        sent = window_tokens(tokens, window, shape.num_blocks, earlier) / shape.num_blocks * per_hop
         seconds = keys_s + (gradients_s if is_backward else 0.0)
         return (hops * tokens - sent) * seconds
 

@@ -7,6 +7,7 @@ neighbour's tokens. The backward pass does the same in the opposite direction.
 Around a ring of b blocks, the keys and values that other blocks see (all but the last of the 2b zigzag pieces of a document)
 are passed on b - 1 times. In the backward pass they are passed on again, together with their gradients, in at least fp32. In
 layers whose window is shorter than the chunk's longest document, blocks send each other only the keys and values that are seen.
+The same happens to keys and values of earlier slices for every slice that sees them; `CostModel.hidden_s` counts these.
 
 In layers with a state, a rank of a block sends the inputs of the scan and gets its results back, likewise by heads; fp32 inputs
 travel in an exchange of their own. In rings, and in blocks of more ranks than heads, every rank runs all heads. It tells each
@@ -164,19 +165,21 @@ def hop_bytes(model: ModelSpec, shape: GroupShape, num_tokens: float) -> tuple[f
     return values * element, values * gradient
 
 
-def window_tokens(lengths: FloatArray, window: int, num_blocks: int) -> FloatArray:
+def window_tokens(lengths: FloatArray, window: int, num_blocks: int, earlier: FloatArray | float = 0.0) -> FloatArray:
     """Tokens of documents of these lengths whose keys other blocks of a ring see through a window, summed over these blocks.
 
     Every block has two of a document's `2 * num_blocks` equal pieces, one from either end. lengths: [n]; returns [n].
+    earlier: tokens of slices before these, of which every block has an equal share.
     """
     size = np.asarray(lengths, dtype=np.float64) / (2 * num_blocks)
     first = np.arange(num_blocks)[:, None] * size
     second = (2 * num_blocks - 1 - np.arange(num_blocks))[:, None] * size
     # a query sees itself and the window - 1 tokens before it
-    before_first, before_second = np.minimum(window - 1, first), np.minimum(window - 1, second)
+    before_first, before_second = np.minimum(window - 1, earlier + first), np.minimum(window - 1, earlier + second)
     start = second - before_second
-    seen_twice = np.maximum(0.0, first - start)
+    seen_twice = np.maximum(0.0, first - np.maximum(start, first - before_first))
     own = np.maximum(0.0, first + size - np.maximum(first, start))
+    own = own + np.maximum(0.0, before_first - first) / num_blocks
     total: FloatArray = (before_first + before_second - seen_twice - own).sum(axis=0)
     return total
 

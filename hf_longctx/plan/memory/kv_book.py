@@ -4,7 +4,8 @@ A layer that sees all tokens holds a sequence's keys and values from its first s
 the last slice's backward on it also holds gradients of all tokens in front of that slice. A layer whose window w is shorter than
 the sequence holds every slice on its own, from its forward to its backward. Where the layer will be replayed, it holds the
 slice's last w - 1 tokens, which later slices see (none of the last slice); where it is not replayed, or once it has been, all
-tokens. It holds gradients of the last w - 1 tokens before the slice that ran backward most recently.
+tokens. It holds gradients of the last w - 1 tokens before the slice that ran backward most recently. In a ring, a rank holds
+those of all these tokens that are in its own block.
 
 The book of states (`runtime/attention/state_book.py`) is counted with it. A layer with a state, alone or beside attention, holds
 the state after a slice, if the sequence goes on, from the slice's forward to its backward, and its gradient from the backward of
@@ -14,6 +15,7 @@ sequence goes on, from then to the end of the micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +23,8 @@ import numpy as np
 from hf_longctx.plan.core.arrays import BoolArray, IntArray
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import head_shares, passes_states, sequence_ends
-from hf_longctx.plan.core.types import SequenceGroup, StagePlan
+from hf_longctx.plan.core.sharding import head_shares, passes_states, sequence_ends, slice_pieces
+from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StagePlan
 
 
 class BookMoments(NamedTuple):
@@ -62,11 +64,12 @@ class BookKinds(NamedTuple):
 def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKinds:
     """Changes of the book on the rank at `position` of the group; they are equal on every stage and under every policy."""
     block = group.shape.ulysses
+    held = {sequence: _held(group, sequence, position // block) for sequence in sequence_ends(group.chunks)}
     kinds = [kind for kind, _ in model.kind_shares()]
     # replays make no difference where all layers see all tokens
     replays = (False,) if kinds == [ATTENTION] else (False, True)
     index_bytes = 0 if model.index.is_empty else model.index.head_dim * model.bytes_per_element
-    states = _state_changes(group, _boundary_bytes(model, block, position))
+    states = _state_changes(group, _boundary_bytes(model, group.shape, position))
     changes = []
     for kind, is_replayed in ((kind, is_replayed) for kind in kinds for is_replayed in replays):
         found = _no_changes(group)
@@ -76,19 +79,32 @@ def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKin
             # bytes of a token's keys and values, and of their gradients, which are in at least fp32
             token_bytes = heads * own.kv_head_size * model.bytes_per_element
             gradient_bytes = heads * own.kv_head_size * max(4, model.bytes_per_element)
-            found = _layer_changes(group, kind.window, is_replayed, token_bytes, gradient_bytes, index_bytes)
+            found = _layer_changes(group, held, kind.window, is_replayed, (token_bytes, gradient_bytes, index_bytes))
         if kind.has_state:
             found = _Changes(*(one + other for one, other in zip(found, states, strict=True)))
         changes.append(found)
     return BookKinds(kinds, changes)
 
 
-def _boundary_bytes(model: ModelSpec, block: int, position: int) -> int:
+# number of the first so many tokens of a sequence that a rank's block holds
+_Held = Callable[[int], int]
+
+
+def _held(group: SequenceGroup, sequence: int, block: int) -> _Held:
+    num_blocks = group.shape.num_blocks
+    chunks = [chunk for chunk in group.chunks if any(span.sequence == sequence for span in chunk.spans)]
+    if num_blocks == 1 or len(chunks) == 1:
+        return lambda position: position
+    pieces = slice_pieces(chunks, sequence, num_blocks)[block]
+    return lambda position: sum(min(piece.stop, position) - piece.start for piece in pieces if piece.start < position)
+
+
+def _boundary_bytes(model: ModelSpec, shape: GroupShape, position: int) -> int:
     """Bytes of one layer's state at the end of a slice, on the rank at `position` of its group."""
-    states = model.states
+    states, block = model.states, shape.ulysses
     heads = states.heads
-    # slices run in one block; in a ring, ranks would have all heads too
-    if heads and not passes_states(1, block, heads // states.scans):
+    # ranks that pass states on have all heads
+    if heads and not passes_states(shape.num_blocks, block, heads // states.scans):
         own = heads // states.scans
         heads = states.scans * head_shares(own, states.read_heads or own, block)[position % block].num_q
     return states.boundary_bytes(heads, model.bytes_per_element)
@@ -183,34 +199,42 @@ def _state_changes(group: SequenceGroup, num_bytes: int) -> _Changes:
 
 
 def _layer_changes(
-    group: SequenceGroup, window: int | None, is_replayed: bool, token_bytes: int, gradient_bytes: int, index_bytes: int
+    group: SequenceGroup,
+    held: Mapping[int, _Held],
+    window: int | None,
+    is_replayed: bool,
+    token_sizes: tuple[int, int, int],
 ) -> _Changes:
     """Bytes by which the passes of every chunk change the book of a layer with this window (None: it sees all tokens).
 
-    index_bytes: of an index key, which every rank holds.
+    token_sizes: bytes of a token's keys and values, of their gradients, and of an index key, which every rank holds.
     """
+    token_bytes, gradient_bytes, index_bytes = token_sizes
     ends = sequence_ends(group.chunks)
     last_starts = {
         span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]
     }
     found = _no_changes(group)
     for index, span in ((chunk.index, span) for chunk in group.chunks for span in chunk.spans):
-        end, is_last = ends[span.sequence], span.stop == ends[span.sequence]
+        end, is_last, before = ends[span.sequence], span.stop == ends[span.sequence], held[span.sequence]
         if is_last and not span.start:
             continue
         if window is None and not is_last:
             found.written[index] += index_bytes * span.num_tokens
         if not window or window >= end:
             if not span.start:
-                found.written[index] += token_bytes * end
-                found.gone[index] += token_bytes * end + gradient_bytes * last_starts[span.sequence]
+                found.written[index] += token_bytes * before(end)
+                found.gone[index] += token_bytes * before(end) + gradient_bytes * before(last_starts[span.sequence])
             elif is_last:
-                found.left[index] += gradient_bytes * span.start
+                found.left[index] += gradient_bytes * before(span.start)
             continue
-        seen = 0 if is_last else min(span.num_tokens, window - 1)
-        kept = seen if is_replayed else span.num_tokens
+        own = before(span.stop) - before(span.start)
+        # tokens that a window shows before the start and the end of the slice
+        front, later = (before(bound) - before(max(0, bound - window + 1)) for bound in (span.start, span.stop))
+        seen = 0 if is_last else before(span.stop) - before(max(span.start, span.stop - window + 1))
+        kept = seen if is_replayed else own
         found.written[index] += token_bytes * kept
-        found.rewritten[index] += token_bytes * (span.num_tokens - kept)
-        found.left[index] += gradient_bytes * (min(span.start, window - 1) - (0 if is_last else min(span.stop, window - 1)))
-        found.gone[index] += token_bytes * span.num_tokens
+        found.rewritten[index] += token_bytes * (own - kept)
+        found.left[index] += gradient_bytes * (front - (0 if is_last else later))
+        found.gone[index] += token_bytes * own
     return found

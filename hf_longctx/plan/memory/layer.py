@@ -353,18 +353,27 @@ class LayerBytes:
     def _hops(self, num_sums: int) -> int:
         """Bytes of what travels around a ring while a hop is computed: keys and values of two hops, and `num_sums` gradient sums.
 
-        All but the last of the zigzag pieces travel.
+        All but the last of the zigzag pieces travel, and those of earlier slices. A rank with a slice also copies its keys and
+        values beside the earlier ones, and sums their gradients, before they are added to those in the book.
         """
-        blocks, (_, _, k, _) = self.load.num_blocks, self._sizes
+        load, blocks, (_, _, k, _) = self.load, self.load.num_blocks, self._sizes
         if blocks == 1:
             return 0
-        return -(-2 * k * (2 + num_sums * self._wide) * self.tokens * (2 * blocks - 1) // (2 * blocks))
+        travelling = self.tokens * (2 * blocks - 1) / (2 * blocks) + load.front_tokens
+        copied = (1 + (num_sums > 0) * self._wide) * (self.tokens + load.front_tokens) if load.sliced_tokens else 0
+        return math.ceil(2 * k * ((2 + num_sums * self._wide) * travelling + copied))
 
     @property
     def _hops_ahead(self) -> int:
-        """Bytes of `_hops` in the forward, and of the output of a tile before it is merged, in at least fp32."""
-        _, a, _, _ = self._sizes
-        return self._hops(0) + (a * self._wide * self.tokens if self.load.num_blocks > 1 else 0)
+        """Bytes of `_hops` in the forward, and of the output of a tile before it is merged, in at least fp32.
+
+        The tile of a slice with all earlier keys has all of its rows, which are copied, and its own keys and values are joined.
+        """
+        (_, a, k, _), load = self._sizes, self.load
+        if load.num_blocks == 1:
+            return 0
+        of_slice = (2 * k + 2 * a * self._wide) * self.tokens if load.sliced_tokens else 0
+        return self._hops(0) + a * self._wide * self.tokens + of_slice
 
     @property
     def _hops_back(self) -> int:

@@ -157,8 +157,7 @@ class Candidates:
         if self._share_blocks(groups):
             return []
         longest = int(self.staged.lengths[list(members)].max())
-        counts = [count for count in _SEARCH.least_memory_slices if count <= longest] if self.staged.can_slice(degree) else [1]
-        return self._sliced(groups, counts)
+        return self._sliced(groups, [count for count in _SEARCH.least_memory_slices if count <= longest])
 
     def alone(self, sequence: int) -> list[Candidate]:
         """Pipelines of this sequence alone on the largest group, in few slices, for stages that lend ranks.
@@ -168,8 +167,8 @@ class Candidates:
         staged, degree = self.staged, self.staged.degrees[-1]
         group, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
         [groups] = with_idle_ranks([[group]], staged.ranks_per_stage, 0)
-        can_slice = staged.can_slice(degree) and length <= staged.longest[degree]
-        most = min(length // degree, _SEARCH.lent_slices * staged.num_stages) if can_slice else 0
+        can_lend = staged.shapes[degree].num_blocks == 1 and length <= staged.longest[degree]
+        most = min(length // degree, _SEARCH.lent_slices * staged.num_stages) if can_lend else 0
         return self._sliced(groups, [count for count in CUTS.slice_counts if staged.num_stages - 1 <= count <= most])
 
     def _sliced(self, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> list[Candidate]:

@@ -85,10 +85,7 @@ class StagedStep:
         self.rates = {degree: busiest_rates(costs, shape, parts, tokens) for degree, shape in self.shapes.items()}
         self.seconds = {degree: rates.sequences_s(tokens) for degree, rates in self.rates.items()}
         self.room = StageRoom(costs, parts, config)
-        self.longest = {
-            degree: degree * (self.room.longest_tokens if shape.num_blocks == 1 else config.tokens_per_rank)
-            for degree, shape in self.shapes.items()
-        }
+        self.longest = {degree: degree * self.room.longest_tokens for degree in self.degrees}
         per_node, ranks = cluster.ranks_per_node, range(per_stage)
         self.leaves_node = [
             any((stage * per_stage + p) // per_node != ((stage + 1) % self.num_stages * per_stage + p) // per_node for p in ranks)
@@ -101,7 +98,7 @@ class StagedStep:
         return 1 if self.costs.parameters == "replicated" else self.costs.shards or self.ranks_per_stage
 
     def _shape(self, degree: int) -> GroupShape:
-        """Chooses how groups of a degree share attention: in one block where possible, since a ring cannot run slices."""
+        """Chooses how groups of a degree share attention: in one block where possible, since rings send earlier slices again."""
         shapes = group_shapes(degree, self.costs.method, self.costs.model, self.costs.cluster)
         num_tokens = float(min(self.lengths.sum() / self.ranks_per_stage, self.config.tokens_per_rank) * degree)
         return next((s for s in shapes if s.num_blocks == 1), None) or self.costs.best_shape(degree, num_tokens)
@@ -109,10 +106,6 @@ class StagedStep:
     def work_s(self, group: PlacedGroup) -> float:
         """Seconds of the group's sequences on its busiest stage, without the fixed seconds of chunks."""
         return float(self.seconds[group.degree][list(group.members)].sum())
-
-    def can_slice(self, degree: int) -> bool:
-        """Whether groups of this degree can run slices of a sequence, which needs attention in one block."""
-        return self.shapes[degree].num_blocks == 1
 
     def cuts(self, group: PlacedGroup) -> list[Cut]:
         """Ways to make chunks of a group's sequences, at least one, sorted by estimated seconds.
@@ -124,8 +117,7 @@ class StagedStep:
         longest_s = rates.spans.of_span(0, longest)
         # fewest chunks that memory allows
         fewest = -(-tokens // (group.degree * self.config.tokens_per_rank))
-        can_slice = self.can_slice(group.degree)
-        targets = [(count, longest_s / count) for count in CUTS.slice_counts if count == 1 or (can_slice and count <= longest)]
+        targets = [(count, longest_s / count) for count in CUTS.slice_counts if count <= longest]
         packs = [(1, work_s / (count * self.num_stages)) for count in CUTS.chunks_per_stage]
         found: list[Cut] = []
         for num_slices, target_s in [*targets, *(pack for pack in packs if pack[1] > longest_s)]:
@@ -144,8 +136,6 @@ class StagedStep:
 
     def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
         """Seconds of a group's pipeline, including recomputation where memory is short; infinite where it cannot fit."""
-        if not self.can_slice(group.degree) and any(chunk.prefix_tokens for chunk in chunks):
-            return math.inf
         shape = self.shapes[group.degree]
         seconds, held = pipeline_s(chunks, shape, self.costs, self.parts, self.schedule, self.leaves_node)
         return seconds + self.room.added_s(held, self.work_s(group))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import HeadShare, Piece, longest_document, seen_pieces
+from hf_longctx.plan.core.sharding import HeadShare, Piece, longest_document, seen_pieces, travelling_pieces
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
@@ -70,10 +70,14 @@ class Ring:
     """The ring that one rank is in: one rank of every block, all with the same heads, in ring order.
 
     process_group: the group of all ranks, whose links carry the messages, so that any ranks can form a ring without a group of
-    their own. index: this rank's block. ranks: global ranks of the ring. blocks: the document pieces of every block.
-    travelling: for every block, the pieces that other blocks see if queries see all earlier tokens; only these are sent around.
-    departing: the tokens of this rank's block in those pieces. known_tiles, known_direct: caches of `tiles` and `direct`, shared
-    by all layers of a chunk.
+    their own. index: this rank's block. ranks: global ranks of the ring. blocks: the document pieces of every block, which count
+    from the start of the whole document. travelling: for every block, the pieces of keys that other blocks see if queries see
+    all earlier tokens; only these are sent around. departing: the places of these pieces among the keys of this rank's block.
+
+    slice_: the slice of a sequence with which the chunk begins; None without. earlier: for every block, the pieces of the slices
+    before it, which the K/V book holds. A block's keys are those of `earlier` that some query sees, then those of its own tokens.
+
+    known_keys, known_tiles, known_direct: caches of `keys`, `tiles` and `direct`, shared by all layers of a chunk.
     """
 
     process_group: dist.ProcessGroup | None
@@ -82,8 +86,34 @@ class Ring:
     blocks: tuple[tuple[Piece, ...], ...]
     travelling: tuple[tuple[Piece, ...], ...]
     departing: tuple[slice, ...] = ()
-    known_tiles: dict[tuple[AttentionPattern | None, int], list[Tile]] = field(default_factory=dict)
+    slice_: Slice | None = None
+    earlier: tuple[tuple[Piece, ...], ...] = ()
+    known_keys: dict[int, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
+    known_tiles: dict[tuple[AttentionPattern | None, int, bool], list[Tile]] = field(default_factory=dict)
     known_direct: dict[AttentionPattern, DirectBlocks | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        process_group: dist.ProcessGroup | None,
+        index: int,
+        ranks: tuple[int, ...],
+        blocks: tuple[tuple[Piece, ...], ...],
+        slice_: Slice | None = None,
+        held: tuple[tuple[Piece, ...], ...] = (),
+    ) -> Ring:
+        """The ring of blocks with these pieces, of which those of the slice count from the start of the slice.
+
+        held: for every block, its pieces of all slices of the sequence, as `slice_pieces` finds them.
+        """
+        travelling = travelling_pieces(blocks)
+        if slice_ is None:
+            return cls(process_group, index, ranks, blocks, travelling, departing_tokens(blocks[index], travelling[index]))
+        blocks, own = (tuple(tuple(_placed(piece, slice_) for piece in each) for each in x) for x in (blocks, travelling))
+        earlier = tuple(tuple(piece for piece in pieces if piece.stop <= slice_.start) for pieces in held)
+        keys, travelling = (tuple(_joined(*each) for each in zip(earlier, x, strict=True)) for x in (blocks, own))
+        departing = departing_tokens(keys[index], travelling[index])
+        return cls(process_group, index, ranks, blocks, travelling, departing, slice_, earlier)
 
     @property
     def num_blocks(self) -> int:
@@ -94,6 +124,22 @@ class Ring:
         """Document pieces of this rank's block."""
         return self.blocks[self.index]
 
+    @property
+    def slice_tokens(self) -> slice:
+        """Range of the slice's tokens among those of this rank's block; empty without a slice."""
+        document = None if self.slice_ is None else self.slice_.document
+        return slice(0, sum(piece.num_tokens for piece in self.pieces if piece.document == document))
+
+    def keys(self, pattern: AttentionPattern) -> tuple[tuple[Piece, ...], ...]:
+        """Pieces of the keys of every block, located among the block's keys: those of earlier slices first."""
+        if self.slice_ is None:
+            return self.blocks
+        first = pattern.first_seen(self.slice_.start)
+        if first not in self.known_keys:
+            seen = [tuple(replace(p, start=max(p.start, first)) for p in block if p.stop > first) for block in self.earlier]
+            self.known_keys[first] = tuple(_joined(*each) for each in zip(seen, self.blocks, strict=True))
+        return self.known_keys[first]
+
     def direct(self, pattern: AttentionPattern) -> DirectBlocks | None:
         """Pieces that blocks send each other directly under `pattern`; None if some token sees the whole longest document."""
         if pattern not in self.known_direct:
@@ -103,23 +149,57 @@ class Ring:
     def _direct(self, pattern: AttentionPattern) -> DirectBlocks | None:
         if not pattern.first_seen(longest_document(self.blocks) - 1):
             return None
-        own, others = self.pieces, [() if index == self.index else block for index, block in enumerate(self.blocks)]
-        incoming = tuple(seen_pieces(block, own, pattern.first_seen) for block in others)
-        leaving = (seen_pieces(own, block, pattern.first_seen) for block in others)
-        return DirectBlocks(incoming, tuple(departing_tokens(own, pieces) for pieces in leaving))
+        keys = self.keys(pattern)
+        others = [index != self.index for index in range(self.num_blocks)]
+        incoming = (seen_pieces(block, self.pieces, pattern.first_seen) for block in keys)
+        leaving = (seen_pieces(keys[self.index], block, pattern.first_seen) for block in self.blocks)
+        return DirectBlocks(
+            tuple(pieces if is_other else () for pieces, is_other in zip(incoming, others, strict=True)),
+            tuple(
+                departing_tokens(keys[self.index], pieces) if is_other else ()
+                for pieces, is_other in zip(leaving, others, strict=True)
+            ),
+        )
 
-    def tiles(self, block: int, pattern: AttentionPattern) -> list[Tile]:
+    def tiles(self, block: int, pattern: AttentionPattern, needs_positions: bool = True) -> list[Tile]:
         """Pairs of a query piece of this rank and a key piece of `block` that it may see.
 
-        A key piece is located in this rank's own block, or, if `block` is another one, in the tensor of keys that arrives from
-        it. The pattern may still mask a whole pair.
+        A key piece is located among the keys of this rank's own block, or, if `block` is another one, in the tensor of keys that
+        arrives from it. The pattern may still mask a whole pair. needs_positions: pieces are consecutive tokens; without, all
+        keys of earlier slices may be one piece, and all queries of the slice another.
         """
         direct = self.direct(pattern)
-        known = (pattern if direct else None, block)
+        known = (pattern if direct else None, block, needs_positions or direct is not None)
         if known not in self.known_tiles:
-            arriving = direct.incoming if direct else self.travelling
-            self.known_tiles[known] = visible_tiles(self.pieces, self.pieces if block == self.index else arriving[block])
+            keys = (self.keys(pattern) if block == self.index else direct.incoming if direct else self.travelling)[block]
+            joined: list[Tile] = []
+            if self.slice_ is not None and not known[2]:
+                num_earlier = len(self.earlier[block])
+                joined, keys = self._all_earlier(sent_tokens(keys[:num_earlier])), keys[num_earlier:]
+            self.known_tiles[known] = [*joined, *visible_tiles(self.pieces, keys)]
         return self.known_tiles[known]
+
+    def _all_earlier(self, num_keys: int) -> list[Tile]:
+        """The tile of all queries of the slice with keys of earlier slices, of which they see each."""
+        assert self.slice_ is not None
+        start, num_rows = self.slice_.start, self.slice_tokens.stop
+        return [(Piece(0, start, start + num_rows, 0), Piece(0, start - num_keys, start, 0))] if num_keys and num_rows else []
+
+
+def _placed(piece: Piece, slice_: Slice) -> Piece:
+    """The piece, counted from the start of its sequence if it is one of the slice."""
+    if piece.document != slice_.document:
+        return piece
+    return replace(piece, start=slice_.start + piece.start, stop=slice_.start + piece.stop)
+
+
+def _joined(earlier: tuple[Piece, ...], own: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Pieces of one tensor, in which those of earlier slices come first."""
+    pieces, held = [], 0
+    for piece in earlier:
+        pieces.append(replace(piece, first=held))
+        held += piece.num_tokens
+    return (*pieces, *(replace(piece, first=held + piece.first) for piece in own))
 
 
 def departing_tokens(pieces: tuple[Piece, ...], travelling: tuple[Piece, ...]) -> tuple[slice, ...]:

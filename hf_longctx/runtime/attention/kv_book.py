@@ -8,6 +8,8 @@ gradient that it returns for its own keys and values is its own contribution plu
 reaches from one chunk into another, and autograd needs no extra roots. Activation checkpointing, reentrant or not, runs a slice's
 forward again, which writes the same values to the same place.
 
+In a ring, the book of a rank holds the tokens of its own block alone, of every slice, in the order of their positions.
+
 If a pattern limits how far back queries see, the K/V book drops tokens that no query can see any more. It keeps the last tokens
 of a slice, the ones that later slices see. It keeps the whole slice only if its backward runs without a replay of its forward, or
 once that replay has run. It keeps gradients only for the front of the slice that ran backward last.
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import sequence_ends
+from hf_longctx.plan.core.sharding import sequence_ends, slice_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.attention.heads import split_kv
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
@@ -36,7 +38,8 @@ from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 class Slice:
     """Tokens [start, stop) of a sequence of `end` tokens; the rest of the sequence is in other chunks of the group.
 
-    document: index of the slice among the documents of its chunk.
+    document: index of the slice among the documents of its chunk. parts: ranges of the sequence's tokens that this rank's block
+    of a ring holds, over all slices in order; None where a block holds all tokens.
     """
 
     document: int
@@ -44,24 +47,43 @@ class Slice:
     start: int
     stop: int
     end: int
+    parts: tuple[tuple[int, int], ...] | None = None
 
     def __str__(self) -> str:
         return f"tokens [{self.start}, {self.stop}) of sequence {self.sequence}"
 
+    def before(self, position: int) -> int:
+        """Number of the sequence's tokens before `position` that this rank's block holds."""
+        if self.parts is None:
+            return position
+        return sum(min(stop, position) - start for start, stop in self.parts if start < position)
 
-def slices_of(group: SequenceGroup, chunk: Chunk) -> tuple[Slice, ...]:
-    """Slices of `chunk` in order: its documents whose sequence begins or continues in another chunk of the group."""
+
+def slices_of(group: SequenceGroup, chunk: Chunk, block: int = 0) -> tuple[Slice, ...]:
+    """Slices of `chunk` in order, as a block of the group holds them.
+
+    They are its documents whose sequence begins or continues in another chunk of the group.
+    """
     ends = sequence_ends((*group.chunks, chunk))
     return tuple(
-        Slice(document, span.sequence, span.start, span.stop, ends[span.sequence])
+        Slice(document, span.sequence, span.start, span.stop, ends[span.sequence], _parts(group, span.sequence, block))
         for document, span in enumerate(chunk.spans)
         if span.start > 0 or span.stop < ends[span.sequence]
     )
 
 
+def _parts(group: SequenceGroup, sequence: int, block: int) -> tuple[tuple[int, int], ...] | None:
+    if group.shape.num_blocks == 1:
+        return None
+    return tuple((piece.start, piece.stop) for piece in slice_pieces(group.chunks, sequence, group.shape.num_blocks)[block])
+
+
 @dataclass(frozen=True, slots=True)
 class KeyRun:
-    """Keys and values [G, U, W] of consecutive tokens of a sequence from position `first` on; a view."""
+    """Keys and values [G, U, W] of consecutive tokens of a sequence from position `first` on; a view.
+
+    In a ring these are the tokens from there on that one block holds.
+    """
 
     first: int
     kv_GUW: Tensor
@@ -69,10 +91,6 @@ class KeyRun:
     @property
     def stop(self) -> int:
         return self.first + self.kv_GUW.shape[1]
-
-    def since(self, first: int) -> KeyRun:
-        """View of the tokens from position `first` on."""
-        return self if first <= self.first else KeyRun(first, self.kv_GUW[:, first - self.first :])
 
 
 class _AllTokens:
@@ -82,7 +100,7 @@ class _AllTokens:
     """
 
     def __init__(self, slice_: Slice, k_GTD: Tensor, v_GTE: Tensor) -> None:
-        self.kv_SGW = k_GTD.new_empty(slice_.end, k_GTD.shape[0], k_GTD.shape[2] + v_GTE.shape[2])
+        self.kv_SGW = k_GTD.new_empty(slice_.before(slice_.end), k_GTD.shape[0], k_GTD.shape[2] + v_GTE.shape[2])
         self.gradients_UGW: Tensor | None = None
 
     @property
@@ -90,24 +108,24 @@ class _AllTokens:
         return self.kv_SGW.nbytes + (0 if self.gradients_UGW is None else self.gradients_UGW.nbytes)
 
     def put(self, slice_: Slice, k_GTD: Tensor, v_GTE: Tensor, keeps_own: bool) -> None:
-        _fill(self.kv_SGW[slice_.start : slice_.stop], k_GTD, v_GTE)
+        _fill(self.kv_SGW[_own(slice_)], k_GTD, v_GTE)
 
     def free_unseen(self, position: int) -> None:
         """Frees nothing: queries from `position` on see every token."""
 
     def front(self, slice_: Slice) -> tuple[KeyRun, ...]:
-        return (KeyRun(0, _heads_first(self.kv_SGW[: slice_.start])),) if slice_.start else ()
+        return (KeyRun(0, _heads_first(self.kv_SGW[: slice_.before(slice_.start)])),) if slice_.start else ()
 
     def own(self, slice_: Slice) -> Tensor:
-        return _heads_first(self.kv_SGW[slice_.start : slice_.stop])
+        return _heads_first(self.kv_SGW[_own(slice_)])
 
     def open_gradients(self, slice_: Slice) -> tuple[Tensor, Tensor]:
+        front, own = slice(slice_.before(slice_.start)), _own(slice_)
         if self.gradients_UGW is not None:
-            front_UGW, own_TGW = self.gradients_UGW[: slice_.start], self.gradients_UGW[slice_.start : slice_.stop]
-            return _heads_first(front_UGW), _heads_first(own_TGW)
+            return _heads_first(self.gradients_UGW[front]), _heads_first(self.gradients_UGW[own])
         wide = torch.promote_types(self.kv_SGW.dtype, torch.float32)
-        self.gradients_UGW = torch.zeros_like(self.kv_SGW[: slice_.start], dtype=wide)
-        own_TGW = torch.zeros_like(self.kv_SGW[slice_.start : slice_.stop], dtype=wide)
+        self.gradients_UGW = torch.zeros_like(self.kv_SGW[front], dtype=wide)
+        own_TGW = torch.zeros_like(self.kv_SGW[own], dtype=wide)
         return _heads_first(self.gradients_UGW), _heads_first(own_TGW)
 
     def free_slice(self, slice_: Slice) -> None:
@@ -117,8 +135,9 @@ class _AllTokens:
 class _SeenTokens:
     """Keys and values of one sequence at one layer with a limiting pattern: a run per slice, and the gradients of one front."""
 
-    def __init__(self, pattern: AttentionPattern) -> None:
-        self.pattern = pattern
+    def __init__(self, slice_: Slice, pattern: AttentionPattern) -> None:
+        # how many tokens lie before a position is the same for every slice of the sequence
+        self.pattern, self.before = pattern, slice_.before
         # keyed by the start of the slice, in order
         self.runs: dict[int, KeyRun] = {}
         self.gradients: KeyRun | None = None
@@ -130,30 +149,33 @@ class _SeenTokens:
     def put(self, slice_: Slice, k_GTD: Tensor, v_GTE: Tensor, keeps_own: bool) -> None:
         seen = self.pattern.first_seen(slice_.stop) if slice_.stop < slice_.end else slice_.stop
         first = slice_.start if keeps_own else max(slice_.start, seen)
+        num_kept = self._count(first, slice_.stop)
         run = self.runs.get(slice_.start)
         if run is None or run.first != first:
             # a replay before backward replaces the last tokens, kept for later slices, by the whole slice
             self.runs.pop(slice_.start, None)
             if first == slice_.stop:
                 return
-            shape = (slice_.stop - first, k_GTD.shape[0], k_GTD.shape[2] + v_GTE.shape[2])
+            shape = (num_kept, k_GTD.shape[0], k_GTD.shape[2] + v_GTE.shape[2])
             run = self.runs[slice_.start] = KeyRun(first, _heads_first(k_GTD.new_empty(shape)))
         # a front sent by another stage has only its last tokens, so count from the end
-        kept = slice(k_GTD.shape[1] - (slice_.stop - first), None)
+        kept = slice(k_GTD.shape[1] - num_kept, None)
         _fill(_heads_first(run.kv_GUW), k_GTD[:, kept], v_GTE[:, kept])
 
     def free_unseen(self, position: int) -> None:
         """Frees the tokens that queries from `position` on do not see."""
         seen = self.pattern.first_seen(position)
         for start, run in list(self.runs.items()):
-            if run.stop <= seen:
+            left = self._since(run, seen)
+            if not left.kv_GUW.shape[1]:
                 del self.runs[start]
-            elif run.first < seen:
-                self.runs[start] = KeyRun(seen, _heads_first(_heads_first(run.since(seen).kv_GUW).clone()))
+            elif left is not run:
+                self.runs[start] = KeyRun(seen, _heads_first(_heads_first(left.kv_GUW).clone()))
 
     def front(self, slice_: Slice) -> tuple[KeyRun, ...]:
         seen = self.pattern.first_seen(slice_.start)
-        return tuple(run.since(seen) for run in self.runs.values() if seen < run.stop <= slice_.start)
+        runs = (self._since(run, seen) for start, run in self.runs.items() if start < slice_.start)
+        return tuple(run for run in runs if run.kv_GUW.shape[1])
 
     def own(self, slice_: Slice) -> Tensor:
         return self.runs[slice_.start].kv_GUW
@@ -164,17 +186,25 @@ class _SeenTokens:
         own_GTW = torch.zeros_like(kv_GTW, dtype=wide)
         later, self.gradients = self.gradients, None
         if later is not None:
-            left = later.since(slice_.start)
-            own_GTW[:, left.first - slice_.start :] = left.kv_GUW
-        shape = (slice_.start - first, kv_GTW.shape[0], kv_GTW.shape[2])
+            left = self._since(later, slice_.start)
+            own_GTW[:, self._count(slice_.start, left.first) :] = left.kv_GUW
+        shape = (self._count(first, slice_.start), kv_GTW.shape[0], kv_GTW.shape[2])
         front_GUW = _heads_first(own_GTW.new_zeros(shape))
         if later is not None and later.first < slice_.start:
-            front_GUW[:, later.first - first :] = later.kv_GUW[:, : slice_.start - later.first]
+            front_GUW[:, self._count(first, later.first) :] = later.kv_GUW[:, : self._count(later.first, slice_.start)]
         self.gradients = KeyRun(first, front_GUW)
         return front_GUW, own_GTW
 
     def free_slice(self, slice_: Slice) -> None:
         del self.runs[slice_.start]
+
+    def _count(self, first: int, stop: int) -> int:
+        """Number of tokens of positions [first, stop)."""
+        return self.before(stop) - self.before(first)
+
+    def _since(self, run: KeyRun, first: int) -> KeyRun:
+        """View of the tokens of a run from position `first` on."""
+        return run if first <= run.first else KeyRun(first, run.kv_GUW[:, self._count(run.first, first) :])
 
 
 class _Entry:
@@ -239,7 +269,9 @@ class KVBook:
             raise RuntimeError(f"{slice_} ran forward after its own backward; a slice's forward must run before its backward")
         if entry is None:
             is_limited = pattern.first_seen(slice_.end - 1) > 0
-            entry = self._entries[key] = _Entry(slice_, _SeenTokens(pattern) if is_limited else _AllTokens(slice_, k_GTD, v_GTE))
+            tokens: _AllTokens | _SeenTokens
+            tokens = _SeenTokens(slice_, pattern) if is_limited else _AllTokens(slice_, k_GTD, v_GTE)
+            entry = self._entries[key] = _Entry(slice_, tokens)
         front = entry.tokens.front(slice_)
         entry.tokens.put(slice_, k_GTD, v_GTE, keeps_own)
         self._note_peak()
@@ -293,6 +325,11 @@ class KVBook:
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+def _own(slice_: Slice) -> slice:
+    """Range of a slice's tokens among those of the sequence that this rank's block holds."""
+    return slice(slice_.before(slice_.start), slice_.before(slice_.stop))
 
 
 def _heads_first(x_NGW: Tensor) -> Tensor:

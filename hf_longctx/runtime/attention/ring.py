@@ -13,6 +13,12 @@ positions ahead, directly, the keys that the receiver's queries see; backward se
 the zigzag layout, the piece before a given one lies on the previous block in the first half of a document, and on the next block
 in the second half. Passing keys on in one direction would therefore carry most of them nearly all the way around.)
 
+If the chunk begins with a slice, its keys are joined to those of earlier slices, of which every rank has the ones of its own
+block in the K/V book. They travel like any others, once for every slice, and so do their gradients, which end in the book of the
+rank that has the keys. In every hop a rank attends from T tokens to U keys, and sends U keys. More keys make both take longer, so
+a slice hides as much of its messages as the first one did. (Sending queries around, with their outputs and LSE, would take fewer
+bytes only where earlier tokens are several times as many as new ones, and layers with windows would need keys all the same.)
+
 Shapes: H query heads, G KV heads, T tokens of this rank's block, D head size of queries and keys, E of values, W = D + E,
 U tokens of the block whose keys are in use.
 
@@ -21,7 +27,7 @@ Source: Ring Attention (arXiv 2310.01889) with the zigzag layout of Striped/zigz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +39,7 @@ from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.context import DirectBlocks, Ring, sent_tokens
 from hf_longctx.runtime.attention.heads import join_kv, split_kv
+from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.attention.rows import (
     AttentionRule,
     KeyPiece,
@@ -45,30 +52,68 @@ from hf_longctx.runtime.attention.rows import (
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 
-def ring_attention(
-    q_1HTD: Tensor,
-    k_1GTD: Tensor,
-    v_1GTE: Tensor,
-    rule: AttentionRule,
-    ring: Ring,
-    record: AttentionRecord | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Attention within documents under `rule` for the tokens of this rank's block, shape [1, T, H, E].
+@dataclass(frozen=True, slots=True)
+class RingAttention:
+    """Attention of one layer within one chunk, around a ring.
 
-    Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it for the layers in the
-    same order; backward runs the ring once more. A replay that finds output and LSE in `record` runs no forward ring. Raises
-    ValueError for a record that keeps only some of the tokens.
+    layer: key of the layer in the K/V book; it must be the same object in every chunk. record: None in layers that are not
+    replayed.
     """
-    if record is not None and not record.is_all_or_nothing:
-        raise ValueError(
-            f"attention_output is to be recomputed for a share of {record.share.recompute:g} of the tokens, but a ring of "
-            f"{ring.num_blocks} blocks can only recompute all or nothing; plan a share of 0 or 1, or a Ulysses group"
-        )
-    output: Tensor = _RingAttention.apply(
-        *(q_1HTD[0], k_1GTD[0], v_1GTE[0], sinks_H, rule.chosen_TK, replace(rule, chosen_TK=None), ring, record)
-    )
-    return output.transpose(0, 1).unsqueeze(0)
+
+    rule: AttentionRule
+    ring: Ring
+    record: AttentionRecord | None
+    kv_book: KVBook
+    layer: Hashable
+
+    def __call__(self, q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+        """Attention within documents for the tokens of this rank's block, shape [1, T, H, E], differentiable.
+
+        Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it for the layers in
+        the same order; backward runs the ring once more. A replay that finds output and LSE in the record runs no forward ring.
+        Raises ValueError for a record that keeps only some of the tokens.
+        """
+        if self.record is not None and not self.record.is_all_or_nothing:
+            raise ValueError(
+                f"attention_output is to be recomputed for a share of {self.record.share.recompute:g} of the tokens, but a ring "
+                f"of {self.ring.num_blocks} blocks can only recompute all or nothing; plan a share of 0 or 1, or a Ulysses group"
+            )
+        # chosen keys are saved as tensors
+        lean = replace(self, rule=replace(self.rule, chosen_TK=None))
+        output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTE[0], sinks_H, self.rule.chosen_TK, lean)
+        return output.transpose(0, 1).unsqueeze(0)
+
+    def write(self, k_GTD: Tensor, v_GTE: Tensor, has_gradient: bool) -> list[Tensor]:
+        """Writes the keys and values of the chunk's slice into the K/V book; returns the earlier ones that it sees, [G, U, W]."""
+        slice_, own = self.ring.slice_, self.ring.slice_tokens
+        if slice_ is None:
+            return []
+        keeps_own = has_gradient and (self.record is None or self.record.is_replay)
+        k, v = k_GTD[:, own], v_GTE[:, own]
+        runs = self.kv_book.write(self.layer, slice_, k, v, pattern=self.rule.pattern, keeps_own=keeps_own)
+        return [run.kv_GUW for run in runs]
+
+    def read(self, whole_GSW: Tensor) -> Tensor:
+        """Keys and values of this rank's block for the backward, given those of its whole documents; earlier ones come first."""
+        if self.ring.slice_ is None:
+            return whole_GSW
+        runs, own_GTW = self.kv_book.read(self.layer, self.ring.slice_)
+        return torch.cat([*(run.kv_GUW for run in runs), own_GTW, whole_GSW], dim=1)
+
+    def leave(self, sum_GUW: Tensor) -> Tensor:
+        """Leaves the gradients of earlier keys and values in the K/V book; returns those of the block's own, [G, T, W].
+
+        The slice's own also get what later slices left for them.
+        """
+        slice_ = self.ring.slice_
+        if slice_ is None:
+            return sum_GUW
+        front_GUW, own_GTW = self.kv_book.gradients(self.layer, slice_)
+        earlier_GUW, sum_GTW = sum_GUW.split([front_GUW.shape[1], sum_GUW.shape[1] - front_GUW.shape[1]], dim=1)
+        front_GUW += earlier_GUW
+        sum_GTW[:, self.ring.slice_tokens] += own_GTW
+        self.kv_book.backward_done(self.layer, slice_)
+        return sum_GTW
 
 
 class _RingAttention(torch.autograd.Function):
@@ -80,34 +125,37 @@ class _RingAttention(torch.autograd.Function):
         v_GTE: Tensor,
         sinks_H: Tensor | None,
         chosen_TK: Tensor | None,
-        rule: AttentionRule,
-        ring: Ring,
-        record: AttentionRecord | None,
+        call: RingAttention,
     ) -> Tensor:
-        ctx.settings, rule = (rule, ring), rule.choosing(chosen_TK)
-        own_kv = join_kv(k_GTD, v_GTE)
+        ctx.call, record, rule = call, call.record, call.rule.choosing(chosen_TK)
+        # a replay writes the same keys and values that the K/V book already holds, since no later slice has changed them
+        earlier, own_kv = call.write(k_GTD, v_GTE, any(ctx.needs_input_grad)), join_kv(k_GTD, v_GTE)
         kept = record.take() if record is not None else None
         if kept is None:
-            output, lse_HT = _around_the_ring(q_HTD, own_kv, rule, ring, sinks_H)
+            keys = torch.cat([*earlier, own_kv], dim=1) if earlier else own_kv
+            output, lse_HT = _around_the_ring(q_HTD, keys, rule, call.ring, sinks_H)
         else:
             output, lse_HT = kept.out_ShE.transpose(0, 1), kept.lse_hS
         if record is not None:
             record.put(output.transpose(0, 1), lse_HT)
-        ctx.save_for_backward(q_HTD, own_kv, output, lse_HT, sinks_H, chosen_TK)
+        # keys and values of a slice are in the book; a view of the others would keep them alive here too
+        whole_kv = own_kv[:, call.ring.slice_tokens.stop :].clone() if call.ring.slice_ else own_kv
+        ctx.save_for_backward(q_HTD, whole_kv, output, lse_HT, sinks_H, chosen_TK)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient_HTE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_HTD, own_kv, out_HTE, lse_HT, sinks_H, chosen_TK = ctx.saved_tensors
-        rule, ring = ctx.settings
-        rule = rule.choosing(chosen_TK)
+        q_HTD, whole_kv, out_HTE, lse_HT, sinks_H, chosen_TK = ctx.saved_tensors
+        call: RingAttention = ctx.call
+        rule, ring = call.rule.choosing(chosen_TK), call.ring
         wide = lse_HT.dtype
+        own_kv = call.read(whole_kv)
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
         own_sum = torch.zeros_like(own_kv, dtype=wide)
 
         def compute(source: int, kv: Tensor) -> Tensor:
             total = own_sum if source == ring.index else torch.zeros_like(kv, dtype=wide)
-            for query, key in ring.tiles(source, rule.pattern):
+            for query, key in ring.tiles(source, rule.pattern, rule.needs_positions):
                 piece = _key_piece(query, key, kv, q_HTD.shape[2], rule.pattern, total)
                 if piece.tiles:
                     rows = query.tokens
@@ -116,9 +164,9 @@ class _RingAttention(torch.autograd.Function):
             return total
 
         _around(own_kv, ring, rule.pattern, compute, own_sum)
-        dk_GTD, dv_GTE = split_kv(own_sum.to(q_HTD.dtype), q_HTD.shape[2])
+        dk_GTD, dv_GTE = split_kv(call.leave(own_sum).to(q_HTD.dtype), q_HTD.shape[2])
         dsinks_H = None if sinks_H is None else sinks_backward(gradient_HTE, out_HTE, lse_HT, sinks_H)
-        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, dsinks_H, None, None, None, None
+        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, dsinks_H, None, None
 
 
 def _around_the_ring(
@@ -128,7 +176,7 @@ def _around_the_ring(
     out_HTE, lse_HT = no_keys_yet(q_HTD, own_kv.shape[2] - q_HTD.shape[2])
 
     def compute(source: int, kv: Tensor) -> None:
-        for query, key in ring.tiles(source, rule.pattern):
+        for query, key in ring.tiles(source, rule.pattern, rule.needs_positions):
             piece, rows = _key_piece(query, key, kv, q_HTD.shape[2], rule.pattern), query.tokens
             own_rule = rule.of_rows(rows, query.document, query.start)
             for tile in piece.tiles:

@@ -58,13 +58,18 @@ class AttentionRule:
     bounds: PackBounds | None = None
     dropout: WeightDropout | None = None
 
+    @property
+    def needs_positions(self) -> bool:
+        """Whether the positions of rows and keys matter beyond the pattern."""
+        return self.chosen_TK is not None or self.dropout is not None
+
     def choosing(self, chosen_TK: Tensor | None) -> AttentionRule:
         """The rule for all tokens of the block, given what this rank's own tokens have chosen."""
         return replace(self, chosen_TK=None if chosen_TK is None or self.gather is None else self.gather(chosen_TK))
 
     def of_rows(self, rows: slice, document: int, start: int) -> AttentionRule:
         """The rule for a range of its rows, which begins at position `start` of the chunk's document with this index."""
-        if self.chosen_TK is None and self.dropout is None:
+        if not self.needs_positions:
             return self
         chosen_TK = None if self.chosen_TK is None else self.chosen_TK[rows]
         dropout = None if self.dropout is None else self.dropout.of_rows(document, start)

@@ -32,7 +32,7 @@ from hf_longctx.runtime.attention.chunk import ChunkAttention
 from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.lent_slice import LentAttention
-from hf_longctx.runtime.attention.ring import ring_attention
+from hf_longctx.runtime.attention.ring import RingAttention
 from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.attention.runs import Document, documents_of
 from hf_longctx.runtime.tiles.packs import takes_packs
@@ -109,7 +109,8 @@ def _attention(
         attend_lent = LentAttention(rule, context.lent_slice, context.kv_book, layer)
         return attend_lent(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
     if context.ring.num_blocks > 1:
-        return ring_attention(q_1hSD, k_1gSD, v_1gSE, rule, context.ring, record, sinks_h)
+        attend_around = RingAttention(rule, context.ring, record, context.kv_book, layer)
+        return attend_around(q_1hSD, k_1gSD, v_1gSE, sinks_h)
     # if values had another head size, torch's own attention would fall back to plain matrices; and it would save keys and values
     # once for each query head, where operators for several documents save them once
     has_one_size = q_1hSD.shape[3] == v_1gSE.shape[3]

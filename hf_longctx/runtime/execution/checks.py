@@ -42,12 +42,6 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
                 "the plan has activation policies (recompute, offload, tiles), which need an activation engine; pass one, or "
                 "plan without them"
             )
-        for chunk in group.chunks:
-            if group.shape.num_blocks > 1 and any(span.start for span in chunk.spans):
-                raise ValueError(
-                    f"chunk {chunk.index} is a slice of a sequence in a {group.method} group; only local and ulysses groups "
-                    f"execute slices: plan them with one of these methods"
-                )
         if is_lent(group):
             check_lending(plan, group, has_all_stages)
 

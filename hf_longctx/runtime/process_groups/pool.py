@@ -24,10 +24,10 @@ from hf_longctx.plan.core.sharding import (
     even_shards,
     rank_pieces,
     sequence_ends,
-    travelling_pieces,
+    slice_pieces,
 )
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
-from hf_longctx.runtime.attention.context import Block, GroupContext, Ring, departing_tokens
+from hf_longctx.runtime.attention.context import Block, GroupContext, Ring
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, slices_of
 from hf_longctx.runtime.attention.layout import GroupLayout
@@ -177,8 +177,8 @@ class GroupPool:
         """
         shape, index_in_group = group.shape, group.positions.index(self.position)
         block, index_in_block = divmod(index_in_group, shape.ulysses)
-        pieces = block_pieces(chunk, shape)
-        travelling = travelling_pieces(pieces)
+        pieces, slices = block_pieces(chunk, shape), slices_of(group, chunk, block)
+        slice_ = slices[0] if slices and shape.num_blocks > 1 else None
         ends = sequence_ends((*group.chunks, chunk))
         first = block * shape.ulysses
         neighbours = group.positions[first : first + shape.ulysses]
@@ -196,17 +196,17 @@ class GroupPool:
         )
         return GroupContext(
             block=Block(self.group(neighbours), index_in_block, tokens),
-            ring=Ring(
+            ring=Ring.of(
                 self.everyone,
                 block,
                 tuple(first_rank + position for position in ring_positions),
                 pieces,
-                travelling,
-                departing_tokens(pieces[block], travelling[block]),
+                slice_,
+                () if slice_ is None else slice_pieces(group.chunks, slice_.sequence, shape.num_blocks),
             ),
             cu_seqlens=document_bounds(pieces[0]) if shape.num_blocks == 1 else (),
             known_readers=self._readers,
-            slices=slices_of(group, chunk),
+            slices=slices,
             documents=tuple(
                 (piece.num_tokens, ends[chunk.spans[piece.document].sequence] if piece.document < len(chunk.spans) else 1)
                 for piece in own

@@ -25,7 +25,7 @@ from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.runtime.attention.ring import ring_attention
+from hf_longctx.runtime.attention.ring import RingAttention
 from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
@@ -133,7 +133,8 @@ def ring_errors(lengths: list[int], pattern: AttentionPattern) -> float:
         return torch.cat([part.detach() for part in parts], dim=dim)
 
     own = [mine([one[place] for one in leaves], 1).unsqueeze(0).requires_grad_() for place in range(3)]
-    output = ring_attention(*own, AttentionRule(readers_of(4, 2, 0), Scores(SCALE), pattern), context.ring)
+    rule = AttentionRule(readers_of(4, 2, 0), Scores(SCALE), pattern)
+    output = RingAttention(rule, context.ring, None, context.kv_book, "layer")(*own)
     found = torch.autograd.grad(output, own, mine(of_outputs, 0).unsqueeze(0))
     errors = [error_of([output[0]], [mine(expected, 0)])]
     errors += [error_of([part[0]], [mine([one[place] for one in gradients], 1)]) for place, part in enumerate(found)]

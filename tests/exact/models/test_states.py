@@ -118,8 +118,9 @@ def test_slices_whose_states_are_sums_to_divide_match(case: ModelCase) -> None:
 def test_groups_and_rings_whose_states_are_sums_to_divide_match(ranks, case: ModelCase) -> None:
     # three ranks share heads and channels that they cannot share evenly
     lengths = [20, 5, 1]
-    sliced = sliced_plan(lengths, [[(0, 0, 6)], [(0, 6, 7)], [(0, 7, 20), (1, 0, 5), (2, 0, 1)]], num_ranks=3)
-    check_groups(ranks, 3, case, [sliced, plan_of([[(3, (0, 1, 2))]], lengths, 3, ulysses=1)])
+    chunks = [[(0, 0, 6)], [(0, 6, 7)], [(0, 7, 20), (1, 0, 5), (2, 0, 1)]]
+    sliced, in_ring = (sliced_plan(lengths, chunks, num_ranks=3, ulysses=ulysses) for ulysses in (0, 1))
+    check_groups(ranks, 3, case, [sliced, in_ring, plan_of([[(3, (0, 1, 2))]], lengths, 3, ulysses=1)])
 
 
 @DIVIDED
@@ -200,7 +201,10 @@ def test_rings_and_hybrids_match(ranks, case: ModelCase) -> None:
     lengths = [37, 5, 90, 1, 60]
     every = [[(4, tuple(range(5)))]]
     plans = [plan_of(every, lengths, 4, ulysses) for ulysses in (1, 2)]
+    chunks = [[(0, 0, 5)], [(0, 5, 6)], [(0, 6, 37), (1, 0, 5), (3, 0, 1)], [(2, 0, 64)], [(2, 64, 90)], [(4, 0, 60)]]
+    plans.append(sliced_plan(lengths, chunks, num_ranks=4, ulysses=1))
     if case is QWEN:
+        plans.append(same_policy(sliced_plan(lengths, chunks, num_ranks=4, ulysses=2), *[replayed(0.0)] * 4, tile_tokens=8))
         # groups of three, in which the fourth rank runs documents alone; recomputed layers; shards
         plans.append(plan_of([[(3, (0, 2, 3)), (1, (1, 4))]], lengths, 4, ulysses=1))
         plans.append(same_policy(plans[0], *[replayed(1.0)] * 4, tile_tokens=8))
@@ -226,8 +230,8 @@ def test_more_ranks_than_heads_with_a_state_match(ranks) -> None:
 def test_groups_that_share_channels_match(ranks) -> None:
     # three ranks share 64 channels, which all read the same tensors
     chunks = [[(0, 0, 3)], [(0, 3, 4)], [(0, 4, 9), (1, 0, 3), (2, 0, 1)]]
-    plan = sliced_plan([9, 3, 1], chunks, num_ranks=3)
-    check_groups(ranks, 3, MAMBA, [same_policy(plan, replayed(1.0), replayed(0.0), tile_tokens=4)])
+    plan, in_ring = (sliced_plan([9, 3, 1], chunks, num_ranks=3, ulysses=ulysses) for ulysses in (0, 1))
+    check_groups(ranks, 3, MAMBA, [same_policy(plan, replayed(1.0), replayed(0.0), tile_tokens=4), in_ring])
 
 
 def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -> list[Step]:

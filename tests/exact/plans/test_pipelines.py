@@ -43,6 +43,13 @@ def test_stages_times_sequence_groups_match(ranks) -> None:
     check_pipeline(ranks(4), ModelCase("qwen3", num_layers=4), plan)
 
 
+def test_rings_in_stages_match(ranks) -> None:
+    # ranks of one stage send each other keys while those of the other run other slices
+    sliced = [*([span] for span in cut(0, [15, 11, 9, 5])), [(2, 0, 9)]]
+    plan = pipeline_plan([40, 23, 9], [[(2, sliced)], [(2, [[(1, 0, 13)], [(1, 13, 23)]])]], 2, method="ring")
+    check_pipeline(ranks(4), ModelCase("mistral_window", num_layers=4), plan)
+
+
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_stages_match(ranks, parameters) -> None:
     chunks = [[span] for span in cut(0, [15, 11, 9, 5])]

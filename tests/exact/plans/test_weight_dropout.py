@@ -40,7 +40,9 @@ def test_groups_with_any_number_of_heads_match(ranks, heads: tuple[int, int]) ->
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_window"])
 def test_rings_match(ranks, family: str) -> None:
-    check_layout_step(ranks(2), replace(CASE, family=family), [[(2, (0, 1, 2))]], LENGTHS, ulysses=1)
+    case = replace(CASE, family=family)
+    check_layout_step(ranks(2), case, [[(2, (0, 1, 2))]], LENGTHS, ulysses=1)
+    check_step(ranks(2), case, sliced_plan(LENGTHS, SLICES, num_ranks=2, ulysses=1), LENGTHS)
 
 
 def test_hybrids_match(ranks) -> None:

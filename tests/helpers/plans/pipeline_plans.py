@@ -9,7 +9,7 @@ from helpers.plans.sliced_plans import Chunks, cut
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.types import Chunk, Method, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.pipeline.orders import Schedule, pipelined
 from hf_longctx.plan.pipeline.stage_layers import Ranges, layer_ranges
@@ -29,8 +29,12 @@ def pipeline_plan(
     num_layers: int = 4,
     num_parts: int = 1,
     parameters: Parameters = "replicated",
+    method: Method = "ulysses",
 ) -> StepPlan:
-    """The validated plan of micro-batches of (degree, chunks) at consecutive positions, each a pipeline of its own."""
+    """The validated plan of micro-batches of (degree, chunks) at consecutive positions, each a pipeline of its own.
+
+    method: how groups of several ranks share attention.
+    """
     parts = layer_ranges(num_layers, num_stages, num_parts)
     rounds = []
     for groups in micro_batches:
@@ -38,7 +42,7 @@ def pipeline_plan(
         for degree, chunks in groups:
             bare = SequenceGroup(
                 positions=tuple(range(first, first + degree)),
-                method="local" if degree == 1 else "ulysses",
+                method="local" if degree == 1 else method,
                 chunks=tuple(Chunk(index, tuple(Span(*span) for span in spans)) for index, spans in enumerate(chunks)),
                 stages=(),
             )

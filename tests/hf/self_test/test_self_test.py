@@ -185,6 +185,11 @@ def test_a_bug_in_lending_stops_the_run_before_step_1(ranks, bug: str) -> None:
 
 
 # name -> (ranks, model, settings, arguments, what is said of it)
+# plans of two ranks that may have slices and pieces of heads
+EVERY_PLAN = (
+    "plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed; slices, ring of 2, recomputed; ulysses of 2, attention in "
+    "2 pieces of heads)"
+)
 PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[str]]] = {
     "one rank, windows in some layers": (
         1,
@@ -199,7 +204,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         {"parameters": "sharded"},
         {},
         [
-            "plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed; ulysses of 2, attention in 2 pieces of heads)",
+            EVERY_PLAN,
             "layers 0 (full_attention), 3 (full_attention) of 4",
         ],
     ),
@@ -209,7 +214,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         ModelCase("qwen3_moe", balance=0.5),
         {"parameters": "sharded", "expert_ranks": 2},
         {},
-        ["plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed; ulysses of 2, attention in 2 pieces of heads)"],
+        [EVERY_PLAN],
     ),
     "autocast": (
         2,
@@ -246,7 +251,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         {"max_length": 61},
         {},
         [
-            "plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed; ulysses of 2, attention in 2 pieces of heads)",
+            EVERY_PLAN,
             "rotary frequencies already scaled beyond 12 tokens, 46 tokens in float64 and the run's precision",
         ],
     ),

@@ -181,7 +181,6 @@ def refused(rows: Rows, folder: str, config: dict[str, Any]) -> str:
     [
         ({"stages": 8}, "stages=8 are more than the model's 4 layers; use at most 4"),
         ({"stages": 3}, "stages=3 does not divide the 2 ranks of the run; choose a divisor"),
-        ({"stages": 2, "method": "ring"}, "method='ring' cannot run slices"),
         ({"stages": 2, "parameters": "sharded"}, "use 'gathered_per_round', or 'replicated'"),
         ({"stages": 2, "solver": "lp"}, "solver='lp' has no effect on pipeline stages; leave it out"),
     ],

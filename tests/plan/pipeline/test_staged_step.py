@@ -44,17 +44,18 @@ def with_measured_head(costs: CostModel, factor: float) -> CostModel:
     ),
     st.integers(1, 6),
     st.sampled_from([1.0, 3.0, 0.2]),
+    st.booleans(),
 )
 # every other hop crosses nodes
-@example([300, 50], "exchange", (4, 1, 1, "elastic"), 3, 1.0)
-@example([300, 50], "linear", (2, 1, 1, "elastic"), 3, 3.0)
+@example([300, 50], "exchange", (4, 1, 1, "elastic"), 3, 1.0, False)
+@example([300, 50], "linear", (2, 1, 1, "elastic"), 3, 3.0, False)
 def test_seconds_and_tokens_are_the_judges(
-    lengths: list[int], kind: str, what: tuple[int, int, int, Schedule], num_slices: int, head_factor: float
+    lengths: list[int], kind: str, what: tuple[int, int, int, Schedule], num_slices: int, head_factor: float, is_ring: bool
 ) -> None:
     num_stages, degree, num_parts, schedule = what
     costs = with_measured_head(cost_model(kind, num_stages * degree), head_factor)
     parts = layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=0.5)
-    shape = GroupShape(degree, degree)
+    shape = GroupShape(degree, 1 if is_ring else degree)
     chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(1e-3, 1.0), 5000)
     group = SequenceGroup.of(shape, range(degree), chunks)
     plan = StepPlan(0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((pipelined(group, parts, schedule),)),))

@@ -26,7 +26,6 @@ from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.attention.runs import Document
-from hf_longctx.runtime.execution.checks import refuse_unsupported
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -129,19 +128,6 @@ def test_bf16_is_as_near_to_fp64_in_slices_as_without(autocast: bool) -> None:
 
     # measured errors: 0.024 to 0.025 for 30 slices of one token, 0.026 to 0.028 for one chunk
     assert error([*([span] for span in cut(0, [1] * 30)), [(1, 0, 5)]]) <= 1.5 * error([[(0, 0, 30), (1, 0, 5)]])
-
-
-@pytest.mark.parametrize("method", ["ulysses", "ring", "hybrid"])
-def test_groups_of_rings_refuse_slices_by_name(method: str) -> None:
-    ulysses = {"ulysses": 0, "ring": 1, "hybrid": 2}[method]
-    plan = sliced_plan([24], [[span] for span in cut(0, [9, 15])], num_ranks=4, ulysses=ulysses)
-    assert plan.micro_batches[0].groups[0].method == method
-    if method == "ulysses":
-        refuse_unsupported(plan.for_rank(0))
-        return
-    message = f"chunk 1 is a slice of a sequence in a {method} group; only local and ulysses groups execute slices"
-    with pytest.raises(ValueError, match=message):
-        refuse_unsupported(plan.for_rank(0))
 
 
 # 3 ranks share 4 query heads and 2 KV heads unevenly; a slice of one token leaves ranks with dummy tokens

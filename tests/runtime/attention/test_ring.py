@@ -6,6 +6,7 @@ Messages travel while tiles are computed.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -15,16 +16,19 @@ import torch.distributed as dist
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import LAYOUTS, plan_of
+from helpers.plans.sliced_plans import cut
 from helpers.ranks.rank_steps import check_layout_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.sharding import block_pieces
-from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.core.sharding import block_pieces, slice_pieces
+from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.runtime.attention import context
 from hf_longctx.runtime.attention import rows as rows_module
-from hf_longctx.runtime.attention.context import visible_tiles
+from hf_longctx.runtime.attention.context import DirectBlocks, Ring, visible_tiles
+from hf_longctx.runtime.attention.kv_book import slices_of
 from hf_longctx.runtime.tiles import tile as tile_module
+from hf_longctx.runtime.tiles.patterns import AttentionPattern, PatternTile
 
 RINGS = {
     **{name: LAYOUTS[name] for name in LAYOUTS if any(d > 1 for mb in LAYOUTS[name][1] for d, _ in mb)},
@@ -172,3 +176,48 @@ def test_every_visible_pair_is_computed_once_and_no_masked_tile(lengths: list[in
                 seen |= tile
     expected = {(document, i, j) for document, length in enumerate(lengths) for i in range(length) for j in range(i + 1)}
     assert {pair for pair in seen if pair[0] < len(lengths)} == expected
+
+
+def pairs_of(tile: PatternTile) -> Iterator[tuple[int, int]]:
+    """Pairs of a row and a key of a tile."""
+    for block in range(tile.num_blocks):
+        for row, key in itertools.product(range(tile.num_rows), range(tile.keys.stop - tile.keys.start)):
+            if tile.mask == "full" or (key <= row if tile.mask == "causal" else key >= row):
+                yield tile.rows.start + block * tile.stride + row, tile.keys.start + block * tile.stride + key
+
+
+def positions(pieces: Any) -> list[int]:
+    """Positions in their document of the tokens of a tensor that consists of these pieces."""
+    return [position for piece in pieces for position in range(piece.start, piece.stop)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=5), st.integers(2, 4), st.integers(0, 30), st.booleans())
+def test_every_visible_pair_of_slices_is_computed_once(sizes: list[int], degree: int, window: int, needs_positions: bool) -> None:
+    chunks = tuple(Chunk(index, (Span(*span),)) for index, span in enumerate(cut(0, sizes)))
+    group, pattern = SequenceGroup(tuple(range(degree)), "ring", chunks, ()), AttentionPattern(window)
+    held = slice_pieces(chunks, 0, degree)
+    for chunk, index in itertools.product(chunks, range(degree)):
+        (slice_,) = slices_of(group, chunk, index)
+        pieces = block_pieces(chunk, group.shape)
+        ring = Ring.of(None, index, tuple(range(degree)), pieces, slice_, held)
+        own = [p for p in ring.pieces if p.document == 0]
+        queries, seen = positions(own), []
+        for block in range(degree):
+            # dummy tokens are documents of their own
+            others = (ring.direct(pattern) or DirectBlocks(ring.travelling, ())).incoming
+            arriving = (ring.keys(pattern) if block == index else others)[block]
+            keys = positions(p for p in arriving if p.document == 0)
+            assert all(p.first == first for p, first in zip(arriving, held_before(arriving), strict=True))
+            for query, key in ring.tiles(block, pattern, needs_positions):
+                if query.document == 0:
+                    tiles = pattern.tiles(query.start, query.num_tokens, key.start, key.num_tokens)
+                    pairs = (pair for tile in tiles for pair in pairs_of(tile))
+                    seen += [(queries[query.first + i], keys[key.first + j]) for i, j in pairs]
+        assert len(seen) == len(set(seen))
+        assert set(seen) == {(i, j) for i in queries for j in range(pattern.first_seen(i), i + 1)}
+
+
+def held_before(pieces: Any) -> list[int]:
+    """Tokens before each piece of a tensor."""
+    return [0, *itertools.accumulate(piece.num_tokens for piece in pieces)][: len(pieces)]

@@ -22,7 +22,7 @@ from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup, StepPlan, TensorShare
+from hf_longctx.plan.core.types import ActivationPolicy, GroupShape, LayerPolicy, MicroBatch, SequenceGroup, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.memory.capacity import may_rerun
@@ -142,13 +142,13 @@ class RoomMaker:
 
         Raises ValueError naming the first group for which nothing fits.
         """
-        # ranks that share parameters run one order of actions
-        is_free = plan.parameters != "sharded"
+        # ranks that share parameters run one order of actions, so that others would gather them for every slice
+        shared = plan.block_ranks if plan.parameters == "sharded" else 0
         micro_batches = tuple(
             replace(
                 micro_batch,
                 groups=tuple(
-                    self.for_group(group, self.allows_slices and (is_free or len(micro_batch.groups) == 1))
+                    self.for_group(group, self.allows_slices and not (shared and _meets_others(group, micro_batch, shared)))
                     for group in micro_batch.groups
                 ),
             )
@@ -172,13 +172,18 @@ class RoomMaker:
         return self._known.fit(group, partial(self._fitting, allows_slices), self._nothing_fits, allows_slices)
 
     def _fitting(self, allows_slices: bool, group: SequenceGroup) -> list[Trial]:
-        """Trials that fit: in the group's shape, or else in the first other shape of its ranks that holds the chunk."""
-        if found := self._fitting_shape(allows_slices, group):
+        """Trials that fit: in the group's shape, or else in the first other shape of its ranks that holds the chunk.
+
+        A ring that fits in slices alone is compared with that other shape, since every slice sends earlier ones around again.
+        """
+        found = self._fitting_shape(allows_slices, group)
+        if any(trial.group.shape.num_blocks == 1 or len(trial.group.chunks) == 1 for trial in found):
             return found
         # rings are chosen by seconds alone, but need more bytes than Ulysses
         others = group_shapes(group.degree, self.costs.method, self.costs.model, self.costs.cluster)
         reshaped = (SequenceGroup.of(shape, group.positions, group.chunks, group.stages) for shape in others)
-        return next(filter(None, (self._fitting_shape(allows_slices, other) for other in reshaped if other != group)), [])
+        fitting = (self._fitting_shape(allows_slices, other) for other in reshaped if other.shape != group.shape)
+        return found + next(filter(None, fitting), [])
 
     def _fitting_shape(self, allows_slices: bool, group: SequenceGroup) -> list[Trial]:
         """Trials that fit in the group's own shape: of the whole chunk, and of its slices if they are allowed."""
@@ -191,7 +196,7 @@ class RoomMaker:
             programs.insert(0, lambda: [self._trial(tiled)])
         found = first_fitting(programs, self._lean(group), self._trial)
         # a rank without sequences runs a dummy chunk, which cannot be cut
-        is_sliceable = group.shape.num_blocks == 1 and bool(group.chunks[0].spans)
+        is_sliceable = bool(group.chunks[0].spans)
         if found and self._accumulated_bytes > _SEARCH.most_waiting * self.budget.device_bytes:
             return found
         if allows_slices and is_sliceable and (self._solves or not found):
@@ -249,12 +254,8 @@ class RoomMaker:
         (chunk,) = group.chunks
 
         def layers(shares: Sequence[tuple[TensorShare, ...]]) -> list[tuple[LayerPolicy, ...]]:
-            # equal layers share one object, which is counted once; a ring recomputes attention for all of its tokens or for none
-            is_ring = group.shape.num_blocks > 1
-            known = {
-                id(layer): _layer_policy(tuple(map(_all_or_none, layer)) if is_ring else layer)
-                for layer in {id(layer): layer for layer in shares}.values()
-            }
+            # equal layers share one object, which is counted once
+            known = {id(layer): _layer_policy(layer, group.shape) for layer in {id(layer): layer for layer in shares}.values()}
             return [tuple(known[id(layer)] for layer in shares)]
 
         return layer_slots(self.costs, chunk, group.shape), layers
@@ -273,7 +274,7 @@ class RoomMaker:
         """One slot per chunk for all of its layers, and the function that turns their shares into policies."""
 
         def layers(shares: Sequence[tuple[TensorShare, ...]]) -> list[tuple[LayerPolicy, ...]]:
-            return [(_layer_policy(chosen),) * self.costs.model.num_layers for chosen in shares]
+            return [(_layer_policy(chosen, sliced.shape),) * self.costs.model.num_layers for chosen in shares]
 
         return [chunk_slot(self.costs, part, sliced.shape) for part in sliced.chunks], layers
 
@@ -387,12 +388,23 @@ class RoomMaker:
         return self._byte_model.moments(group, group.stages[0]).most
 
 
+def _meets_others(group: SequenceGroup, micro_batch: MicroBatch, block_ranks: int) -> bool:
+    """Whether a block of `block_ranks` ranks has ranks of the group and of another one."""
+    blocks = {position // block_ranks for position in group.positions}
+    others = (other for other in micro_batch.groups if other is not group)
+    return any(position // block_ranks in blocks for other in others for position in other.positions)
+
+
 def _all_or_none(share: TensorShare) -> TensorShare:
     """The share, with all tokens of an attention output recomputed where some of them are."""
     is_partial = share.tensor_class == "attention_output" and share.recompute > 0
     return TensorShare("attention_output", recompute=1.0) if is_partial else share
 
 
-def _layer_policy(shares: tuple[TensorShare, ...]) -> LayerPolicy:
-    """Policy of a layer with these shares; classes that stay on the device are left out."""
+def _layer_policy(shares: tuple[TensorShare, ...], shape: GroupShape) -> LayerPolicy:
+    """Policy of a layer with these shares; classes that stay on the device are left out.
+
+    A ring recomputes attention for all of its tokens or for none.
+    """
+    shares = shares if shape.num_blocks == 1 else tuple(map(_all_or_none, shares))
     return LayerPolicy(tuple(share for share in shares if share.device != share.total))

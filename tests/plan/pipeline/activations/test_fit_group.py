@@ -16,13 +16,14 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import LayerPolicy, StepPlan
+from hf_longctx.plan.core.types import GroupShape, LayerPolicy, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
-from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.plan.prediction.pipeline_run import run_alone
 
@@ -254,6 +255,41 @@ def test_slices_come_where_a_layer_does_not_fit_as_a_whole() -> None:
     assert config.activations is not None
     with pytest.raises(ValueError, match="do not fit"):
         RoomMaker(costs, config.activations, allows_slices=False).for_plan(kept)
+
+
+@pytest.mark.parametrize("parameters,shard_ranks,cuts", [("replicated", 4, True), ("sharded", 2, True), ("sharded", 4, False)])
+def test_a_group_is_cut_beside_others_unless_they_would_gather_for_every_slice(
+    parameters: str, shard_ranks: int, cuts: bool
+) -> None:
+    costs = replace(costs_of(MODEL, 4, parameters=parameters), shard_ranks=shard_ranks)
+    config = config_of(costs, 512 << 20, tile_tokens=0)
+    assert config.activations is not None
+    length = 2 * (config.tokens_per_rank + 4_000)
+    layout = [[PlacedGroup(0, 2, (0,)), PlacedGroup(2, 1, (1,)), PlacedGroup(3, 1, (2,))]]
+    kept = build_plan(0, [length, 500, 500], layout, {1: GroupShape(1), 2: GroupShape(2, 2)}, costs)
+    maker = RoomMaker(costs, config.activations)
+    if not cuts:
+        with pytest.raises(ValueError, match="do not fit"):
+            maker.for_plan(kept)
+        return
+    plan = validate_plan(maker.for_plan(kept))
+    assert plan.layout == "<2,1,1>"
+    assert [len(group.chunks) > 1 for group in plan.micro_batches[0].groups] == [True, False, False]
+
+
+def test_slices_of_a_ring_fit_on_each_of_its_ranks() -> None:
+    model = replace(MODEL, windows=(None, None, 3000, 3000))
+    costs = replace(costs_of(model, 3), method="ring")
+    config = config_of(costs, 256 << 20, 64 << 20, tile_tokens=0)
+    assert config.activations is not None
+    num_tokens = config.tokens_per_rank + 4_000
+    plan = plan_step(0, [3 * num_tokens], costs, replace(config, degrees=(3,), tokens_per_rank=num_tokens))
+    ((group,),) = (micro_batch.groups for micro_batch in plan.micro_batches)
+    assert group.method == "ring" and len(group.chunks) > 1
+    check_memory(plan, costs, config.activations)
+    # a ring recomputes attention of all tokens, or of none
+    shares = [layer.share("attention_output").recompute for each in group.stages[0].activations for layer in each.layers]
+    assert set(shares) <= {0.0, 1.0}
 
 
 def test_tokens_that_are_said_to_fit_get_policies_where_their_bytes_do_not() -> None:
