@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.unpickling import load_shards
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.parts.refusing import refuses
 from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps, owns_weight
 from hf_longctx.runtime.parameters.low_bit import is_low_bit, own_moment
 from hf_longctx.runtime.parameters.master_weights import (
@@ -72,7 +73,8 @@ def refuse_partial_saves(model: Any, why: str) -> None:
     why: what this rank's weights are. Adapters have a `save_pretrained` beside that of the model in them. Idempotent.
     """
     for each in {id(own): own for own in (model, base_of(model))}.values():
-        if not hasattr(each, "save_pretrained") or saves_parts(each):
+        # a pipeline stage refuses already
+        if not hasattr(each, "save_pretrained") or saves_parts(each) or refuses(each, "save_pretrained"):
             continue
 
         def save(this: Any, save_directory: Any, *args: Any, state_dict: Any = None, **keywords: Any) -> Any:

@@ -88,14 +88,15 @@ def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _frozen_parameters(model: PreTrainedModel) -> int:
-    """Parameters of a layer that are frozen while others are trained, the mean over the layers that this rank loaded.
+    """Parameters of a layer that are frozen while others are trained: those of the layer with the fewest, on this rank.
 
-    Zero under adapters, beside which all weights of the layers count as frozen.
+    A mean would count too few gradients and states on a stage whose layers are all trained. Zero under adapters, beside which all
+    weights of the layers count as frozen.
     """
     layers = [layer for layer in text_layers(model) if any(True for _ in layer.parameters())]
     if is_adapted(model) or not layers:
         return 0
-    return sum(weight.numel() for layer in layers for weight in layer.parameters() if not weight.requires_grad) // len(layers)
+    return min(sum(weight.numel() for weight in layer.parameters() if not weight.requires_grad) for layer in layers)
 
 
 def _capped_bytes(model: PreTrainedModel, spec: ModelSpec) -> int:

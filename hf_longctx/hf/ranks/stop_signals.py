@@ -27,6 +27,8 @@ from hf_longctx.plan.core.messages import wrapped
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _SAME_REQUEST_S = 2.0
+# columns of a terminal that does not say how wide it is
+_COLUMNS = 80
 
 # the listener of the present training; processes forked from it must not listen
 _listening: StopSignals | None = None
@@ -162,11 +164,11 @@ def outlive_signals(is_listening: Any) -> None:
 
 def _say(text: str) -> None:
     # written without the stream's lock, which the interrupted code may hold
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         file = _error_file()
         if os.isatty(file):
-            # over the bar of the training, which is drawn again
-            text = f"\r\x1b[K{wrapped(text, os.get_terminal_size(file).columns)}"
+            # over the bar of the training, which is drawn again; a terminal that nobody has sized has 0 columns
+            text = f"\r\x1b[K{wrapped(text, os.get_terminal_size(file).columns or _COLUMNS)}"
         os.write(file, f"{text}\n".encode())
 
 

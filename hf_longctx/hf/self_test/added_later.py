@@ -14,8 +14,11 @@ import torch
 from torch import nn
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.self_test.reduced_copy import is_user_function, user_functions
+from hf_longctx.hf.self_test.reduced_copy import is_user_function, package_of, user_functions
 from hf_longctx.hf.start.losses import model_loss_problems
+
+# packages whose hooks only read; transformers' own callbacks put them on a model when a training begins
+_WATCHERS = ("wandb",)
 
 
 class CodeAtStart:
@@ -30,6 +33,11 @@ class CodeAtStart:
         # the objects themselves, since the number of one that is gone may come again
         self._known = {_key(module, function): (module, function) for module, _, function in _functions(model)}
 
+    def forget_others(self, model: nn.Module) -> None:
+        """Lets go of modules that `model` has no more since it was cut, whose weights would stay in memory."""
+        kept = set(map(id, model.modules()))
+        self._known = {key: known for key, known in self._known.items() if id(known[0]) in kept}
+
     def problem(self, model: nn.Module) -> str:
         """Problem with the first function that a user has put on `model` since; empty if there is none."""
         if self._device is not None and (loss := _own_loss(model)) is not self._loss:
@@ -37,7 +45,7 @@ class CodeAtStart:
                 return problems[0]
             self._loss = loss
         for module, kind, function in _functions(model) if self._is_compared else ():
-            if _key(module, function) not in self._known:
+            if _key(module, function) not in self._known and package_of(function) not in _WATCHERS:
                 name = next((name for name, each in model.named_modules() if each is module), "")
                 return (
                     f"{name or 'the model'} ({type(module).__name__}) got {kind} ({_words(function)}) after the start, so the "

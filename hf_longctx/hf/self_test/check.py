@@ -278,7 +278,7 @@ class SelfTest:
         lines = [f"- {name}: {each.check}: {each.text}" for name, found in bad.items() for each in found]
         good = [probe.name for probe in probes if probe.name not in bad]
         remedy = (
-            f"plans that passed ({', '.join(good)}) may be used alone: set `method`, `degrees`, activations='keep' or "
+            f"plans that passed ({'; '.join(good)}) may be used alone: set `method`, `degrees`, activations='keep' or "
             f"lend_stages=False so"
             if good
             else "none of the plans passed"

@@ -185,7 +185,7 @@ def _added_functions(module: nn.Module) -> tuple[Any, ...]:
         for key, value in sorted(vars(module).items())
         if inspect.isroutine(value) or isinstance(value, partial) or (key == "forward" and callable(value))
     ]
-    own = [(key, f.__qualname__ if _package(f) == "hf_longctx" else id(f)) for key, f in functions]
+    own = [(key, f.__qualname__ if package_of(f) == "hf_longctx" else id(f)) for key, f in functions]
     return (*hooks, *own)
 
 
@@ -207,7 +207,7 @@ def user_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 def is_user_function(function: Any) -> bool:
     """Whether a function was written in none of the packages whose hooks and forwards treat tokens one by one."""
-    return _package(function) not in _LIBRARIES
+    return package_of(function) not in _LIBRARIES
 
 
 def user_forward(model: nn.Module) -> str:
@@ -225,10 +225,10 @@ def _function(value: Any) -> Any:
     return getattr(value, "__func__", value)
 
 
-def _package(function: Any) -> str:
+def package_of(function: Any) -> str:
     """The package that defines a function, even if `functools.wraps` gave it another one; for an object, that of its class."""
     if isinstance(function, partial):
-        return _package(_function(function.func))
+        return package_of(_function(function.func))
     defined: Any = function if inspect.isroutine(function) else type(function)
     name = getattr(function, "__globals__", {}).get("__name__") or defined.__module__ or ""
     return str(name).split(".")[0]

@@ -154,12 +154,12 @@ def choose_setup(
             "leave nor the tensors of their scan as memory; where memory is short, give a lower device_gib",
             type(base_of(model)).__name__,
         )
-    # a rank that loaded only its own stage does not know the adapters and four-bit weights of other stages
-    own = spec.adapters, spec.packed, spec.rounded_parameters, _moment_bytes(config, model, args)
-    adapters, packed, rounded, moments = (list(each) for each in zip(*gather_objects(own, control), strict=True))
+    # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
+    own = spec.adapters, spec.packed, spec.rounded_parameters, spec.frozen_parameters, _moment_bytes(config, model, args)
+    adapters, packed, rounded, frozen, moments = (list(each) for each in zip(*gather_objects(own, control), strict=True))
     index = replace(spec.index, most_ranks=degrees[-1])
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
-    spec = replace(spec, rounded_parameters=min(rounded), moment_bytes=max(moments))
+    spec = replace(spec, rounded_parameters=min(rounded), frozen_parameters=min(frozen), moment_bytes=max(moments))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()

@@ -116,9 +116,11 @@ class LongContextCallback(TrainerCallback):
         With pipeline stages, every rank must call it. A model that was loaded as one stage stays one: afterwards its forward and
         its `save_pretrained` raise RuntimeError.
         """
-        if self._trainer is not None:
-            cast(AttachedMixin, self._trainer).give_back()
-        self.abandon()
+        try:
+            if self._trainer is not None:
+                cast(AttachedMixin, self._trainer).give_back()
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Detaches without a word to other ranks, one of which may have failed: a model in stages then stays in stages."""

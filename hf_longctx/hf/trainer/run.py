@@ -20,12 +20,13 @@ from hf_longctx.hf.data.labels.task import HeadTask, task_of
 from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime
+from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.dropout.embedding_noise import key_noise, rest_noise
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.heads.kinds import num_outputs
-from hf_longctx.hf.models.parts.refusing import allow_all, refuse_saving
+from hf_longctx.hf.models.parts.refusing import allow_all, refuse_all, refuse_saving, refuses
 from hf_longctx.hf.models.parts.whole_again import WholeModel
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
@@ -196,15 +197,23 @@ def start_run(request: RunRequest) -> Run:
     Then it runs the self-test. It needs no `Trainer` object. Collective over all ranks. Raises ValueError on every rank, listing
     all problems, after giving the model its own attention back.
     """
+    try:
+        return _started(request)
+    except BaseException:
+        if (ranges := loaded_ranges(request.model)) is not None:
+            refuse_all(request.model, own_stage(len(ranges)), len(ranges))
+        raise
+
+
+def _started(request: RunRequest) -> Run:
     config, model, args = request.config, request.model, request.args
     if request.datasets is None:
         # the optimizer of a stock trainer keeps its states beside the weights, so plans must count them there
         config = replace(config, optimizer_states="device")
     control = meet(config, request.control)
-    # let a model that was loaded as one stage run again
-    allow_all(model)
+    problems_of_stage = _lone_stage_problems(model)
     align_padding(request.task, model, request.processing_class)
-    problems = request.problems + request.problems_of_loss(control)
+    problems = request.problems + request.problems_of_loss(control) + problems_of_stage
     degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
     task = request.task
     token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss, task)
@@ -247,6 +256,7 @@ def start_run(request: RunRequest) -> Run:
             forward = ""
         all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
         stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
+        code.forget_others(model)
         if setup.num_stages > 1 and not all_stages:
             check_trained(stage, control)
         # every rank makes the process groups of shards before those of sequence groups
@@ -359,6 +369,18 @@ def _changed_settings(config: LongContextConfig) -> list[str]:
         config.check()
     except ValueError as error:
         return [str(error)]
+    return []
+
+
+def _lone_stage_problems(model: Any) -> list[str]:
+    """Problem with a model that a training which failed left as one stage; lets a model that was loaded as one run again."""
+    if loaded_ranges(model) is not None:
+        allow_all(model)
+    elif refuses(base_of(model)):
+        return [
+            f"a training with pipeline stages ended in an error and left a part of {type(base_of(model)).__name__} on this rank; "
+            f"load the model again, from the last checkpoint"
+        ]
     return []
 
 

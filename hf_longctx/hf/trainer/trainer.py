@@ -376,7 +376,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         problems = trainer_loss_problems(self) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
         problems += padding_problems(run.task, self.model, self.processing_class)
         if self._two_passes is None:
-            problems += smoother_problems(self, run.token_loss) + collator_of_own_problems(self, self._first_collator)
+            problems += smoother_problems(self, run.token_loss)
+            problems += collator_of_own_problems(self, self._first_collator) if self.plans_evaluation else []
         if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing | ValueLoss):
             problems += model_loss_problems(self.model, self.args.device)
         raise_together(problems, run.control)

@@ -29,7 +29,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.memory.head_pieces import PiecedLayerBytes
 from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments
-from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes, UnmixedLayerBytes
+from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes
 from hf_longctx.plan.memory.round_bytes import (
     LAYER_NUMBERS,
     OUTSIDE_NUMBERS,
@@ -40,7 +40,7 @@ from hf_longctx.plan.memory.round_bytes import (
     chunk_numbers,
 )
 from hf_longctx.plan.memory.stage import accumulated_bytes, host_layer_bytes, host_state_bytes, part_state_bytes, resting_bytes
-from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes
+from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes, UnmixedLayerBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
+from hf_longctx.plan.core.layer_kinds import ATTENTION
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import PACKED_ROWS, heads_at_once, packed_rows
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
@@ -26,7 +26,6 @@ from hf_longctx.plan.memory.saved_tensors import (
     inner_bytes,
     matrix_bytes,
     norm_bytes,
-    outer_bytes,
     own_input_bytes,
     own_input_gradients,
     plain_layer_bytes,
@@ -531,29 +530,6 @@ class LayerBytes:
         freed = a if saves_attention(self.model) else 0
         outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp - self._results[1] + self._exchange
         return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
-
-
-class UnmixedLayerBytes(LayerBytes):
-    """Bytes of one layer that mixes no tokens: norms and an MLP or experts."""
-
-    kind = LayerKind(0)
-
-    def _plain_held(self) -> tuple[int, int]:
-        return outer_bytes(self.model) * self.tokens, 0
-
-    @property
-    def _replayed_mixing(self) -> int:
-        return 0
-
-    def _plain_forward(self) -> int:
-        return self.held + self._sizes[0] * self.tokens + self._passing + self._travelling
-
-    def _mixing_forward(self) -> int:
-        return 2 * self._sizes[0] * self.tokens
-
-    def _attention_backward(self) -> int:
-        outside = self._replayed_attention - self._held_mlp + self._sizes[0] * self.tokens
-        return outside - (self._second_norm * self.tokens if self.is_plain else 0)
 
 
 class OutsideBytes:

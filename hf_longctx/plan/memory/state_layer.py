@@ -1,4 +1,4 @@
-"""Counts bytes of one decoder layer with a state along the sequence, moment by moment, like `layer.py` for attention."""
+"""Counts bytes of one decoder layer without attention, moment by moment: with a state along the sequence, or an MLP alone."""
 
 from __future__ import annotations
 
@@ -137,3 +137,26 @@ class HybridLayerBytes(LayerBytes):
         own = super()._attention_backward()
         attention = 0 if self.is_plain else super()._replayed_mixing
         return max(own, self.beside.mixing_backward() + attention)
+
+
+class UnmixedLayerBytes(LayerBytes):
+    """Bytes of one layer that mixes no tokens: norms and an MLP or experts."""
+
+    kind = LayerKind(0)
+
+    def _plain_held(self) -> tuple[int, int]:
+        return outer_bytes(self.model) * self.tokens, 0
+
+    @property
+    def _replayed_mixing(self) -> int:
+        return 0
+
+    def _plain_forward(self) -> int:
+        return self.held + self._sizes[0] * self.tokens + self._passing + self._travelling
+
+    def _mixing_forward(self) -> int:
+        return 2 * self._sizes[0] * self.tokens
+
+    def _attention_backward(self) -> int:
+        outside = self._replayed_attention - self._held_mlp + self._sizes[0] * self.tokens
+        return outside - (self._second_norm * self.tokens if self.is_plain else 0)

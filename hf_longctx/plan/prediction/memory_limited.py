@@ -178,8 +178,9 @@ class MemoryLimitedStep:
     @property
     def _is_sliceable(self) -> bool:
         """Whether slices could be tried for a sequence of the step."""
-        # ranks that share parameters run one order of actions, so that only a group of all ranks may have slices
-        fewest = self.problem.num_ranks if self.costs.parameters == "sharded" else self.problem.degrees[0]
+        # ranks that share parameters run one order of actions, so that only a group of whole blocks of shards may have slices
+        blocks = self.costs.shards or self.problem.num_ranks
+        fewest = max(self.problem.degrees[0], blocks if self.costs.parameters == "sharded" else 1)
         return max(self.problem.lengths) >= 2 * LEAST_SLICE_TOKENS * fewest
 
     def _outside_bytes(self, degree: int) -> FloatArray:

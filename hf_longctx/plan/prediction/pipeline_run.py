@@ -297,7 +297,7 @@ class StageSeconds:
             any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
             for place, of_stage in enumerate(ranks)
         ]
-        self.pairs = [[costs.model.attention_pairs((part,)) for part in stage.parts] for stage in group.stages]
+        self.pairs = [[costs.attention_pairs((part,)) for part in stage.parts] for stage in group.stages]
         self.kinds = [[costs.model.layer_kinds(part) for part in stage.parts] for stage in group.stages]
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages

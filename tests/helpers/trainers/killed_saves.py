@@ -53,10 +53,10 @@ def trainer_of(kind: str, folder: str, config: dict[str, Any] | None = None, **a
     settings = {"tokens_per_rank": 64, "collective_timeout_s": 6.0, **placed, **(config or {})}
     if kind in ("callback", "attached"):
         callback = LongContextCallback(quiet_config(**settings))
-        alone = [callback] if kind == "callback" else []
-        trainer = make_stock_trainer(ModelCase(promoted=True), rows, folder, saving, LossTrainer, callbacks=alone)
-        if not alone:
-            callback.attach(trainer)
+        if kind == "callback":
+            return make_stock_trainer(ModelCase(promoted=True), rows, folder, saving, LossTrainer, callbacks=[callback])
+        trainer = make_stock_trainer(ModelCase(promoted=True), rows, folder, saving)
+        callback.attach(trainer)
         return trainer
     lora = (("r", 2), ("target_modules", "all-linear")) if kind.endswith(" adapters") else ()
     return make_trainer(ModelCase(promoted=True, lora=lora), data, folder, settings, saving)

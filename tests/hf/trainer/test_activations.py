@@ -206,7 +206,7 @@ def test_more_host_memory_than_there_is_is_refused_before_anything_starts(tmp_pa
 
 def test_step_lines_compare_predicted_and_measured_bytes(tmp_path, capsys) -> None:
     config = {"device_gib": gib_of_tokens(KEPT_TOKENS), "tile_tokens": 16, "host_gib": 0.01, "report_steps": True}
-    make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 2}).train()
+    make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 2, "logging_steps": 1}).train()
     found = re.findall(
         r"held ([\d.]+) MiB predicted, ([\d.]+) MiB measured, ([\d.]+) MiB of ([\d.]+) on the host", capsys.readouterr().out
     )

