@@ -17,10 +17,10 @@ they get there. The table has the time that lending saves for a 7B model on 4 st
 network) and at 200 GB/s (inside a node):
 
     tokens, slices    nothing moves    25 GB/s    200 GB/s
-    128K, 8           24.1 %           -19.7 %    18.7 %
-    128K, 32          7.8 %            -37.3 %    2.2 %
-    512K, 8           24.2 %           17.9 %     23.4 %
-    512K, 32          7.6 %            0.6 %      6.7 %
+    128K, 8           24.4 %           -21.4 %    18.7 %
+    128K, 32          7.7 %            -45.2 %    1.1 %
+    512K, 8           24.3 %           18.0 %     23.5 %
+    512K, 32          7.6 %            0.6 %      6.8 %
 
 So lending pays for long sequences in few slices, or where stages share a node. The runtime executes it where every rank has all
 weights (`runtime/execution/lent_round.py`), and `lending.py` decides for which groups of a plan.

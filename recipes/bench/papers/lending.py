@@ -31,7 +31,7 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import lent_order, running_stages
-from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
+from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.pipeline.lent_slices import lent_group
@@ -62,8 +62,7 @@ class Lending:
     def seconds(self, action: Action, num_running: int) -> float:
         """Seconds of an action that `num_running` stages run."""
         chunk, num_layers = self.group.chunks[action.chunk], self.group.stages[action.stage].num_layers
-        shape = GroupShape(self.group.degree)
-        alone_s = self.costs.part_s(chunk, shape, action.kind == "B", num_layers, has_head=False)
+        alone_s = self.costs.part_s(chunk, self.group.shape, action.kind == "B", num_layers, has_head=False)
         return alone_s / num_running + (self.moved_bytes(action, num_running) / self.bytes_per_s if action.lenders else 0.0)
 
     def moved_bytes(self, action: Action, num_running: int) -> float:
@@ -96,7 +95,7 @@ def gains(
     forward = costs.coefficients.forward
     bounds = slice_bounds(num_tokens, num_slices, SpanRates(forward.pair_s, forward.token_s))
     chunks = tuple(Chunk(index, (Span(0, a, b),)) for index, (a, b) in enumerate(pairwise(bounds)))
-    method = "ring" if ranks_per_stage > 1 else "local"
+    method = "ulysses" if ranks_per_stage > 1 else "local"
     group = SequenceGroup(tuple(range(ranks_per_stage)), method, chunks, ())
     group = pipelined(group, layer_ranges(model.num_layers, num_stages))
     plain_s = lent_makespan(lent_order(group), Lending(costs, group, bytes_per_s).seconds)
