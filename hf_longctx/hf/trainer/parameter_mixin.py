@@ -10,7 +10,7 @@ count of floating point operations, since every rank counts those of its own par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -240,12 +240,13 @@ class ParameterMixin(CheckpointMixin):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads states, even those of a run with another number of ranks or stages, or with sharded parameters."""
         placement, optimizer, is_anew = self._placement, self._plain_optimizer, self._starts_anew("optimizer")
+        settings = [set(group) - {"params", "initial_lr"} for group in optimizer.param_groups]
         if is_anew or checkpoint is None or not self._loads_states(placement, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             assert self.lr_scheduler is not None
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
-        _check_kind(optimizer, checkpoint)
+        _check_kind(optimizer, settings, checkpoint)
         drop_master_weights(optimizer)
         settle_moments(optimizer)
 
@@ -269,11 +270,14 @@ class ParameterMixin(CheckpointMixin):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
 
-def _check_kind(optimizer: Any, checkpoint: str | None) -> None:
-    """Raises ValueError if the settings that an optimizer has read from a checkpoint are those of another optimizer."""
-    for group in optimizer.param_groups:
-        known = {"params", "initial_lr", *optimizer.defaults}
-        if (missing := sorted(known - {"initial_lr"} - set(group))) and (foreign := sorted(set(group) - known)):
+def _check_kind(optimizer: Any, settings: Sequence[set[str]], checkpoint: str | None) -> None:
+    """Raises ValueError if the settings that an optimizer has read from a checkpoint are those of another optimizer.
+
+    settings: names of those that its groups had before.
+    """
+    for group, known in zip(optimizer.param_groups, settings, strict=True):
+        read = set(group) - {"params", "initial_lr"}
+        if (missing := sorted(known - read)) and (foreign := sorted(read - known)):
             raise ValueError(
                 f"{checkpoint} has the states of another optimizer: they have {', '.join(foreign)} and lack "
                 f"{', '.join(missing)} of {type(optimizer).__name__}; set the optimizer back, or load the model from that folder "

@@ -16,7 +16,7 @@ from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
 from helpers.models.versions import resuming
 from helpers.ranks.forked import FORKED
-from helpers.trainers.killed_saves import KINDS, NUM_STEPS, SAVE_STEPS, run, trainer_of, whole_checkpoints
+from helpers.trainers.killed_saves import KINDS, NUM_STEPS, SAVE_STEPS, close, run, trainer_of, whole_checkpoints
 from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import LossRecorder, make_trainer, training_arguments
 from transformers import TrainerCallback
@@ -65,7 +65,7 @@ def run_behind(kind: str, folder: str, resume: Any = None) -> tuple[list[float],
         trainer.train(resume_from_checkpoint=resume)
     finally:
         MemoryCopy.write = original
-        trainer.longctx_run.close()
+        close(trainer)
     return recorder.losses, view.seen
 
 

@@ -27,7 +27,7 @@ with refusals_last():
 def test_two_ranks_end_with_one_message(tmp_path: Path, is_brief: bool) -> None:
     (tmp_path / "refused.py").write_text(SCRIPT)
     command = [*launch_command(2, [])[:-1], str(tmp_path / "refused.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     run = subprocess.run(
         brief(command) if is_brief else command, capture_output=True, text=True, timeout=200, check=False, env=environment
     )

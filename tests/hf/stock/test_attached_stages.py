@@ -113,12 +113,14 @@ def test_attached_stages_train_as_one_process_and_give_a_whole_model_back(ranks,
     ours = ranks(num_ranks).run(train_with_norms, case, rows, str(tmp_path / "ours"), config, ARGUMENTS)
     found = ranks(num_ranks).run(train, case, rows, str(tmp_path / "attached"), config)
     for each, (our_losses, our_norms, our_weights) in zip(found, ours, strict=True):
-        assert each["losses"] == our_losses and each["norms"] == our_norms and max(our_norms) > 0.5
+        # to the last bits, since ranks of a group may add in another order
+        assert each["losses"] == pytest.approx(our_losses, rel=1e-12)
+        assert each["norms"] == pytest.approx(our_norms, rel=1e-12) and max(our_norms) > 0.5
         assert each["losses"] == pytest.approx(losses, rel=1e-10)
         weights = each["weights"]
         # a tied head has its own name on the last stage
         tied = weights.get("model.embed_tokens.weight")
-        assert all(torch.equal(weights.get(key, tied), weight) for key, weight in our_weights.items())
+        assert max(relative_error(weights.get(key, tied), weight) for key, weight in our_weights.items()) <= 1e-12
         assert weights.keys() == expected.keys()
         assert max(relative_error(weights[key], weight) for key, weight in expected.items()) <= 1e-10
         assert config.get("lend_stages") or each["share"] < 0.75
