@@ -17,12 +17,12 @@ from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model, with_lora
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
-from helpers.trainers.stock_runs import make_stock_trainer
+from helpers.trainers.stock_runs import make_stock_trainer, quiet_config
 from helpers.trainers.trainer_runs import SKEWED, Rows, make_trainer
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_longctx import LongContextCallback, LongContextConfig
+from hf_longctx import LongContextCallback
 from hf_longctx.cli.main import main
 
 NUM_STEPS, BAD_STEP = 4, 2
@@ -266,8 +266,8 @@ def train_alone(rows: Rows, action: str, what: str = "output") -> tuple[str, int
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hf_longctx.hf.stock.callback").addHandler(handler)
-    # with the self-test, hooks that come later are refused
-    config = LongContextConfig(tokens_per_rank=96, report_steps=False, on_nonfinite=action, self_test=False)
+    # without the self-test, with which hooks that come later are refused
+    config = quiet_config(tokens_per_rank=96, on_nonfinite=action)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [LongContextCallback(config), callback]
         trainer = make_stock_trainer(ModelCase(promoted=True), rows, folder, ARGUMENTS, callbacks=callbacks)
