@@ -20,7 +20,7 @@ def test_refusals_are_taken_back_even_behind_autocast() -> None:
     refuse_all(model, 1, 2)
     with pytest.raises(RuntimeError, match="holds only stage 1 of 2 of LlamaForCausalLM"):
         model(torch.tensor([[1, 2]]))
-    # what accelerate does to a model that it prepares
+    # do as accelerate, which binds autocast to a model that it prepares
     model._original_forward, refused = model.forward, model.forward.__func__
     model.forward = MethodType(lambda this, *args, **keywords: refused(this, *args, **keywords), model)
     model._is_accelerate_prepared = True

@@ -1,4 +1,4 @@
-"""What a signal handler says reaches terminals of every kind."""
+"""Texts of a signal handler reach terminals of every kind."""
 
 from __future__ import annotations
 
