@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.launchers import told_trainings as told
 from helpers.launchers.small_demo import ROOT
 from helpers.launchers.terminal import Screen, screens
@@ -34,6 +35,8 @@ def joined(lines: list[str]) -> list[str]:
     return whole
 
 
+# many programs one after another; most of their time is loading
+@pytest.mark.timeout(900)
 def test_lines_and_bars_of_every_way_to_train_share_a_terminal(tmp_path: Path) -> None:
     stops: list[str] = []
 
