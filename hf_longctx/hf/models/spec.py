@@ -59,7 +59,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         packed=packed_spec(model),
         capped_bytes=_capped_bytes(model, spec),
         windows=with_states(layer_windows(model), spec.states),
-        frozen_parameters=_frozen_parameters(model),
+        frozen_parameters=frozen_parameters(model),
         **_rounded_sizes(model, spec),
         tower_parameters=_tower_elements(model),
     )
@@ -87,16 +87,17 @@ def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _frozen_parameters(model: PreTrainedModel) -> int:
-    """Parameters of a layer that are frozen while others are trained: those of the layer with the fewest, on this rank.
+def frozen_parameters(model: PreTrainedModel, has_stages: bool = False) -> int:
+    """Parameters of a layer that are frozen while others are trained, the mean over the layers that this rank loaded.
 
-    A mean would count too few gradients and states on a stage whose layers are all trained. Zero under adapters, beside which all
-    weights of the layers count as frozen.
+    has_stages: those of the layer with the fewest, since with the mean a stage whose layers are all trained would count too few
+    gradients and states. Zero under adapters, beside which all weights of the layers count as frozen.
     """
     layers = [layer for layer in text_layers(model) if any(True for _ in layer.parameters())]
     if is_adapted(model) or not layers:
         return 0
-    return min(sum(weight.numel() for weight in layer.parameters() if not weight.requires_grad) for layer in layers)
+    counts = [sum(weight.numel() for weight in layer.parameters() if not weight.requires_grad) for layer in layers]
+    return min(counts) if has_stages else sum(counts) // len(layers)
 
 
 def _capped_bytes(model: PreTrainedModel, spec: ModelSpec) -> int:

@@ -23,7 +23,7 @@ from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapters
 from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import largest_packed
-from hf_longctx.hf.models.spec import cluster_spec, model_spec
+from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spec
 from hf_longctx.hf.models.states.functions import family_of, scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
@@ -155,11 +155,12 @@ def choose_setup(
             type(base_of(model)).__name__,
         )
     # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
-    own = spec.adapters, spec.packed, spec.rounded_parameters, spec.frozen_parameters, _moment_bytes(config, model, args)
-    adapters, packed, rounded, frozen, moments = (list(each) for each in zip(*gather_objects(own, control), strict=True))
+    frozen = frozen_parameters(model, config.stages != 1)
+    own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args)
+    adapters, packed, rounded, all_frozen, moments = (list(each) for each in zip(*gather_objects(own, control), strict=True))
     index = replace(spec.index, most_ranks=degrees[-1])
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
-    spec = replace(spec, rounded_parameters=min(rounded), frozen_parameters=min(frozen), moment_bytes=max(moments))
+    spec = replace(spec, rounded_parameters=min(rounded), frozen_parameters=min(all_frozen), moment_bytes=max(moments))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()

@@ -165,7 +165,7 @@ class ModelSpec:
     `HeadSizes`. norms_results: what attention and the MLP return is normalized before it is added. norms_values: values are
     normalized, too, without a weight. hands_kv_on: layers hand keys and values on, whether later ones read them or not.
     own_input_size: elements of a token that every layer gets as an input of its own, from a table (`table_parameters`) and by a
-    matrix; 0 without. frozen_parameters: parameters that are frozen in every layer while the others are
+    matrix; 0 without. frozen_parameters: parameters of a layer, the mean over layers, that are frozen while the others are
     trained, as experts or mixers may be.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over

@@ -319,7 +319,6 @@ REFUSED = {
     ("trainer", "method"): "compute_loss was replaced on the trainer instance",
     ("trainer", "smoother"): "label_smoother was set on the trainer (epsilon 0.1), but plans train cross-entropy",
     ("trainer", "collator"): "data_collator was set on the trainer, but plans make batches themselves",
-    ("attached", "collator"): "data_collator was set on the trainer, but plans make batches themselves",
     ("trainer", "model"): "the model's loss_function computes test_losses.focal_of_logits, but plans train the token mean",
     ("trainer", "smoothing too"): "label_smoothing_factor=0.1 has no effect beside token_loss",
     ("trainer", "one rank"): "token_loss differs between ranks",
