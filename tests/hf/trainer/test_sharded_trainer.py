@@ -25,7 +25,7 @@ from helpers.trainers.trainer_runs import (
     train_with_norms,
 )
 from safetensors import safe_open
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.hf.models.spec import model_spec
@@ -107,9 +107,9 @@ def rounded_training(rows: list[dict[str, list[int]]], folder: str, is_on: bool)
         recorder = LossRecorder()
         recorder.attach(trainer)
         layer = trainer.model.model.layers[0]
-        # a hook of the layer's own, which comes after the self-test, would be refused
-        hook = register_module_forward_pre_hook(
-            lambda module, _: found.append(module.mlp.up_proj.weight.dtype) if module is layer else None
+        # a hook of the layer's own, which comes after the self-test, would be refused; this one runs while weights are gathered
+        hook = register_module_forward_hook(
+            lambda module, *_: found.append(module.mlp.up_proj.weight.dtype) if module is layer else None
         )
         trainer.train()
         hook.remove()
