@@ -30,13 +30,15 @@ class CodeAtStart:
 
     def __init__(self, model: nn.Module, is_compared: bool, device: torch.device | None) -> None:
         self._is_compared, self._device, self._loss = is_compared, device, _own_loss(model)
-        # the objects themselves, since the number of one that is gone may come again
-        self._known = {_key(module, function): (module, function) for module, _, function in _functions(model)}
+        # the objects themselves, since the number of one that is gone may come again; a forward of a class belongs to no module
+        self._known: dict[tuple[int, int], tuple[nn.Module | None, Any]] = {
+            (key := _key(module, function)): (module if key[0] else None, function) for module, _, function in _functions(model)
+        }
 
     def forget_others(self, model: nn.Module) -> None:
         """Lets go of modules that `model` has no more since it was cut, whose weights would stay in memory."""
         kept = set(map(id, model.modules()))
-        self._known = {key: known for key, known in self._known.items() if id(known[0]) in kept}
+        self._known = {key: known for key, known in self._known.items() if not key[0] or key[0] in kept}
 
     def problem(self, model: nn.Module) -> str:
         """Problem with the first function that a user has put on `model` since; empty if there is none."""

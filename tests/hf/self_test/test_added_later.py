@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from types import MethodType
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback, LongContextConfig
+from hf_longctx.hf.self_test.added_later import CodeAtStart
 
 CASE = ModelCase(promoted=True)
 ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
@@ -114,3 +117,23 @@ def test_without_a_self_test_users_answer_for_their_code(ranks) -> None:
 def test_code_that_was_added_is_refused_outside_of_planned_steps_too(ranks, kind: str) -> None:
     (message,) = ranks(1).run(outside_of_training, kind)
     assert "model.layers.1.mlp (LlamaMLP) got a hook (forward_hook) (mixed) after the start" in message, message
+
+
+def test_layers_that_went_to_another_stage_are_let_go_and_their_classes_stay_known() -> None:
+    model: Any = build_model(ModelCase(num_layers=2))
+
+    class Doubled(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Doubled
+        layer.self_attn.register_forward_hook(lambda *_: None)
+    del layer
+    code, other = CodeAtStart(model, True, None), weakref.ref(model.model.layers[1].self_attn)
+    model.model.layers = model.model.layers[:1]
+    code.forget_others(model)
+    gc.collect()
+    assert other() is None and code.problem(model) == ""
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert "model.layers.0 (LlamaDecoderLayer) got a hook" in code.problem(model)
