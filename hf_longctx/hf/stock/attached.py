@@ -193,13 +193,9 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
     problems += collator_problems(trainer.data_collator, trainer.train_dataset, head_kind(cast(Any, trainer.model)))
-    if config.parameters != "replicated":
-        problems.append(
-            f"parameters={config.parameters!r} would leave a sharded model in a stock trainer; use LongContextTrainer, or "
-            f"parameters='replicated'"
-        )
-    elif config.layer_weights != "device":
-        problems.append(f"layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'; leave it out")
+    problems += placement_problems(
+        config, "would leave a sharded model in a stock trainer; use LongContextTrainer, or parameters='replicated'"
+    )
     if config.stages != 1:
         problems += _stage_problems(trainer, config)
     if trainer.train_dataset is None:
@@ -238,6 +234,15 @@ def _evaluation_problems(trainer: Trainer, dataset: Any) -> list[str]:
         return problems
     found = collator_problems(trainer.data_collator, dataset, kind)
     return problems + [problem.replace("train_dataset", "eval_dataset") for problem in found]
+
+
+def placement_problems(config: LongContextConfig, reason: str) -> list[str]:
+    """Problem with weights that do not lie whole on every device. reason: why not, and what to do, behind `parameters=...`."""
+    if config.parameters != "replicated":
+        return [f"parameters={config.parameters!r} {reason}"]
+    if config.layer_weights != "device":
+        return [f"layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'; leave it out"]
+    return []
 
 
 def signal_problems(args: TrainingArguments) -> list[str]:

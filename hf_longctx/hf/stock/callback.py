@@ -37,7 +37,7 @@ from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems, rounds_by_chance
 from hf_longctx.hf.start.trl import alone_problems
-from hf_longctx.hf.stock.attached import AttachedMixin, lend_plans, signal_problems
+from hf_longctx.hf.stock.attached import AttachedMixin, lend_plans, placement_problems, signal_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
 from hf_longctx.hf.stock.guarded import lend, sender, take_back
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
@@ -352,13 +352,10 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
             f"stages={config.stages!r} needs plans of whole steps, since every forward of a stock trainer runs the whole model; "
             f"call attach(trainer), or use LongContextTrainer"
         )
-    if config.parameters != "replicated":
-        problems.append(
-            f"parameters={config.parameters!r} needs LongContextTrainer, since here the trainer's own DDP holds the parameters; "
-            f"use it, or leave parameters out"
-        )
-    elif config.layer_weights != "device":
-        problems.append(f"layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'; leave it out")
+    problems += placement_problems(
+        config,
+        "needs LongContextTrainer, since here the trainer's own DDP holds the parameters; use it, or leave parameters out",
+    )
     if config.compile_layers:
         problems.append("compile_layers=True needs plans of whole steps; call attach(trainer), or use LongContextTrainer")
     if config.tokens_per_step is not None:
