@@ -141,6 +141,7 @@ def test_norms_are_logged_without_clipping_and_the_best_model_is_loaded(ranks, t
 
 def refused_resume(folder: str) -> str:
     trainer = trainer_of(folder, LAYOUTS[2], False)
+    trainer.create_optimizer()
     try:
         trainer._load_optimizer_and_scheduler(folder)
     except ValueError as error:
