@@ -105,7 +105,7 @@ def trained_tokenizer() -> Tokenizer:
     """A BPE tokenizer, trained in some seconds."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator([text(random.Random(0), 20_000)], trainers.BpeTrainer(vocab_size=VOCAB_SIZE))
+    tokenizer.train_from_iterator([text(random.Random(0), 5_000)], trainers.BpeTrainer(vocab_size=VOCAB_SIZE))
     return tokenizer
 
 
@@ -132,17 +132,16 @@ def rate(setting: Setting, source: str, readers: int, plans: PlanSource, tokeniz
     return num_rows / seconds, num_tokens / seconds
 
 
-def measure(rank: int, setting: Setting, store: str, out: str) -> None:
+def measure(rank: int, setting: Setting, tokenizer: Tokenizer, store: str, out: str) -> None:
     """Measures on one rank; rank 0 writes all rates to `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=setting.ranks, timeout=timedelta(seconds=300))
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=300))
     spec = ModelSpec(4, 256, 512, 8, 8, 32, VOCAB_SIZE, LONGEST)
-    cluster = ClusterSpec(1, setting.ranks, GENERIC_CPU)
+    cluster = ClusterSpec(setting.ranks, setting.ranks, GENERIC_CPU)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
     degrees = tuple(2**power for power in range(setting.ranks.bit_length()) if 2**power <= setting.ranks)
     plans = PlanSource(GroupPool((1,), 300.0, control), costs, PlannerConfig(2 * LONGEST, degrees), explore_steps=0)
-    tokenizer = trained_tokenizer()
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for number in range(setting.rounds):
         for source in SOURCES:
@@ -173,16 +172,19 @@ def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     setting = Setting(args.ranks, args.readers, args.steps, args.rounds, args.rows_per_step, args.wait_ms)
     context = mp.get_context("fork")
+    tokenizer = trained_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
         ranks = [
-            context.Process(target=measure, args=(rank, setting, str(Path(folder, "store")), str(out)))
+            context.Process(target=measure, args=(rank, setting, tokenizer, str(Path(folder, "store")), str(out)))
             for rank in range(args.ranks)
         ]
         for each in ranks:
             each.start()
         for each in ranks:
             each.join()
+        if failed := [rank for rank, each in enumerate(ranks) if each.exitcode]:
+            raise SystemExit(f"ranks {failed} failed; their reasons are above")
         rates = [Rate(**each) for each in json.loads(out.read_text())]
     print(f"{args.ranks} gloo ranks, {args.rows_per_step} rows a step, median of {args.rounds} rounds of {args.steps} steps")
     print(f"{'source':12}{'readers':>8}{'rows/s':>10}{'tokens/s':>12}")
