@@ -2,7 +2,7 @@
 
 Pieces of classes are placed in the order of seconds saved per byte. Each first uses copies that are hidden, then the device, then
 exposed copies if they cost less than recomputation; the rest is recomputed. As long as no limit binds, all slots take their
-pieces of one class at once; where one does, they take them one after the other.
+pieces of one class at once; where one does, they take halves of them one after the other.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ class _Filling:
 
     def place(self, batch: Batch) -> bool:
         """Places all pieces of a batch; False if one of them fits nowhere."""
-        is_large = len(batch.places) >= _LEAST_AT_ONCE and batch.visits_slots_once
-        if is_large and self._place_at_once(batch):
-            return True
-        return all(self._place_one(batch, index) for index in range(len(batch.places)))
+        count = len(batch.places)
+        if count < _LEAST_AT_ONCE or not batch.visits_slots_once:
+            return all(self._place_one(batch, index) for index in range(count))
+        # a limit binds somewhere in the batch: the pieces before and after it are placed at once
+        half = count // 2
+        return self._place_at_once(batch) or (self.place(batch.part(0, half)) and self.place(batch.part(half, count)))
 
     def _place_at_once(self, batch: Batch) -> bool:
         """Places pieces of different slots as one by one would if no limit is met; else places none and returns False."""

@@ -99,9 +99,12 @@ def choose_policy(
     """
     _check(limits)
     table = SlotTable.of(slots)
-    kept: FloatArray = np.stack([~table.can_keep, np.zeros(len(table.items))], axis=1).astype(np.float64)
-    found = [("keep", kept, outcome_of(table, kept, limits))]
-    if not _fits(found[0][2], limits):
+    found: list[tuple[str, FloatArray, PolicyOutcome]] = []
+    # no outcome has fewer bytes at its end than what stays
+    if table.num_bytes[table.can_keep].sum() <= _allowed(limits.device_bytes):
+        kept: FloatArray = np.stack([~table.can_keep, np.zeros(len(table.items))], axis=1).astype(np.float64)
+        found = [("keep", kept, outcome_of(table, kept, limits))]
+    if not found or not _fits(found[0][2], limits):
         found = []
         if (greedy := greedy_shares(table, limits, back_bytes)) is not None:
             found.append(("greedy", greedy, outcome_of(table, greedy, limits)))
@@ -285,9 +288,12 @@ def _check(limits: MemoryLimits) -> None:
 
 
 def _fits(outcome: PolicyOutcome, limits: MemoryLimits) -> bool:
-    # a little more is allowed, since sums of many shares round
-    device, host = (limit * (1 + 1e-9) + 1e-3 for limit in (limits.device_bytes, limits.host_bytes))
-    return outcome.device_bytes <= device and outcome.host_bytes <= host
+    return outcome.device_bytes <= _allowed(limits.device_bytes) and outcome.host_bytes <= _allowed(limits.host_bytes)
+
+
+def _allowed(limit_bytes: float) -> float:
+    """A little more than the limit, since sums of many shares round."""
+    return limit_bytes * (1 + 1e-9) + 1e-3
 
 
 def _nothing_fits(slots: Sequence[Slot], limits: MemoryLimits) -> str:

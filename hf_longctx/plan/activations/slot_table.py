@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,6 +32,13 @@ class Batch:
     @property
     def visits_slots_once(self) -> bool:
         return bool((self.slots[1:] < self.slots[:-1]).all())
+
+    def part(self, start: int, stop: int) -> Batch:
+        """The pieces from `start` to `stop`."""
+        own = slice(start, stop)
+        return replace(
+            self, places=self.places[own], slots=self.slots[own], num_bytes=self.num_bytes[own], seconds=self.seconds[own]
+        )
 
 
 class SlotTable:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -373,8 +373,7 @@ class CostModel:
 
         Leaves out what `document_s` counts.
         """
-        fixed_s, one_s = (self._pass_exchange_s(tokens, shape, is_backward, near_ranks) for tokens in (0.0, 1.0))
-        return fixed_s, one_s - fixed_s
+        return _exchange_line(self, shape, is_backward, near_ranks)
 
     def sequences_s(self, lengths: Sequence[int] | FloatArray, shape: GroupShape) -> FloatArray:
         """Seconds that each whole sequence adds to a group of `shape`, forward plus backward, without `group_s`."""
@@ -413,6 +412,11 @@ class CostModel:
         return self._exchange_s(num_tokens, shape) + document_s * num_documents
 
     def _pass_exchange_s(self, num_tokens: float, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> float:
+        fixed_s, token_s = self.exchange_line(shape, is_backward, near_ranks)
+        return fixed_s + token_s * num_tokens
+
+    def counted_exchange_s(self, num_tokens: float, shape: GroupShape, is_backward: bool, near_ranks: int) -> float:
+        """Seconds of communication in one pass of `num_tokens` tokens over all layers, from the bytes that are sent."""
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         traffic = mean_traffic(self.model, self.cluster, shape, num_tokens, is_backward, near_ranks, num_documents=0.0)
         seconds = costs.exchange_s(traffic)
@@ -434,6 +438,14 @@ class CostModel:
         tokens = float(max(chunk.num_tokens, shape.degree))
         seconds = self.local_s(chunk, shape, is_backward, pairs) + self._pass_exchange_s(tokens, shape, is_backward, near_ranks)
         return seconds * num_layers / self.model.num_layers
+
+
+# plans ask for few lines, and for each of them often
+@lru_cache(maxsize=1024)
+def _exchange_line(costs: CostModel, shape: GroupShape, is_backward: bool, near_ranks: int) -> tuple[float, float]:
+    """`CostModel.exchange_line`, which is linear in tokens."""
+    fixed_s, one_s = (costs.counted_exchange_s(tokens, shape, is_backward, near_ranks) for tokens in (0.0, 1.0))
+    return fixed_s, one_s - fixed_s
 
 
 def block_sizes(degrees: Sequence[int], costs: CostModel) -> tuple[int, ...]:

@@ -40,6 +40,8 @@ from hf_longctx.plan.memory.layer import Load, OutsideBytes
 _NUM_PRICES, _NUM_SIZES = 16, 12
 # lowest price that is tried, as a share of the highest
 _LEAST_SHARE = 1e-6
+# share of a step's seconds by which fewer micro-batches may be slower
+_NO_GAIN = 1.5e-3
 # tokens of the shortest slice: slices take equal time, so that the last has at least half of the mean; a sixteenth for rounding
 _SHORTEST_SLICE = LEAST_SLICE_TOKENS * 15 // 32
 
@@ -122,19 +124,20 @@ class MemoryLimitedStep:
         total = tokens * float(prices.num_bytes.sum() + prices.pair_bytes.sum())
         order = np.argsort(prices.seconds / prices.num_bytes, kind="stable")
         sizes, seconds = tokens * prices.num_bytes[order], tokens * prices.seconds[order]
-        best = Fullness(1, math.inf)
+        found: list[Fullness] = []
         for number in range(max(1, math.ceil(tokens / problem.capacity)), len(problem.lengths) + 1):
             left = total - number * room - min(rate * forward_s, number * budget.host_bytes)
             added_s = 0.0
             for num_bytes, again_s in zip(sizes, seconds, strict=True):
                 added_s += again_s * min(1.0, max(0.0, left / num_bytes)) if num_bytes else 0.0
                 left -= num_bytes
-            total_s = number * (min(problem.group_s) + problem.micro_batch_s) + added_s
-            if total_s < best.seconds:
-                best = Fullness(number, total_s)
+            found.append(Fullness(number, number * (min(problem.group_s) + problem.micro_batch_s) + added_s))
             if not added_s:
                 break
-        return best
+        # every micro-batch takes time to plan, too
+        work_s = float((problem.seconds * degrees)[cheapest, np.arange(len(problem.lengths))].sum()) / num_ranks
+        least_s = min((each.seconds for each in found), default=math.inf)
+        return next((each for each in found if each.seconds <= least_s + _NO_GAIN * work_s), Fullness(1, math.inf))
 
     @property
     def _tops(self) -> list[float]:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from hf_longctx.plan.activations.slots import SavedClass, layer_slot
+from hf_longctx.plan.activations.slots import SavedClass, Slot, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
@@ -218,7 +218,7 @@ class ChunkSeconds:
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
         self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
-        self._saved: dict[tuple[int, LayerKind], tuple[SavedClass, ...]] = {}
+        self._slots: dict[tuple[int, LayerKind], Slot] = {}
         # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
         self._layers: dict[tuple[int, int, LayerKind, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
@@ -276,10 +276,14 @@ class ChunkSeconds:
 
     def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
         """Tensors that a layer saves for a chunk."""
-        if (chunk, kind) not in self._saved:
+        return self.slot(chunk, kind).saved
+
+    def slot(self, chunk: int, kind: LayerKind) -> Slot:
+        """The slot of a layer of this kind for a chunk."""
+        if (chunk, kind) not in self._slots:
             pairs, kinds = self.costs.pairs_of((kind,)), ((kind, 1.0),)
-            self._saved[chunk, kind] = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, pairs, kinds).saved
-        return self._saved[chunk, kind]
+            self._slots[chunk, kind] = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, pairs, kinds)
+        return self._slots[chunk, kind]
 
 
 class StageSeconds:
@@ -305,6 +309,7 @@ class StageSeconds:
         # id of a policy's layers -> whether they have copies; the group keeps the policies alive
         self._moves: dict[int, bool] = {}
         self._under_seconds: dict[tuple[int, bool, int, int, tuple[LayerKind, ...], int], tuple[float, tuple[CopyStep, ...]]] = {}
+        self._layer_seconds: dict[tuple[int, tuple[LayerKind, ...], int], list[tuple[float, float] | None]] = {}
         self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
 
     def table(self) -> FloatArray:
@@ -399,15 +404,7 @@ class StageSeconds:
         self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
     ) -> tuple[float, tuple[CopyStep, ...]]:
         pass_s = float(self.chunks.passes(is_backward, near, self.costs.pairs_of(kinds))[policy.chunk, 0])
-        # equal layers are mostly one object, so each object is looked up once
-        known: dict[tuple[int, int, int], tuple[float, float] | None] = {}
-        of_layers: list[tuple[float, float] | None] = []
-        for layer, kind, before in _with_kinds(policy.layers, kinds):
-            key = id(layer), id(kind), id(before)
-            if key not in known:
-                known[key] = self.chunks.layer(policy.chunk, layer, kind, before)
-            of_layers.append(known[key])
-        of_layers += [None] * (len(kinds) - len(policy.layers))
+        of_layers = self._of_layers(policy, kinds)
         again_s = plain_s = 0.0
         # copy steps of the pass: [seconds to compute consecutive layers, seconds to copy their tensors]
         steps: list[list[float]] = []
@@ -426,6 +423,21 @@ class StageSeconds:
             steps[-1][0] += plain_s
         has_host = any(copy_s for _, copy_s in steps)
         return again_s, tuple(CopyStep(*step) for step in steps) if has_host else ()
+
+    def _of_layers(self, policy: ActivationPolicy, kinds: tuple[LayerKind, ...]) -> list[tuple[float, float] | None]:
+        """`ChunkSeconds.layer` of all layers, which both passes need."""
+        key = policy.chunk, kinds, id(policy.layers)
+        if key not in self._layer_seconds:
+            # equal layers are mostly one object, so each object is looked up once
+            known: dict[tuple[int, int, int], tuple[float, float] | None] = {}
+            found: list[tuple[float, float] | None] = []
+            for layer, kind, before in _with_kinds(policy.layers, kinds):
+                own = id(layer), id(kind), id(before)
+                if own not in known:
+                    known[own] = self.chunks.layer(policy.chunk, layer, kind, before)
+                found.append(known[own])
+            self._layer_seconds[key] = found + [None] * (len(kinds) - len(policy.layers))
+        return self._layer_seconds[key]
 
 
 def _with_kinds(

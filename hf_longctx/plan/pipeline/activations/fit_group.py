@@ -17,12 +17,22 @@ from typing import Any
 from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.activations.slot_table import SlotTable
-from hf_longctx.plan.activations.slots import Slot, chunk_slot, layer_slots
+from hf_longctx.plan.activations.slots import Slot, chunk_slot
 from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.layer_kinds import ATTENTION
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import ActivationPolicy, GroupShape, LayerPolicy, MicroBatch, SequenceGroup, StepPlan, TensorShare
+from hf_longctx.plan.core.types import (
+    ActivationPolicy,
+    GroupShape,
+    LayerPolicy,
+    LayerRange,
+    MicroBatch,
+    SequenceGroup,
+    StepPlan,
+    TensorShare,
+)
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.memory.capacity import may_rerun
@@ -258,7 +268,10 @@ class RoomMaker:
             known = {id(layer): _layer_policy(layer, group.shape) for layer in {id(layer): layer for layer in shares}.values()}
             return [tuple(known[id(layer)] for layer in shares)]
 
-        return layer_slots(self.costs, chunk, group.shape), layers
+        # predictions price policies by the same slots
+        seconds, num_layers = self._predictions.seconds(group, self.costs), self.costs.model.num_layers
+        kinds = self.costs.model.layer_kinds(LayerRange(0, num_layers)) or (ATTENTION,) * num_layers
+        return [seconds.slot(chunk.index, kind) for kind in kinds], layers
 
     def _sliced(self, group: SequenceGroup) -> Iterator[tuple[int, Callable[[], SequenceGroup]]]:
         """Ever larger numbers of slices, each with the function that cuts the group's longest sequence into so many."""
