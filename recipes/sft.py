@@ -53,6 +53,7 @@ from hf_longctx import (
 )
 from hf_longctx.hf.models.wrapped.text import tower_names
 from hf_longctx.hf.start.arguments import fit_problems
+from hf_longctx.plan.core.messages import counted
 from hf_longctx.recipes.key_values import key_value_needle
 from hf_longctx.recipes.settings import given_settings, read_settings
 from hf_longctx.recipes.sources import KEY_VALUES, Documents, Source, check_sources, load_tokens
@@ -396,7 +397,7 @@ def add_needles(trainer: LongContextTrainer, recipe: RecipeArguments, held_out: 
 def check_world(args: TrainingArguments, expected: int | None) -> None:
     """Prints the number of ranks, and exits if it is not the expected one: a launcher may start fewer without saying so."""
     backend = dist.get_backend() if dist.is_initialized() else "no process group"
-    say(args, f"{args.world_size} rank(s) on {args.device.type}, {backend}")
+    say(args, f"{counted(args.world_size, 'rank')} on {args.device.type}, {backend}")
     if expected is not None and args.world_size != expected:
         raise SystemExit(
             f"{args.world_size} rank(s) started, but expected_world_size is {expected}; launch with `accelerate launch "

@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Print all findings; the exit status is 1 if one of them stops trainings."""
     from hf_longctx.hf.calibration.doctor import examine
-    from hf_longctx.plan.core.messages import on_screen
+    from hf_longctx.plan.core.messages import counted, on_screen
 
     findings = examine()
     to_fix = sum(finding.status == "fix" for finding in findings)
@@ -46,5 +46,5 @@ def run(options: argparse.Namespace) -> int:
             lines.append(f"{indent}-> {finding.remedy}")
         for line in lines:
             print(on_screen(line, sys.stdout, indent))
-    print(f"{to_fix} thing(s) to fix" if to_fix else "nothing to fix")
+    print(f"{counted(to_fix, 'thing')} to fix" if to_fix else "nothing to fix")
     return int(bool(to_fix))

@@ -97,7 +97,10 @@ def _drawn(table: Table) -> object:
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(table.head))
     last = len(table.head) - 1
     for column, name in enumerate(table.head):
-        grid.add_column(Text(name), justify="left" if column in (0, last) else "right", overflow="fold")
+        is_number = column not in (0, last)
+        # no word of a header and no number breaks; the names, and what is said of them, wrap where the screen is narrow
+        room = max(len(part) for part in (*name.split(" "), *(row[column] for row in table.rows))) if is_number else None
+        grid.add_column(Text(name), justify="right" if is_number else "left", overflow="fold", min_width=room)
     for row in table.rows:
         grid.add_row(*(Text(cell) for cell in row))
     return grid

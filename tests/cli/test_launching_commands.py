@@ -108,7 +108,7 @@ def test_doctor_says_what_to_do_about_a_version(monkeypatch, capsys) -> None:
     monkeypatch.setattr("hf_longctx.hf.calibration.doctor.examine", lambda: [good, old])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "FIX   torch" in out and "-> pip install 'torch>=99'" in out and out.endswith("1 thing(s) to fix\n")
+    assert "FIX   torch" in out and "-> pip install 'torch>=99'" in out and out.endswith("1 thing to fix\n")
 
 
 @on_cpu_only

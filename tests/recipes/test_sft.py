@@ -42,7 +42,7 @@ def demo(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
 def test_demo_prints_one_line_per_log_and_its_world(demo) -> None:
     run, _ = demo
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "2 rank(s) on cpu, gloo" in run.stdout
+    assert "2 ranks on cpu, gloo" in run.stdout
     lines = re.findall(r"step +\d+ \| loss .*", run.stdout)
     assert len(lines) == 8
     assert all(re.search(r"tokens/s \| padding .*% \| \d+ micro-batch", line) for line in lines)
@@ -55,7 +55,7 @@ def test_demo_prints_one_line_per_log_and_its_world(demo) -> None:
     assert len(said) == len(set(said))
     for number, beginning in enumerate(
         (
-            *("2 rank(s) on cpu, gloo", "python-stdlib: ", "held out: ", "LlamaForCausalLM with ", "plans for 2 ranks on cpu: "),
+            *("2 ranks on cpu, gloo", "python-stdlib: ", "held out: ", "LlamaForCausalLM with ", "plans for 2 ranks on cpu: "),
             *("memory of a rank: ", "training: 8 steps; an epoch has ", "written to ", "attention: ", "self-test passed in "),
         )
     ):

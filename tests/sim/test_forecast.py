@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.forecasts import LENGTHS, TOKEN_BYTES, cost_model, forecast, scenario
 
+from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.core.validate import validate_plan
@@ -75,7 +76,8 @@ def test_every_static_degree_has_its_seconds_or_the_reason_against_it() -> None:
     for degree in (1, 2):
         assert not by_name[f"all groups of {degree}"].is_possible
         assert by_name[f"all groups of {degree}"].detail == (
-            f"does not fit: the longest sequence has 120 tokens, but {degree} rank(s) hold {degree * room}"
+            "does not fit: the longest sequence has 120 tokens, "
+            f"and there is room for {degree * room} on {counted(degree, 'rank')}"
         )
     # 333 tokens in groups of 4 * 42 need two micro-batches of one group; each token costs 3 ms on four ranks, each chunk 20 ms,
     # and a rank sends 3/4 of its tokens in both passes: in and out 4 query heads and, one on each rank, 4 heads of keys and

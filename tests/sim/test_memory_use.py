@@ -163,7 +163,7 @@ def test_the_report_says_what_planned_steps_hold() -> None:
     longest = f"LONGEST SEQUENCE  {own.longest_tokens:,} tokens (4 ranks of {own.tokens_per_rank:,}), all weights trained: "
     assert f"{longest}everything kept up to 42" in text
     planned = forecast_text(forecast((KEPT + 1, 30), of=own))
-    assert "  activations: 1 group(s) " in planned and "nothing is offloaded: " in planned
+    assert "  activations: 1 group " in planned and "nothing is offloaded: " in planned
     assert "static <4>, selective checkpointing" in planned and "all groups of 2 or fewer" in planned
     assert "above the bound" in planned and "full checkpointing layer inputs alone" in planned
     # who plans with everything kept compares layouts

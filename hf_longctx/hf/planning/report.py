@@ -23,6 +23,7 @@ from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.planning.step_lines import mean_gap, mean_padding, record_parts
 from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import Residuals
@@ -210,7 +211,7 @@ class RunReport(TrainerCallback):
         errors = Residuals.of(list(self._errors))
         return (
             f"predicted against measured: median error {errors.median:.1%}, mean {errors.mean:.1%} over {errors.num_passes} "
-            f"plans; the cost model was fitted {self._refit.num_fits} time(s)"
+            f"plans; the cost model was fitted {counted(self._refit.num_fits, 'time')}"
         )
 
     def _write_timeline(

@@ -59,6 +59,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:,.1f} days"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: "1 rank", "2 ranks"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def listed(names: Sequence[str]) -> str:
     """The first eight names, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -201,7 +202,7 @@ class Rivals:
             return ""
         who = "a run has sequences of up to" if is_run else "the longest sequence has"
         even = "" if self.scenario.memory.keeps_everything else f" even with {roomy.label}"
-        return f"does not fit{even}: {who} {longest:,} tokens, but {degree} rank(s) hold {room:,}"
+        return f"does not fit{even}: {who} {longest:,} tokens, and there is room for {room:,} on {counted(degree, 'rank')}"
 
     def _problem(self, setting: Setting, number: int) -> GroupingProblem:
         key = setting.checkpointing.name, number

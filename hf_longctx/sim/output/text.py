@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import floor, log10
 
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
-from hf_longctx.plan.core.messages import duration
+from hf_longctx.plan.core.messages import counted, duration
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators
@@ -31,6 +32,8 @@ _BAR = 30
 _MAX_ROWS = 16
 # share of the tokens below which the shortest bins are merged
 _FEW = 1e-3
+# relative difference in tokens up to which ranks that are alike otherwise share a row
+_FEW_TOKENS = 0.01
 # relative difference in seconds below which two plans count as equal
 _EQUAL = 5e-3
 # meaning of the names of checkpointings
@@ -275,14 +278,14 @@ def _memory(forecast: Forecast) -> list[str]:
 def _use_lines(use: MemoryUse) -> list[str]:
     """Lines that say what a step does with activations, and why."""
     counts = [(use.num_kept, "wholly kept"), (use.num_tiled, "kept with the loss in tiles"), (use.num_chosen, "under policies")]
-    phrases = [f"{count} group(s) {how}" for count, how in counts if count]
+    phrases = [f"{counted(count, 'group')} {how}" for count, how in counts if count]
     if use.num_chosen:
         again = ", ".join(f"{share:.0%} of {name.replace('_', ' ')}" for name, share in use.recomputed if share)
         phrases.append(f"recomputed: {again}" if again else "nothing is recomputed")
         if use.host_bytes:
             phrases.append(f"{_gib(use.host_bytes)} GiB of host memory on the fullest rank")
         if use.num_sliced:
-            phrases.append(f"{use.num_sliced} group(s) in up to {use.most_slices} slices")
+            phrases.append(f"{counted(use.num_sliced, 'group')} in up to {use.most_slices} slices")
         phrases.append(f"{duration(use.added_s)} added to their passes")
     lines = [f"  activations: {'; '.join(phrases)}"]
     return [*lines, f"  {use.reason}"] if use.reason else lines
@@ -335,29 +338,30 @@ def _switches(forecast: Forecast) -> list[str]:
 
 
 def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> str:
-    """The report of a simulated step: seconds, shares, and a row per rank; consecutive ranks with equal rows share one."""
+    """The report of a simulated step: seconds, shares, and a row per rank; consecutive ranks that are alike share one."""
     return as_text([execution_lines(plan, execution, costs, memory)])
 
 
 def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> list[str]:
-    """Lines and the table of `execution_text`."""
-    folded: list[tuple[int, int, tuple[str, ...]]] = []
+    """Lines and the table of `execution_text`. Seconds are as exact as the step's."""
+    # first and last rank of a row, its most tokens, and its other cells
+    folded: list[tuple[int, int, int, tuple[str, ...]]] = []
     peaks, weights = peak_bytes(plan, execution, costs, memory), execution.weights
     for rank, on_device, on_host in zip(execution.ranks, peaks, execution.host_bytes, strict=True):
-        cells = (
-            duration(rank.busy_s),
-            duration(rank.compute_s),
-            duration(rank.exchange_s),
-            duration(rank.idle_s),
-            f"{rank.peak_tokens:,}",
-            _gib(on_device),
-            _gib(on_host),
-        )
-        if folded and folded[-1][2] == cells:
-            folded[-1] = (folded[-1][0], rank.rank, cells)
-        else:
-            folded.append((rank.rank, rank.rank, cells))
-    rows = [(str(first) if first == last else f"{first} to {last}", *cells) for first, last, cells in folded]
+        seconds = (rank.busy_s, rank.compute_s, rank.exchange_s, rank.idle_s)
+        cells = (*(_beside(each, execution.step_s) for each in seconds), _gib(on_device), _gib(on_host))
+        first, tokens = rank.rank, rank.peak_tokens
+        if folded and folded[-1][3] == cells and abs(folded[-1][2] - tokens) <= _FEW_TOKENS * tokens:
+            first, _, most, _ = folded.pop()
+            tokens = max(tokens, most)
+        folded.append((first, rank.rank, tokens, cells))
+    rows = [
+        (str(first) if first == last else f"{first} to {last}", *cells[:4], f"{tokens:,}", *cells[4:])
+        for first, last, tokens, cells in folded
+    ]
+    head = ["rank", "busy", "computing", "exchanging", "waiting", "peak tokens", "peak GiB", "host GiB"]
+    if not any(execution.host_bytes):
+        head, rows = head[:-1], [row[:-1] for row in rows]
     return [
         f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
         f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
@@ -365,8 +369,17 @@ def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memo
         *_weights_lines(weights, execution.range_s),
         f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB usable",
         *_use_lines(memory_use(plan, execution, costs, memory)),
-        *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB", "host GiB"), rows),
+        *_table(head, rows),
     ]
+
+
+def _beside(seconds: float, whole_s: float) -> str:
+    """Seconds in the unit and with the decimals in which `duration` shows a whole of which they are a part."""
+    if whole_s >= 59.95:
+        return duration(round(seconds))
+    scale, unit = (1.0, "s") if whole_s >= 0.9995 else (1e3, "ms")
+    decimals = 2 - floor(log10(whole_s * scale)) if whole_s else 0
+    return f"{seconds * scale:.{max(0, decimals)}f} {unit}"
 
 
 def _ranks(count: int) -> str:

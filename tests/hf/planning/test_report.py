@@ -88,7 +88,7 @@ def test_the_median_error_of_predictions_is_logged_and_summed_up_at_the_end(caps
     capsys.readouterr()
     end_training(report, tmp_path, step=5)
     assert capsys.readouterr().out.strip() == (
-        "predicted against measured: median error 15.0%, mean 20.0% over 4 plans; the cost model was fitted 0 time(s)"
+        "predicted against measured: median error 15.0%, mean 20.0% over 4 plans; the cost model was fitted 0 times"
     )
 
 

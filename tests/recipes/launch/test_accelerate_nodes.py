@@ -32,5 +32,5 @@ def test_a_stage_on_each_node_ends_as_two_ranks_without_stages(undisturbed_loss:
             each.kill()
     logs = [(tmp_path / f"node{node}.txt").read_text() for node in (0, 1)]
     assert codes == [0, 0], logs[0][-3000:] + logs[1][-3000:]
-    assert "2 rank(s) on cpu, gloo" in "".join(logs)
+    assert "2 ranks on cpu, gloo" in "".join(logs)
     assert held_out_loss(tmp_path / "out") == pytest.approx(undisturbed_loss, rel=1e-5)

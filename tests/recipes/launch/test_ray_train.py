@@ -44,7 +44,7 @@ def test_a_run_whose_worker_is_killed_goes_on_and_ends_as_an_undisturbed_one(und
             each.kill()
     text = log.read_text()
     assert code == 0, text[-5000:]
-    assert "2 rank(s) on cpu, gloo" in text
+    assert "2 ranks on cpu, gloo" in text
     steps = steps_of(text)
     assert set(steps) == set(range(1, NUM_STEPS + 1)) and all(steps.count(step) == 1 for step in range(1, 5))
     assert held_out_loss(out) == pytest.approx(undisturbed_loss, rel=1e-6)

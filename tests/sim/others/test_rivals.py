@@ -43,7 +43,8 @@ def test_what_does_not_fit_even_fully_checkpointed_says_so() -> None:
     room = settings_of(own)[-1].tokens_per_rank
     assert room < 400_000 < own.longest_tokens
     (choices,) = Rivals(own, [(400_000, 900)], 400_000).baselines()
-    reason = f"does not fit even with full checkpointing: the longest sequence has 400,000 tokens, but 1 rank(s) hold {room:,}"
+    room_for = f"and there is room for {room:,} on 1 rank"
+    reason = f"does not fit even with full checkpointing: the longest sequence has 400,000 tokens, {room_for}"
     assert [choice.detail for choice in choices[1:]] == [reason] * (len(BASELINES) - 1)
     assert choices[0].detail == reason.replace("the longest sequence has", "a run has sequences of up to")
     assert not any(choice.is_possible or choice.checkpointing for choice in choices)

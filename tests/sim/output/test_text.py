@@ -25,8 +25,8 @@ def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequenc
         assert not choice.is_possible or ("equal" if abs(factor - 1) < 0.004 else f"{factor:.2f}x faster") in row
     # only the largest of the degrees that are too small is shown
     assert "all groups of 2 or fewer" in text
-    assert "does not fit: the longest sequence has 120 tokens, but 2 rank(s) hold 84" in text
-    assert "1 rank(s) hold 42" not in text
+    assert "does not fit: the longest sequence has 120 tokens, and there is room for 84 on 2 ranks" in text
+    assert "room for 42 on 1 rank" not in text
     assert "LONGEST SEQUENCE  168 tokens (4 ranks of 42), all weights trained: everything kept" in text
     assert text.startswith("You can train sequences up to 168 tokens; a step with one takes ")
     assert "2 times the ranks: --gpus 8" not in text

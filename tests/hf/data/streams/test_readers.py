@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import VOCAB_SIZE
+from helpers.trainers.mosaic import mosaic
 from helpers.trainers.stream_batches import ReadBatch, read_batches
 from transformers import TrainingArguments
 
@@ -263,7 +264,7 @@ def test_an_object_that_counts_samples_over_all_ranks_begins_a_resumed_epoch_in_
 
 
 def test_datasets_of_mosaicml_streaming_give_their_rows_and_go_on(tmp_path: Path) -> None:
-    streaming = pytest.importorskip("streaming", exc_type=ImportError)
+    streaming = mosaic()
     rows = random_rows([3] * 14)
     with streaming.MDSWriter(out=str(tmp_path), columns={"input_ids": "ndarray:int64"}, size_limit=200) as writer:
         for row in rows:
