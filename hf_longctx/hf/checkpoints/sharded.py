@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_longctx.hf.checkpoints.optimizers.trained_weights import check_sizes
 from hf_longctx.hf.checkpoints.unpickling import load_shards
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.parts.refusing import refuses
@@ -379,6 +380,7 @@ def _placed(optimizer: torch.optim.Optimizer, value: Tensor, device: torch.devic
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
     """Reads the `optimizer.pt` of a run with replicated parameters through host memory; every rank keeps its own states."""
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    check_sizes(saved["param_groups"], optimizer.param_groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     copies: dict[Tensor, Tensor] = {}
     if is_whole := has_whole_steps(optimizer):

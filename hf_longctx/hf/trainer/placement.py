@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hf_longctx.hf.checkpoints.adapters import load_adapters
 from hf_longctx.hf.checkpoints.deferred import read_deferred, source_of, without_placeholders
 from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
+from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
 from hf_longctx.hf.checkpoints.sharded import (
     gather_weights,
     has_optimizer_shards,
@@ -50,8 +51,6 @@ from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps
 from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
 from hf_longctx.runtime.parameters.sharded import block_mesh, free_gathered, is_sharded, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
-
-OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Placement(Protocol):
