@@ -29,7 +29,6 @@ from hf_longctx.hf.checkpoints.sharded import (
     load_weights,
     load_whole_optimizer,
     load_whole_states,
-    refuse_partial_saves,
     renamed_weights,
     save_optimizer,
     save_whole_states,
@@ -42,6 +41,7 @@ from hf_longctx.hf.checkpoints.staged import (
     save_stages,
 )
 from hf_longctx.hf.models.adapters import is_adapted, saved_parameters
+from hf_longctx.hf.models.parts.refusing import refuse_saving
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -155,7 +155,7 @@ class Shards:
                 spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
             without_placeholders(model)
             shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients, self.layers_on_host)
-            refuse_partial_saves(model, "every rank holds a shard of them")
+            refuse_saving(model, "every rank holds a shard of them", takes_weights=True)
         free_gathered(model)
         read_deferred(model, self.device)
 

@@ -26,7 +26,7 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_len
 from hf_longctx.hf.models.dropout.embedding_noise import key_noise, rest_noise
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.heads.kinds import num_outputs
-from hf_longctx.hf.models.parts.refusing import allow_all, refuse_all, refuse_saving, refuses
+from hf_longctx.hf.models.parts.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
 from hf_longctx.hf.models.parts.whole_again import WholeModel
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
@@ -410,7 +410,7 @@ def _own_stage(setup: RunSetup, model: Any) -> StageModel:
     if loaded_ranges(model) is None:
         cut_model(model, setup.ranges, stage)
     described = stage_model(model, setup.ranges, stage)
-    refuse_saving(model, stage, setup.num_stages)
+    refuse_saving(model, held_stage(model, stage, setup.num_stages))
     return described
 
 
