@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_longctx.hf.checkpoints.sharded import saves_parts, to_host
+from hf_longctx.hf.checkpoints.sharded import to_host
 from hf_longctx.hf.checkpoints.staged import join_stages, partial_folder, raise_everywhere, save_configs
+from hf_longctx.hf.models.parts.refusing import refuses
 
 # most bytes of a file, unless one weight has more
 FILE_BYTES = 5 * 10**9
@@ -101,7 +102,7 @@ def save_files(model: Any, files: Files, folder: Path, is_writer: bool, control:
 
 
 def _saves_its_own_way(model: PreTrainedModel) -> bool:
-    has_own = "save_pretrained" in vars(model) and not saves_parts(model)
+    has_own = "save_pretrained" in vars(model) and not refuses(model, "save_pretrained")
     is_replaced = type(model).save_pretrained is not PreTrainedModel.save_pretrained or has_own
     has_peft = bool(getattr(model, "_hf_peft_config_loaded", False))
     return is_replaced or has_peft or model.is_remote_code() or getattr(model, "hf_quantizer", None) is not None

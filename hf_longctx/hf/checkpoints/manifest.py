@@ -19,6 +19,8 @@ import xxhash
 MANIFEST_FILE = "longctx_checkpoint.json"
 DATA_FILE = "longctx_data.json"
 STATE_FILE = "trainer_state.json"
+# states of the weights of a whole model, numbered
+OPTIMIZER_FILE = "optimizer.pt"
 _FORMAT = 1
 # bytes that are read at once for a checksum
 _BLOCK_BYTES = 2**23
@@ -26,7 +28,7 @@ _BLOCK_BYTES = 2**23
 # parts that a resumed run reads -> their files; other files of a checkpoint (tokenizer, model card) are for people and programs
 _PARTS = {
     "weights": r"(pytorch_)?model(-new)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_model\.(safetensors|bin)",
-    "optimizer": r"optimizer\.(pt|bin)|optimizer_(shards|whole)/.*|scaler\.pt",
+    "optimizer": r"optimizer\.(pt|bin)|optimizer_(shards|whole)/.*|scaler\.pt|longctx_trained\.json",
     "scheduler": r"scheduler\.pt",
     "rng": r"rng_state(_\d+)?\.pth",
     "state": re.escape(STATE_FILE),

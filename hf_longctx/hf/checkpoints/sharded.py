@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_longctx.hf.checkpoints.optimizers.trained_weights import check_sizes
 from hf_longctx.hf.checkpoints.unpickling import load_shards
-from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.parts.refusing import refuses
 from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps, owns_weight
 from hf_longctx.runtime.parameters.low_bit import is_low_bit, own_moment
 from hf_longctx.runtime.parameters.master_weights import (
@@ -41,7 +39,6 @@ SHARDS_FOLDER = "optimizer_shards"
 # states of an optimizer that updates whole weights, each on the rank that owns it: one file for each rank
 WHOLE_FOLDER = "optimizer_whole"
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
-_REFUSES = "_longctx_refuses_parts"
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -65,34 +62,6 @@ def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter]
         if is_kept:
             weights[name] = gathered[owner]
     return weights
-
-
-def refuse_partial_saves(model: Any, why: str) -> None:
-    """Lets `save_pretrained` of `model` raise ValueError unless it is given weights, since the model's own are not the whole.
-
-    why: what this rank's weights are. Adapters have a `save_pretrained` beside that of the model in them. Idempotent.
-    """
-    for each in {id(own): own for own in (model, base_of(model))}.values():
-        # a pipeline stage refuses already
-        if not hasattr(each, "save_pretrained") or saves_parts(each) or refuses(each, "save_pretrained"):
-            continue
-
-        def save(this: Any, save_directory: Any, *args: Any, state_dict: Any = None, **keywords: Any) -> Any:
-            if state_dict is None:
-                name = type(this).__name__.removeprefix("FSDP")
-                raise ValueError(
-                    f"save_pretrained({str(save_directory)!r}) of {name} would write a part of the weights, since "
-                    f"{why}; call trainer.save_model(folder) on every rank, which writes all of them"
-                )
-            return type(this).save_pretrained(this, save_directory, *args, state_dict=state_dict, **keywords)
-
-        vars(save)[_REFUSES] = True
-        each.save_pretrained = MethodType(save, each)
-
-
-def saves_parts(model: Any) -> bool:
-    """Whether `refuse_partial_saves` was called for `model`."""
-    return hasattr(vars(model).get("save_pretrained"), _REFUSES)
 
 
 def to_host(whole: Tensor, is_kept: bool) -> Tensor:
@@ -379,6 +348,7 @@ def _placed(optimizer: torch.optim.Optimizer, value: Tensor, device: torch.devic
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
     """Reads the `optimizer.pt` of a run with replicated parameters through host memory; every rank keeps its own states."""
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    check_sizes(saved["param_groups"], optimizer.param_groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     copies: dict[Tensor, Tensor] = {}
     if is_whole := has_whole_steps(optimizer):

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS, ScannedRows
+from hf_longctx.hf.data.scan import ScannedRows
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
@@ -49,6 +50,12 @@ class TokenSequence:
     first: int = 0
     loss_weights: Tensor | None = None
     label_values: Tensor | None = None
+
+    @property
+    def has_label(self) -> bool:
+        """Whether one of the labels counts in the loss."""
+        is_label = self.shift_labels != IGNORE_INDEX
+        return bool((is_label if self.loss_weights is None else is_label & (self.loss_weights > 0)).any())
 
     def between(self, begin: int, end: int) -> TokenSequence:
         """Tokens [begin, end), counted from the start of the sequence."""
@@ -92,6 +99,11 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
                 return step, row
             found[i] = self._sequence(row, number, first, stop)
         return step, found
+
+    def has_label(self, number: int) -> bool:
+        """Whether a label of sequence `number` counts in the loss."""
+        row = self.task.listed(self.dataset[int(self.index.rows[number])])
+        return self._sequence(row, number, 0, int(self.index.lengths[number])).has_label
 
     def _row(self, number: int) -> Any:
         if self.scanned is None:

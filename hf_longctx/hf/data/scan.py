@@ -19,12 +19,11 @@ import xxhash
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
+from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT, LOSS_WEIGHTS, NO_LABEL, first_labels, list_lengths
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask, class_problems
 from hf_longctx.hf.data.sampler import IntArray, document_places
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
-# column with one weight per label, by which the loss of its token is multiplied
-LOSS_WEIGHTS = "loss_weights"
 # columns by which packers say where the documents of a row begin
 PACKED = ("position_ids", "seq_lengths")
 # columns that a dataset may lack, and then lacks in every row
@@ -62,7 +61,8 @@ _SHOWN = 3
 class DatasetScan:
     """Result of one pass over a dataset: tokens per row, a hash of all tokens and labels, and the problems found.
 
-    documents: tokens per document, row by row, if rows are packed; None if every row is one document.
+    documents: tokens per document, row by row, if rows are packed; None if every row is one document. first_labels: the place of
+    every document's first label that counts; see the function of that name.
     row_digests: a hash of every row, in 8 bytes, if the dataset runs code to make its rows; None for Arrow datasets, whose rows
     cannot change.
     """
@@ -72,6 +72,7 @@ class DatasetScan:
     problems: list[str]
     row_digests: NDArray[np.uint64] | None = None
     documents: IntArray | None = None
+    first_labels: IntArray | None = None
 
     @property
     def sequence_lengths(self) -> IntArray:
@@ -107,6 +108,7 @@ def scan_dataset(
     lengths: IntArray = np.zeros(len(dataset), dtype=np.int64)
     problems: list[str] = []
     num_more, has_label, num_rows = 0, False, 0
+    firsts: list[IntArray] = []
     # the hash of a dataset without labels has always had a part for them
     present = {"input_ids", "labels", *task.renamed(_columns(dataset))}
     hashes = {column: xxhash.xxh3_128() for column in _HASHED if column in present}
@@ -130,16 +132,24 @@ def scan_dataset(
             num_rows += len(rows)
             if not problems:
                 documents += [] if (found_documents := _documents(table)) is None else [found_documents]
-                has_label = has_label or _count_labels(table, task) > 0
+                if (first := first_labels(table, found_documents, task)) is not None:
+                    firsts.append(first)
+                    has_label = has_label or bool((first < NO_LABEL).any())
+                else:
+                    has_label = has_label or bool(((rows if found_documents is None else found_documents) > 1).any())
                 _hash_columns(hashes, table)
             bar.update(len(rows))
     if not problems and not has_label:
-        what = "row" if task.kind == "document" else "token"
-        problems.append(f"{name} has no {what} with a label, so there is nothing to learn from it; check its labels")
+        what, why = "row" if task.kind == "document" else "token", LABELS_THAT_COUNT
+        why = why if task.kind == "next_token" else "-100 does not count"
+        problems.append(
+            f"{name} has no {what} with a label that counts, so there is nothing to learn from it; check its labels ({why})"
+        )
     if num_more:
         problems.append(f"... and {num_more} more problems")
     digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths.data))))
-    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, np.concatenate(documents) if documents else None)
+    joined = (np.concatenate(arrays) if arrays else None for arrays in (documents, firsts))
+    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, *joined)
 
 
 def _digests_of(table: pa.Table) -> list[int]:
@@ -147,7 +157,7 @@ def _digests_of(table: pa.Table) -> list[int]:
     columns = {}
     for name in _HASHED:
         if name in table.column_names:
-            ends = np.cumsum(_list_lengths(table[name]))
+            ends = np.cumsum(list_lengths(table[name]))
             columns[name] = np.split(_values(table[name]).to_numpy(), ends[:-1])
     return [_row_digest({name: rows[number] for name, rows in columns.items()}) for number in range(len(table))]
 
@@ -181,7 +191,7 @@ class ScannedRows:
         """How row `number`, as it was read now, differs from the one that the scan saw; empty if it does not."""
         then = int(self.scan.lengths[number])
         if isinstance(row, pa.Table):
-            now, is_other = int(_list_lengths(row["input_ids"])[0]), False
+            now, is_other = int(list_lengths(row["input_ids"])[0]), False
         else:
             now, is_other = len(row["input_ids"]), False
             if now == then and self.scan.row_digests is not None:
@@ -404,7 +414,7 @@ def _table_problems(
     for column, expected in (("labels", "token ids"), ("position_ids", "positions"), ("seq_lengths", "lengths")):
         if column in table.column_names and table[column].type.value_type == pa.bool_():
             return np.zeros(0, dtype=np.int64), [f"{name} column {column!r} holds true and false, expected {expected}"]
-    lengths = _list_lengths(table["input_ids"])
+    lengths = list_lengths(table["input_ids"])
     problems = [
         f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter"
         for row in np.flatnonzero(lengths == 0)
@@ -414,7 +424,7 @@ def _table_problems(
     if task.kind == "document" and "labels" in table.column_names:
         problems += task.document_problems(name, first_row, table["labels"])
     elif "labels" in table.column_names:
-        label_lengths = _list_lengths(table["labels"])
+        label_lengths = list_lengths(table["labels"])
         problems += [
             f"{name} row {first_row + row} has {lengths[row]} tokens but {label_lengths[row]} labels; give one label per token "
             f"({IGNORE_INDEX} for none), not shifted"
@@ -424,7 +434,7 @@ def _table_problems(
     if LOSS_WEIGHTS in table.column_names:
         problems += _weight_problems(name, first_row, table[LOSS_WEIGHTS], lengths)
     if "attention_mask" in table.column_names:
-        mask_lengths = _list_lengths(table["attention_mask"])
+        mask_lengths = list_lengths(table["attention_mask"])
         problems += [
             f"{name} row {first_row + row} has {lengths[row]} tokens but an attention_mask of {mask_lengths[row]}; give one "
             f"value per token, or remove the column"
@@ -455,7 +465,7 @@ def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntAr
     problems = []
     row_ends = np.cumsum(lengths)
     if "position_ids" in table.column_names:
-        counts, values = _list_lengths(table["position_ids"]), _values(table["position_ids"])
+        counts, values = list_lengths(table["position_ids"]), _values(table["position_ids"])
         problems = [
             f"{name} row {first_row + row} has {lengths[row]} tokens but {counts[row]} position_ids; give one per token, or "
             f"remove the column"
@@ -474,7 +484,7 @@ def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntAr
                     f"begin with 0 in every row, and count up by one until they begin again"
                 )
     if "seq_lengths" in table.column_names:
-        counts, values = _list_lengths(table["seq_lengths"]), _values(table["seq_lengths"])
+        counts, values = list_lengths(table["seq_lengths"]), _values(table["seq_lengths"])
         sizes = pc.fill_null(values.cast(pa.int64(), safe=False), 0).to_numpy()
         sums = np.concatenate([[0], np.cumsum(sizes)])
         ends = np.cumsum(counts)
@@ -511,29 +521,6 @@ def _values(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.list_flatten(column)
 
 
-def _count_labels(table: pa.Table, task: HeadTask = NEXT_TOKEN) -> int:
-    """Number of labels that are learnt; for a language model not that of the first token of every document."""
-    if task.marks:
-        return len(table)
-    if task.kind != "next_token":
-        return pc.sum(pc.not_equal(_values(table["labels"]), IGNORE_INDEX)).as_py() or 0
-    documents = _documents(table)
-    if "labels" not in table.column_names:
-        return len(_values(table["input_ids"])) - len(table if documents is None else documents)
-    labels = _values(table["labels"])
-    lengths = _list_lengths(table["labels"]) if documents is None else documents
-    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
-    counted = pc.sum(pc.not_equal(labels, IGNORE_INDEX)).as_py() or 0
-    first = pc.sum(pc.not_equal(labels.take(pa.array(starts)), IGNORE_INDEX)).as_py() or 0
-    return int(counted - first)
-
-
-def _list_lengths(column: pa.ChunkedArray) -> IntArray:
-    """Number of items in every row; 0 for a row without the list."""
-    lengths: IntArray = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
-    return lengths
-
-
 def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int, task: HeadTask = NEXT_TOKEN) -> list[str]:
     """Reports a label that is missing, or that is neither a token id (or a class) nor IGNORE_INDEX."""
     if task.kind == "token":
@@ -552,7 +539,7 @@ def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int, task: H
 
 def _weight_problems(name: str, first_row: int, column: pa.ChunkedArray, lengths: IntArray) -> list[str]:
     """Reports rows with another number of weights than tokens, and a weight that is missing, negative or not finite."""
-    weight_lengths = _list_lengths(column)
+    weight_lengths = list_lengths(column)
     problems = [
         f"{name} row {first_row + row} has {lengths[row]} tokens but {weight_lengths[row]} {LOSS_WEIGHTS}; give one weight per "
         f"token, each beside its label, not shifted"
@@ -578,7 +565,7 @@ def _placeholder_problems(name: str, first_row: int, column: pa.ChunkedArray, pl
     found = pc.index(pc.is_in(wide, value_set=pa.array(placeholders, pa.int64())), True).as_py()
     if found < 0:
         return []
-    row = int(np.searchsorted(np.cumsum(_list_lengths(column)), found, side="right"))
+    row = int(np.searchsorted(np.cumsum(list_lengths(column)), found, side="right"))
     return [
         f"{name} row {first_row + row} has token {values[found]}, which stands for an image, sound or video, or for padding, but "
         f"plans train rows of text alone; remove such rows, for example with dataset.filter"

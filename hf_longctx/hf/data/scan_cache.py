@@ -28,7 +28,7 @@ from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
 logger = logging.getLogger(__name__)
 
 # version of the file; raise it when a scan finds other problems or lengths than before, or writes them differently
-_FORMAT = 4
+_FORMAT = 5
 
 
 def scan_on_every_rank(
@@ -133,16 +133,19 @@ def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | Non
         logger.warning("%s: the index in %s was made from other files, so it is built again", name, path)
         return None
     numbers = np.frombuffer(content, dtype=np.int64, offset=lengths_start).copy()
-    lengths, documents = np.split(numbers, [values["num_lengths"]])
-    return DatasetScan(lengths, values["digest"], values["problems"], documents=documents if values["is_packed"] else None)
+    parts = iter(np.split(numbers, np.cumsum([count for count in values["counts"] if count is not None])))
+    lengths, documents, first = (None if count is None else next(parts) for count in values["counts"])
+    assert lengths is not None
+    return DatasetScan(lengths, values["digest"], values["problems"], documents=documents, first_labels=first)
 
 
 def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
-    """Writes checksum, header, and lengths of rows and documents into one file, which appears complete or not at all."""
+    """Writes checksum, header, and the numbers of rows and documents into one file, which appears complete or not at all."""
+    arrays = scan.lengths, scan.documents, scan.first_labels
     values: dict[str, Any] = {"made_from": made_from, "digest": scan.digest, "problems": scan.problems}
-    values |= {"num_lengths": len(scan.lengths), "is_packed": scan.documents is not None}
+    values["counts"] = [None if array is None else len(array) for array in arrays]
     header = json.dumps(values).encode() + b"\n"
-    numbers = [scan.lengths.data] if scan.documents is None else [scan.lengths.data, scan.documents.data]
+    numbers = [array.data for array in arrays if array is not None]
     checksum = xxhash.xxh3_128(header)
     for lengths in numbers:
         checksum.update(lengths)

@@ -26,7 +26,8 @@ from hf_longctx.hf.data.chat import (
     read_tools,
     render_chat,
 )
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS, PACKED, WEIGHTS, column_problem, mask_problems
+from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
+from hf_longctx.hf.data.scan import PACKED, WEIGHTS, column_problem, mask_problems
 from hf_longctx.hf.ranks.launch import on_first_rank
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.start.losses import WAY_OUT
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
@@ -102,6 +103,11 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
             "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would give equal weight "
             "to ranks instead of tokens; keep average_tokens_across_devices=True and the trainer's own get_batch_samples, with "
             "'labels' in the batch; some multimodal classes take no such number, so call callback.attach(trainer) for them"
+        )
+    if (count := inputs.get("num_items_in_batch")) is not None and not int(count):
+        raise ValueError(
+            f"num_items_in_batch is 0: the step has no label that counts ({LABELS_THAT_COUNT}), so its loss would be 0 / 0; give "
+            f"a step more sequences, or leave rows without labels out"
         )
     if inputs.get("cu_seq_lens_q") is not None and inputs.get("position_ids") is None:
         raise ValueError("the batch marks documents by cu_seq_lens_q alone; let the collator return position_ids too")

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
 from hf_longctx.hf.models.dropout.keyed_modules import outer_dropout
 from hf_longctx.hf.models.heads.kinds import head_of, is_tied
+from hf_longctx.hf.models.parts.refusing import only_stage
 from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import num_calls
 from hf_longctx.hf.models.wrapped.text import text_part, tower_names, tower_parameters
@@ -423,10 +424,7 @@ def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
         if part is None and len(parts) == 1:
             return whole(*args, **keywords)
         if part is None:
-            raise RuntimeError(
-                f"this rank holds only stage {stage} of {len(parts)} of {type(pieces.model).__name__}, which runs under plans "
-                f"only; for anything else save the model by the save_model() of a trainer with plans, and load it whole"
-            )
+            raise RuntimeError(only_stage(pieces.model, stage, len(parts)))
         is_last = (stage, part) == (len(parts) - 1, len(own) - 1)
         with _only(pieces, own[part], has_norm=is_last):
             return whole(*args, **keywords) if is_last else decoder(*args, **keywords)

@@ -1,8 +1,9 @@
 """Finds code that users put on a model after the start of a run, when nothing looks at it any more.
 
 A hook may do anything to the tokens that it gets: under plans these are packs, slices or shards of documents. The self-test
-compares a copy with all hooks and forwards that the model has at the start. Those that come later are refused, on all ranks, and
-so is a loss function, which plans never call.
+compares a copy with all hooks and forwards that the model has at the start. Those that come between the start and a training are
+compared when that begins, if the model is still whole on every rank. All others are refused, on all ranks, and so is a loss
+function, which plans never call.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class CodeAtStart:
 
     def __init__(self, model: nn.Module, is_compared: bool, device: torch.device | None) -> None:
         self._is_compared, self._device, self._loss = is_compared, device, _own_loss(model)
+        self.accept(model)
+
+    def accept(self, model: nn.Module) -> None:
+        """Takes the functions that are on `model` now for those of its start, since a self-test has compared them."""
         # the objects themselves, since the number of one that is gone may come again; a forward of a class belongs to no module
         self._known: dict[tuple[int, int], tuple[nn.Module | None, Any]] = {
             (key := _key(module, function)): (module if key[0] else None, function) for module, _, function in _functions(model)

@@ -30,7 +30,7 @@ from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_ty
 from hf_longctx.hf.models.wrapped.classes import RUN_ON_TEXT
 from hf_longctx.hf.models.wrapped.text import tower_names, tower_parameters
 from hf_longctx.hf.self_test.independent import independent_copy
-from hf_longctx.runtime.core.binding import HOOKS
+from hf_longctx.runtime.core.binding import HOOKS, global_hooks
 
 # number of token ids that the copy keeps
 NUM_TOKEN_IDS = 1024
@@ -195,7 +195,13 @@ def has_user_functions(model: nn.Module) -> bool:
 
 
 def user_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Hooks and forwards of the modules that are not a library's: module, words for the kind, and the function of a method."""
+    """Hooks and forwards that are not a library's: module, words for the kind, and the function of a method.
+
+    Hooks of all modules count as those of the model.
+    """
+    for name, hook in global_hooks():
+        if is_user_function(function := _function(hook)):
+            yield model, f"a hook of all modules ({name})", function
     for module in model.modules():
         own = vars(module)
         found = [(f"a hook ({name[1:-1]})", hook) for name in HOOKS for hook in own[name].values()]

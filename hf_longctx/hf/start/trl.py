@@ -19,7 +19,8 @@ from torch import nn
 
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS, WEIGHTS
+from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
+from hf_longctx.hf.data.scan import WEIGHTS
 from hf_longctx.hf.models.adapters import base_of, is_adapted
 from hf_longctx.hf.models.dropout.keyed_modules import weight_rates
 from hf_longctx.hf.models.heads.kinds import head_kind

@@ -31,7 +31,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_longctx.hf.checkpoints.background import BackgroundSave, remove_left_copies
 from hf_longctx.hf.checkpoints.choice import Choice, Chosen, choose
-from hf_longctx.hf.checkpoints.manifest import DATA_FILE, STATE_FILE, Contents, write_json
+from hf_longctx.hf.checkpoints.manifest import DATA_FILE, OPTIMIZER_FILE, STATE_FILE, Contents, write_json
+from hf_longctx.hf.checkpoints.optimizers.trained_weights import TrainedWeights, explained
 from hf_longctx.hf.checkpoints.staging import SavingRanks, StagedCheckpoint, checkpoint_name, rotate
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
@@ -64,6 +65,8 @@ class CheckpointMixin(_TrainerBase):
     _writers: dist.ProcessGroup | None = None
     # the checkpoint that the present training resumed from
     _chosen: Chosen | None = None
+    # the group of all ranks for messages, from the choice of a checkpoint on
+    _control: dist.ProcessGroup | None = None
     # values of the user's arguments that are hidden from the trainer during a training
     _users_values: dict[str, Any] | None = None
 
@@ -123,9 +126,12 @@ class CheckpointMixin(_TrainerBase):
         # one rank may have written for longer than the control group's time-out, so wait on the default group first
         PartialState().wait_for_everyone()
         record = gather_objects(run.recorder.record(state.global_step), run.control)[0]
+        trained = self._trained_weights(run.control)
         with staged.holding():
             if self.args.should_save and record is not None:
                 write_json(staged.folder / DATA_FILE, record)
+            if self.args.should_save and not self.args.save_only_model:
+                trained.write(staged.folder)
         return Contents(
             step=state.global_step,
             num_ranks=self.args.world_size,
@@ -234,7 +240,11 @@ class CheckpointMixin(_TrainerBase):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._starts_anew("optimizer"):
+        if self._starts_anew("optimizer"):
+            return
+        if checkpoint is not None:
+            self._check_trained(checkpoint)
+        with explained(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -271,6 +281,7 @@ class CheckpointMixin(_TrainerBase):
         """
         args = self.args
         choice = Choice(config.resume_partial, args.ignore_data_skip, control)
+        self._control = control
         self._chosen = choose(asked, Path(str(args.output_dir)), args.local_process_index == 0, choice)
         if self._chosen is None:
             return None
@@ -279,7 +290,23 @@ class CheckpointMixin(_TrainerBase):
             self._load_from_checkpoint(folder)
             self._chosen = None
             return None
+        if not self._starts_anew("optimizer"):
+            # before weights are read; an optimizer that the trainer is still to make is compared later
+            self._check_trained(folder)
         return folder
+
+    def _trained_weights(self, control: dist.ProcessGroup | None) -> TrainedWeights:
+        """The weights that this run trains. Collective with pipeline stages."""
+        run: Run | None = vars(self).get("longctx_run")
+        tied = run.stage.tied if run is not None and run.stage.stage else ""
+        own = TrainedWeights.of(cast(nn.Module, self.model), getattr(self.optimizer, "optimizer", self.optimizer), tied)
+        return own if run is None or run.setup.num_stages == 1 else TrainedWeights.joined(gather_objects(own, control))
+
+    def _check_trained(self, folder: str) -> None:
+        """Raises ValueError on every rank if a checkpoint has the states of other weights than those of this run. Collective."""
+        is_by_number = (Path(folder) / OPTIMIZER_FILE).exists()
+        problem = self._trained_weights(self._control).problem_with(Path(folder), is_by_number)
+        raise_together([problem] if problem else [], self._control, "this run cannot resume")
 
     def _starts_anew(self, part: str) -> bool:
         """Whether this part of the resumed checkpoint is left out, as the log said."""

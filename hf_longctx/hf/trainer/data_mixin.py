@@ -1,15 +1,19 @@
-"""Overrides of `Trainer` about data: loaders of planned steps."""
+"""Overrides of `Trainer` about data: loaders of planned steps, and the labels of a step."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT
 from hf_longctx.hf.data.resume import sequences_per_step
 from hf_longctx.hf.data.streams.sources import is_stream
+from hf_longctx.hf.ranks.agreement import raise_together, sums_over_ranks
+from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.trl import is_scored, read_columns
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.run import Run
@@ -26,6 +30,8 @@ class PlannedDataMixin(_TrainerBase):
 
     longctx_config: LongContextConfig
     longctx_run: Run
+    # a checkpoint that is written behind training
+    _saving: Any
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Planned steps of the training set; not sharded again by accelerate, since every rank draws the same steps.
@@ -61,7 +67,46 @@ class PlannedDataMixin(_TrainerBase):
         lengths = self.longctx_run.sets.index("train_dataset", self.train_dataset).lengths
         return max(1, round(self.longctx_config.tokens_per_step / float(lengths.mean())))
 
+    def _label_sums(self, batches: list[dict[str, Any]], stop: OrderlyStop | None = None) -> tuple[float, int]:
+        """Total weight and number of label tokens over all ranks; tells `stop` which signals asked ranks to stop.
+
+        Tells activations, too, by how much slabs that were full on some ranks were too small.
+
+        stop: None in an evaluation; else also looks after a checkpoint that is written behind training. Raises ValueError on
+        every rank if a row of `batches` has changed on any, and for a step without a label that counts.
+        """
+        control = self.longctx_run.control
+        changed = [batch["changed"] for batch in batches if "changed" in batch]
+        if stop is None:
+            # in training the executor asks, after the callbacks of the step's beginning
+            changed += filter(None, [self.longctx_run.code.problem(cast(nn.Module, self.model))])
+        own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
+        asked = [] if stop is None else [self._saving is not None and self._saving.is_over, *stop.asked()]
+        beside = self.longctx_run.activations.beside_bytes
+        said = [*own, len(changed), beside, beside > 0, *asked]
+        total_weight, num_labels, num_changed, beside_sum, num_full, *num_asked = sums_over_ranks(said, control)
+        self.longctx_run.activations.agree(int(beside_sum / max(1, num_full)))
+        if stop is not None:
+            num_over, *num_asked = num_asked
+            stop.agree(num_asked)
+            if num_over == self.args.world_size:
+                self._finish_saving()
+        if num_changed:
+            step = f"step {self.state.global_step + 1} cannot run"
+            raise_together(changed, control, "the evaluation cannot go on" if stop is None else step)
+        if stop is not None and batches and not total_weight:
+            # streams alone: steps of other sets are looked at before the training
+            raise ValueError(
+                f"step {self.state.global_step + 1} has no label that counts ({LABELS_THAT_COUNT}), so it has no mean loss; "
+                f"give a step more sequences, leave rows without labels out, or raise max_length if labels were cut off"
+            )
+        return total_weight, int(num_labels)
+
     @property
     def longest_sequence(self) -> int:
         """The most tokens that a sequence may have; longer rows are errors, or are cut."""
         return self.longctx_run.sets.longest_sequence
+
+    if TYPE_CHECKING:
+
+        def _finish_saving(self) -> None: ...

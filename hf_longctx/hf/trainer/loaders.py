@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,15 +12,17 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset
+from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT, step_without_labels
 from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.resume import data_settings, plans_done
-from hf_longctx.hf.data.sampler import LengthAwareSampler
+from hf_longctx.hf.data.sampler import LengthAwareSampler, SequenceIndex
 from hf_longctx.hf.data.scan import token_rows
 from hf_longctx.hf.data.streams.planned_stream import PlannedStream, StreamSource
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.plan.core.messages import listed
 
 
 class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
@@ -52,6 +55,7 @@ def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> Data
             f"dataloader_drop_last leaves no step: {len(index)} sequences are fewer than one step of "
             f"{sampler.sequences_per_step}; set it to False or lower per_device_train_batch_size"
         )
+    _check_labels(run, sampler, index)
     seed = sampler.seed if sampler.shuffle else None
     _check_resumed(run, run.sets.digest("train_dataset"), seed, run.sets.is_cut("train_dataset"))
     done = partial(_batches_done, run, len(sampler), global_step)
@@ -87,6 +91,26 @@ def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataL
     )
     keep_workers(loader)
     return loader
+
+
+def _check_labels(run: Run, sampler: LengthAwareSampler, index: SequenceIndex) -> None:
+    """Raises ValueError if no label counts in some step of the training, whose mean loss would be 0 / 0."""
+    args, labelled = run.args, run.sets.labelled("train_dataset")
+    batches_per_step, is_limited = args.gradient_accumulation_steps, args.max_steps > 0
+    steps_per_epoch = -(-len(sampler) // batches_per_step)
+    num_epochs = -(-args.max_steps // steps_per_epoch) if is_limited else math.ceil(args.num_train_epochs)
+    most_steps = args.max_steps if is_limited else math.ceil(args.num_train_epochs * steps_per_epoch)
+    found = step_without_labels(sampler, labelled, num_epochs, most_steps, batches_per_step)
+    if found is None:
+        return
+    number, sequences = found
+    raise ValueError(
+        f"step {number} would have no label that counts: its {len(sequences)} sequences are of train_dataset row "
+        f"{listed(sorted({str(index.rows[each]) for each in sequences}, key=int))}, and {int((~labelled).sum())} of "
+        f"{len(labelled)} sequences have none ({LABELS_THAT_COUNT}); give a step more sequences "
+        f"(per_device_train_batch_size, gradient_accumulation_steps, tokens_per_step), remove such rows, or raise max_length if "
+        f"labels were cut off"
+    )
 
 
 def _stream_loader(run: Run, stream: Any, global_step: Callable[[], int]) -> DataLoader[Any]:

@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
+from hf_longctx.hf.checkpoints.optimizers.trained_weights import explained
 from hf_longctx.hf.checkpoints.sharded import load_whole_optimizer
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks
@@ -30,7 +32,7 @@ from hf_longctx.hf.start.trl import is_scored
 from hf_longctx.hf.start.user_code import changes_before_updates
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
-from hf_longctx.hf.trainer.placement import OPTIMIZER_FILE, Placement
+from hf_longctx.hf.trainer.placement import Placement
 from hf_longctx.hf.trainer.run import Run
 from hf_longctx.runtime.optimizers.whole_steps import needs_whole_weights, step_on_whole_weights
 from hf_longctx.runtime.parameters.host_steps import HostSteps
@@ -241,9 +243,12 @@ class ParameterMixin(CheckpointMixin):
         """Loads states, even those of a run with another number of ranks or stages, or with sharded parameters."""
         placement, optimizer, is_anew = self._placement, self._plain_optimizer, self._starts_anew("optimizer")
         settings = [set(group) - {"params", "initial_lr"} for group in optimizer.param_groups]
-        if is_anew or checkpoint is None or not self._loads_states(placement, checkpoint):
+        with explained(checkpoint):
+            is_loaded = not is_anew and checkpoint is not None and self._loads_states(placement, checkpoint)
+        if not is_loaded:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
+            assert checkpoint is not None
             assert self.lr_scheduler is not None
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
         _check_kind(optimizer, settings, checkpoint)
@@ -251,7 +256,8 @@ class ParameterMixin(CheckpointMixin):
         settle_moments(optimizer)
 
     def _loads_states(self, placement: Placement, checkpoint: str) -> bool:
-        """Loads the optimizer's states; False: `Trainer` loads them."""
+        """Loads the optimizer's states, if they are those of its weights; False: `Trainer` loads them."""
+        self._check_trained(checkpoint)
         optimizer, file = self._plain_optimizer, Path(checkpoint) / OPTIMIZER_FILE
         if placement.load_optimizer(self.model, optimizer, checkpoint):
             return True

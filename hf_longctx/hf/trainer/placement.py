@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hf_longctx.hf.checkpoints.adapters import load_adapters
 from hf_longctx.hf.checkpoints.deferred import read_deferred, source_of, without_placeholders
 from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
+from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
 from hf_longctx.hf.checkpoints.sharded import (
     gather_weights,
     has_optimizer_shards,
@@ -28,7 +29,6 @@ from hf_longctx.hf.checkpoints.sharded import (
     load_weights,
     load_whole_optimizer,
     load_whole_states,
-    refuse_partial_saves,
     renamed_weights,
     save_optimizer,
     save_whole_states,
@@ -41,6 +41,7 @@ from hf_longctx.hf.checkpoints.staged import (
     save_stages,
 )
 from hf_longctx.hf.models.adapters import is_adapted, saved_parameters
+from hf_longctx.hf.models.parts.refusing import refuse_saving
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -50,8 +51,6 @@ from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps
 from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
 from hf_longctx.runtime.parameters.sharded import block_mesh, free_gathered, is_sharded, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
-
-OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Placement(Protocol):
@@ -156,7 +155,7 @@ class Shards:
                 spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
             without_placeholders(model)
             shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients, self.layers_on_host)
-            refuse_partial_saves(model, "every rank holds a shard of them")
+            refuse_saving(model, "every rank holds a shard of them", takes_weights=True)
         free_gathered(model)
         read_deferred(model, self.device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_len
 from hf_longctx.hf.models.dropout.embedding_noise import key_noise, rest_noise
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.heads.kinds import num_outputs
-from hf_longctx.hf.models.parts.refusing import allow_all, refuse_all, refuse_saving, refuses
+from hf_longctx.hf.models.parts.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
 from hf_longctx.hf.models.parts.whole_again import WholeModel
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
@@ -114,7 +114,8 @@ class Run:
     cross-entropy. dropout: keys of the model's dropout modules; None if it has none. noise_alpha: alpha of the noise that the
     embedding adds in training (NEFTune); None without noise. fused: kernels of layers, bound while an executor is
     in use. code: the user's code on the model at the start. whole: the model before it was cut into stages, if it must become
-    whole again; else None.
+    whole again; else None. retest: runs the self-test again on a model after `release_model`; None where it cannot run, since the
+    model is in stages or shards, or did not run at the start.
     """
 
     config: LongContextConfig
@@ -137,6 +138,7 @@ class Run:
     dropout: DropoutKeys | None = None
     noise_alpha: float | None = None
     whole: WholeModel | None = None
+    retest: Callable[[], str] | None = None
 
     @property
     def task(self) -> HeadTask:
@@ -275,11 +277,14 @@ def _started(request: RunRequest) -> Run:
             opening = f"{opening}\n{kernels}"
         if token_loss is not None:
             opening = f"{opening}\nloss of a token: {loss_name(token_loss)}"
+        retest = None
         if test is not None:
             count = partial(count_over_ranks, group=control)
             place = RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, *probed(token_loss, task))
-            passed = test.run(replace(place, fused=fused), forward)
-            opening = f"{opening}\n{passed}"
+            place = replace(place, fused=fused)
+            opening = f"{opening}\n{test.run(place, forward)}"
+            if mesh is None and setup.num_stages == 1:
+                retest = partial(_tested_again, model, setup, args, place, control)
         if budget is not None and host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank:
             # now, since it takes long: what the longest rows need, alone and together in one step
             longest = sets.longest_rows("train_dataset", max(1, args.per_device_train_batch_size * args.world_size))
@@ -308,7 +313,20 @@ def _started(request: RunRequest) -> Run:
             noise_alpha=noise_alpha,
             code=code,
             whole=whole,
+            retest=retest,
         )
+
+
+def _tested_again(
+    model: nn.Module, setup: RunSetup, args: TrainingArguments, place: RunPlace, control: dist.ProcessGroup | None
+) -> str:
+    """Runs the self-test once more, on a model that is whole and at rest; returns a line for the log. Collective.
+
+    Raises ValueError on every rank if a plan fails.
+    """
+    test = SelfTest.of(model, setup, args.device, args.bf16, control)
+    is_models_loss = place.token_loss is None or place.value_loss is not None
+    return "" if test is None else test.run(place, user_forward(model) if is_models_loss else "")
 
 
 def reference_run(run: Run, model: Any) -> Run:
@@ -392,7 +410,7 @@ def _own_stage(setup: RunSetup, model: Any) -> StageModel:
     if loaded_ranges(model) is None:
         cut_model(model, setup.ranges, stage)
     described = stage_model(model, setup.ranges, stage)
-    refuse_saving(model, stage, setup.num_stages)
+    refuse_saving(model, held_stage(model, stage, setup.num_stages))
     return described
 
 

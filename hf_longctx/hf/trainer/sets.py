@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.collator import PlannedDataset
+from hf_longctx.hf.data.labels.counted import have_labels
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, too_long
+from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, token_rows, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_problems
@@ -47,6 +50,8 @@ class SequenceSets:
     ) -> None:
         self.config, self.args, self.setup, self.control, self.task = config, args, setup, control, task
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
+        # for every sequence of a scanned set, whether a label counts in it
+        self._labelled: dict[str, NDArray[np.bool_]] = {}
         # names of the sets whose cut rows were reported already
         self._told: set[str] = set()
 
@@ -104,12 +109,16 @@ class SequenceSets:
             problems += self._differing_rows({name: scan})
             raise_together(problems, self.control)
             self._scans[name] = (dataset, scan)
-        limit = self.longest_sequence
-        index = SequenceIndex.build(scan.lengths, limit, self.config.long_sequences, scan.documents)
+        index = self._cut(scan)
         if self.args.process_index == 0 and name not in self._told:
             self._told.add(name)
-            _tell_cuts(name, scan.sequence_lengths, index, limit)
+            _tell_cuts(name, scan.sequence_lengths, index, self.longest_sequence)
+            _tell_unlabelled(name, self._labelled[name])
         return index
+
+    def labelled(self, name: str) -> NDArray[np.bool_]:
+        """Whether a label counts in each sequence of a set's index."""
+        return self._labelled[name]
 
     def longest_rows(self, name: str, count: int) -> list[int]:
         """Tokens of the `count` longest rows of a set, at most those of a sequence; empty for a set that was not scanned."""
@@ -153,13 +162,31 @@ class SequenceSets:
         # a set to predict is always scanned alone
         task = self.task_of(TEST_SET) if TEST_SET in sets else self.task
         scans = scan_on_every_rank(sets, setup.costs.model.vocab_size, show_progress, setup.placeholders, task)
-        if self.config.long_sequences != "error":
-            return scans
         limits = setup.max_length, setup.room_tokens, setup.planner.tokens_per_rank
-        return {
-            name: scan if scan.problems else replace(scan, problems=too_long(scan.sequence_lengths, *limits, name, scan.rows()))
-            for name, scan in scans.items()
-        }
+        for name, scan in scans.items():
+            problems = list(scan.problems)
+            if not problems and self.config.long_sequences == "error":
+                problems = too_long(scan.sequence_lengths, *limits, name, scan.rows())
+            if not problems:
+                problems = self._label_problems(name, sets[name], scan, task)
+            scans[name] = replace(scan, problems=problems)
+        return scans
+
+    def _cut(self, scan: DatasetScan) -> SequenceIndex:
+        return SequenceIndex.build(scan.lengths, self.longest_sequence, self.config.long_sequences, scan.documents)
+
+    def _label_problems(self, name: str, dataset: Any, scan: DatasetScan, task: HeadTask) -> list[str]:
+        """Finds the sequences of a set in which a label counts; a problem if there are none, since its labels were cut off."""
+        index = self._cut(scan)
+        rows = PlannedDataset(token_rows(dataset, task), index, task=task)
+        self._labelled[name] = have_labels(index, scan.sequence_lengths, scan.first_labels, rows.has_label)
+        if self._labelled[name].any():
+            return []
+        return [
+            f"{name} has no label that counts once its rows are cut to {self.longest_sequence} tokens "
+            f"(long_sequences={self.config.long_sequences!r}), so there is nothing to learn from it; raise max_length (the limit "
+            f"is {self.setup.max_length} by settings, {self.setup.room_tokens} by memory), or check its labels"
+        ]
 
 
 def _first_difference(name: str, everyone: list[Any]) -> list[str]:
@@ -185,6 +212,15 @@ def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: in
         logger.warning(
             "%s: %s of %s rows are longer than %s tokens and were %s",
             *(name, f"{num_long:,}", f"{len(row_lengths):,}", limit, what),
+        )
+
+
+def _tell_unlabelled(name: str, labelled: NDArray[np.bool_]) -> None:
+    """Logs how many sequences teach nothing."""
+    if num_without := int((~labelled).sum()):
+        logger.warning(
+            "%s: %s of %s sequences have no label that counts (%s), so they are read and teach nothing",
+            *(name, f"{num_without:,}", f"{len(labelled):,}", "-100, weight 0, a single token, or cut off with the end of a row"),
         )
 
 

@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
+from torch import nn
 from transformers import Trainer, TrainerControl, TrainingArguments, enable_full_determinism, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_pt_utils import LabelSmoother
@@ -20,10 +21,12 @@ from transformers.trainer_utils import default_compute_objective
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.planning.console import Console
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
-from hf_longctx.hf.start.arguments import run_problems
+from hf_longctx.hf.start.arguments import argument_problems, config_problems, run_problems
 from hf_longctx.hf.start.settings.fields import idle_settings
+from hf_longctx.hf.start.settings.late import late_problems
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer, tell_settings, translate
 from hf_longctx.hf.start.trl import (
     is_scored,
@@ -60,8 +63,9 @@ class StartMixin(_TrainerBase):
     _guard: NonfiniteGuard
     # the console of the run before, which has taken over from the trainer's own callback
     _console: Console
-    # request from which the run was started, without the model
+    # request from which the run was started, without the model, and the arguments that are read once
     _request: RunRequest
+    _at_start: dict[str, Any]
     # lines about settings of other systems that became ours
     _lines: tuple[str, ...] = ()
     # arguments of the trainer that a check of a fresh model needs again
@@ -126,6 +130,26 @@ class StartMixin(_TrainerBase):
             self._move_model_to_device(model, self.args.device)
         self._report()
         self.longctx_run.report.console = self._console
+
+    def _check_settings(self) -> None:
+        """Raises ValueError on every rank for arguments that were changed since the start and would not be obeyed."""
+        args, run, config = self.args, self.longctx_run, self.longctx_config
+        problems = late_problems(args, run.args, self._at_start, self._train_batch_size)
+        with hidden_from_trainer(args):
+            problems += argument_problems(args, {}, not is_scored(type(self)), config.compile_layers)
+        raise_together(problems + config_problems(config, args), run.control)
+
+    def _check_code(self) -> None:
+        """Lets the self-test compare hooks and forwards that were put on the model since the start, where it can. Collective.
+
+        Raises ValueError on every rank if plans are not exact with them. Where it cannot, the first step refuses them.
+        """
+        run, model = self.longctx_run, cast(nn.Module, self.model)
+        if run.retest is None or not any(gather_objects(bool(run.code.problem(model)), run.control)):
+            return
+        run.release_model()
+        run.report.say(f"with the hooks and forwards added since the start: {run.retest()}")
+        run.code.accept(model)
 
     def _end_old_run(self) -> None:
         """Ends the run and forgets its model, which must not stay beside the new one. Collective."""

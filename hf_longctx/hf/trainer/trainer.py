@@ -36,7 +36,7 @@ from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.wrapped.text import freeze_towers
-from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import (
     argument_problems,
@@ -47,6 +47,7 @@ from hf_longctx.hf.start.arguments import (
 )
 from hf_longctx.hf.start.classifiers import padding_problems
 from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
+from hf_longctx.hf.start.settings.late import values_at_start
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer
 from hf_longctx.hf.start.trl import (
     counts_tokens,
@@ -158,14 +159,16 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as `Trainer.train` does, from the newest complete checkpoint for `resume_from_checkpoint=True`.
 
-        Refuses a checkpoint that is not whole, one after which samples would be repeated or skipped, and a loss that was set on
-        the trainer or the model since the start.
+        Refuses a checkpoint that is not whole, one after which samples would be repeated or skipped, and arguments or a loss that
+        were changed since the start and would not be obeyed.
 
         At SIGTERM, SIGUSR1 or Ctrl-C, on any rank, it finishes the step, saves once and returns; then `stopped_by` names the
         signal. A second signal ends the process at once. Raises ValueError if another job uses `output_dir`.
         """
         self._begin_anew(kwargs.get("trial", next(iter(args), None)))
+        self._check_settings()
         self._check_loss()
+        self._check_code()
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor, self._guard = None, NonfiniteGuard(self.longctx_run)
         thaw = freeze_towers(cast(nn.Module, self.model))
@@ -385,6 +388,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
     def _start(self, request: RunRequest) -> None:
         """Starts the run and sets every attribute of the mixin. Collective over all ranks."""
         self.longctx_config, self._request = request.config, replace(request, model=None)
+        self._at_start = values_at_start(request.args)
         problems = request.problems + config_problems(request.config, request.args)
         copied = copied_dtypes(request.config.fp32_master_weights, request.config.optimizer_states == "host")
         to_save = request.args, request.model, copied
@@ -396,7 +400,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._guard = NonfiniteGuard(self.longctx_run)
         self._replicas = ReplicaCheck(self.longctx_config, self.longctx_run)
-        self._staged, self._chosen, self._saving, self._writers, self._users_values = None, None, None, None, None
+        self._staged, self._chosen, self._control, self._saving, self._writers = None, None, None, None, None
+        self._users_values = None
         self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
     def _start_two_passes(self) -> None:
@@ -495,35 +500,6 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         PartialState().wait_for_everyone()
         everyone = gather_objects(held, self.longctx_run.control)
         return [f"rank {rank}: {error}" for rank, errors in enumerate(everyone) for error in errors]
-
-    def _label_sums(self, batches: list[dict[str, Any]], stop: OrderlyStop | None = None) -> tuple[float, int]:
-        """Total weight and number of label tokens over all ranks; tells `stop` which signals asked ranks to stop.
-
-        Tells activations, too, by how much slabs that were full on some ranks were too small.
-
-        stop: None in an evaluation; else also looks after a checkpoint that is written behind training. Raises ValueError on
-        every rank if a row of `batches` has changed on any.
-        """
-        control = self.longctx_run.control
-        changed = [batch["changed"] for batch in batches if "changed" in batch]
-        if stop is None:
-            # in training the executor asks, after the callbacks of the step's beginning
-            changed += filter(None, [self.longctx_run.code.problem(cast(nn.Module, self.model))])
-        own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
-        asked = [] if stop is None else [self._saving is not None and self._saving.is_over, *stop.asked()]
-        beside = self.longctx_run.activations.beside_bytes
-        said = [*own, len(changed), beside, beside > 0, *asked]
-        total_weight, num_labels, num_changed, beside_sum, num_full, *num_asked = sums_over_ranks(said, control)
-        self.longctx_run.activations.agree(int(beside_sum / max(1, num_full)))
-        if stop is not None:
-            num_over, *num_asked = num_asked
-            stop.agree(num_asked)
-            if num_over == self.args.world_size:
-                self._finish_saving()
-        if num_changed:
-            step = f"step {self.state.global_step + 1} cannot run"
-            raise_together(changed, control, "the evaluation cannot go on" if stop is None else step)
-        return total_weight, int(num_labels)
 
     def _planned_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
         """Yields, for every planned step of a set, the executor, the arguments of its forwards, and the batch.

@@ -8,10 +8,18 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 _MARK = "_longctx_bound"
 # attributes of a module that hold hooks
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def global_hooks() -> list[tuple[str, Any]]:
+    """Hooks of all modules of the process, with the kind of each."""
+    # read from the module each time, since torch gives some of them new dictionaries
+    own = vars(torch_modules)
+    return [(kind[1:-1], hook) for kind in HOOKS for hook in dict(own.get(f"_global{kind}", {})).values()]
 
 
 def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:

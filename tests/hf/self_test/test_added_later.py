@@ -73,6 +73,47 @@ def train(what: str, self_test: bool = True) -> tuple[list[float], str]:
     return recorder.losses, ""
 
 
+def read(module: nn.Module, args: Any, output: Tensor) -> None:
+    """Reads what a statistic of activations reads."""
+    read.sums.append(float(output.detach().square().sum()))  # type: ignore[attr-defined]
+
+
+def read_gradient(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Reads what a statistic of gradients reads."""
+    read.sums.append(float(outputs[0].square().sum()))  # type: ignore[attr-defined]
+
+
+def before_training(what: str, config: dict[str, Any]) -> tuple[list[float], int, str]:
+    """Losses of a training before which hooks were put on the modules of a built trainer, calls of these, and the refusal."""
+    read.sums = []  # type: ignore[attr-defined]
+    everywhere: Any = {
+        "global mixing": torch.nn.modules.module.register_module_forward_hook,
+        "global reading": torch.nn.modules.module.register_module_full_backward_hook,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(CASE, ROWS, folder, {"self_test": True, **config}, {"max_steps": LATE})
+        recorder, handles = LossRecorder(), []
+        recorder.attach(trainer)
+        mlp: Any = trainer.model.model.layers[-1].mlp  # type: ignore[union-attr, index]
+        if what == "mixing":
+            mlp.register_forward_hook(mixed)
+        elif what == "reading":
+            mlp.register_forward_hook(read)
+            mlp.register_full_backward_hook(read_gradient)
+        elif what == "global mixing":
+            handles = [everywhere[what](lambda module, args, y: mixed(module, args, y) if type(module) is type(mlp) else None)]
+        else:
+            handles = [everywhere[what](read_gradient)]
+        try:
+            trainer.train()
+        except ValueError as error:
+            return recorder.losses, len(read.sums), str(error)  # type: ignore[attr-defined]
+        finally:
+            for handle in handles:
+                handle.remove()
+    return recorder.losses, len(read.sums), ""  # type: ignore[attr-defined]
+
+
 def outside_of_training(kind: str) -> str:
     """The message of a forward under plans after a hook: of an evaluation, or of the callback alone."""
     sets: Any = {name: datasets.Dataset.from_list(ROWS) for name in ("train_dataset", "eval_dataset")}
@@ -106,6 +147,26 @@ def test_code_that_was_added_in_training_is_refused_on_every_rank(ranks, what: s
     else:
         assert message.startswith("model.layers.1.mlp (") and "after the start" in message
     assert "another rank" in other
+
+
+@pytest.mark.parametrize("what", ["mixing", "reading", "global mixing", "global reading"])
+def test_hooks_from_before_a_training_are_compared_when_it_begins(ranks, what: str) -> None:
+    expected, _ = plain_training(CASE, ROWS, LATE)
+    ((losses, num_calls, message),) = ranks(1).run(before_training, what, {})
+    if "mixing" in what:
+        assert "the parity self-test failed before step 1" in message and not losses
+    else:
+        assert not message and num_calls
+        assert losses[:1] == pytest.approx(expected[:1], rel=1e-10)
+
+
+def test_hooks_from_before_a_training_on_shards_are_refused_since_nothing_compares_them(ranks) -> None:
+    for what, words in (
+        ("reading", "got a hook (forward_hook) (read)"),
+        ("global reading", "got a hook of all modules (backward_hook)"),
+    ):
+        for losses, _, message in ranks(2).run(before_training, what, {"parameters": "sharded"}):
+            assert words in message and "after the start" in message and not losses
 
 
 def test_without_a_self_test_users_answer_for_their_code(ranks) -> None:

@@ -192,8 +192,9 @@ def test_other_callbacks_logs_and_checkpoints_do_not_notice(ranks, rows, tmp_pat
             runs[mode], runs["stock"], strict=True
         ):
             assert events == expected_events
-            # beside the trainer's own files, plans say which data came before a checkpoint, and all files are listed
-            more = ["longctx_checkpoint.json", *(["longctx_data.json"] if mode == "attached" else [])]
+            # beside the trainer's own files, plans say which weights were trained and which data came before a checkpoint, and
+            # list all files
+            more = ["longctx_checkpoint.json", "longctx_trained.json", *(["longctx_data.json"] if mode == "attached" else [])]
             assert sorted({*expected_files, *more}) == files
             assert len(keys) == len(expected_keys)
             assert all(expected <= found for found, expected in zip(keys, expected_keys, strict=True))

@@ -77,6 +77,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no labels": ({"labels": None}, "input_ids and labels are needed"),
     "labels for another loss": ({"labels": None, "shift_labels": IDS}, "took the labels out for compute_loss_func"),
     "weights": ({"loss_weights": torch.ones(1, 4)}, "the batch holds loss_weights, which a plan does not send"),
+    "nothing counts": ({"num_items_in_batch": torch.tensor(0)}, "num_items_in_batch is 0: the step has no label that counts"),
     "no count": ({"num_items_in_batch": None}, "num_items_in_batch"),
     "embeddings": ({"inputs_embeds": torch.ones(1, 4, 8)}, "the batch holds inputs_embeds"),
     "boundaries alone": ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, "let the collator return position_ids too"),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS
+from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT, LOSS_WEIGHTS
 from hf_longctx.hf.data.streams.overlap import SharedRows
 from hf_longctx.hf.data.streams.place import Place
 from hf_longctx.hf.data.streams.rows import StreamRules
@@ -157,7 +157,10 @@ class BatchComposer:
         """Goes to the next epoch; returns the last batch of this one, if it is not complete and not dropped."""
         rules, is_left, is_empty, num_sequences = self.rules, bool(self._members), self._is_empty, self._num_sequences
         if self._is_whole and not self._has_label:
-            raise ValueError(f"{rules.name} has no token with a label, so there is nothing to learn from it; check its labels")
+            raise ValueError(
+                f"{rules.name} has no token with a label that counts, so there is nothing to learn from it; check its labels "
+                f"({LABELS_THAT_COUNT})"
+            )
         self.shared.end_epoch(self.epoch)
         self.turn = 0
         last = self._close() if is_left and not rules.drop_last else None

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from hf_longctx.hf.data.collator import TokenSequence
 from hf_longctx.hf.data.streams.composer import Announced, EpochEnds, Fails, Item
 from hf_longctx.hf.data.streams.rows import EndOfEpoch, ReadSequence, SequenceReader
-from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 
 class AheadReader:
@@ -92,6 +91,5 @@ class AheadReader:
         else:
             num_tokens = len(item.tokens.input_ids)
             self.num_tokens += num_tokens
-            has_label = bool((item.tokens.shift_labels != IGNORE_INDEX).any())
-            self._news.append(Announced(num_tokens, has_label, item.row_hash, item.columns))
+            self._news.append(Announced(num_tokens, item.tokens.has_label, item.row_hash, item.columns))
         self._changed.notify_all()

@@ -17,8 +17,9 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from hf_longctx.hf.data.collator import TokenSequence, shift
+from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS, RowTokens, row_tokens, too_long
+from hf_longctx.hf.data.scan import RowTokens, row_tokens, too_long
 from hf_longctx.hf.data.streams.place import Anchor, Cursor
 from hf_longctx.hf.data.streams.sources import begin_epoch
 from hf_longctx.hf.data.streams.states import keeps_state, load_state, take_state

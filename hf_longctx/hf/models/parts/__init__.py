@@ -1,1 +1,1 @@
-"""Models of which a rank holds one pipeline stage: what they refuse, and how they become whole again."""
+"""Models of which a rank holds a part: what they refuse, and how they become whole again."""

@@ -1,8 +1,9 @@
-"""Lets a model that is one pipeline stage refuse, by name, what only a whole model can do."""
+"""Lets a model of which a rank holds a part, a shard or a pipeline stage, refuse by name what only a whole model can do."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -14,16 +15,36 @@ from hf_longctx.hf.models.adapters import base_of
 _HIDDEN = "_longctx_hidden"
 
 
-def refuse_saving(model: nn.Module, stage: int, num_stages: int) -> None:
-    """Lets `save_pretrained` of a stage raise RuntimeError, since its files would look like those of a whole model."""
+def refuse_saving(model: nn.Module, why: str, takes_weights: bool = False) -> None:
+    """Lets `save_pretrained` of a part raise RuntimeError, since its files would look like those of a whole model.
+
+    why: what this rank holds. takes_weights: weights that are passed as `state_dict` are whole and are written. Adapters have a
+    `save_pretrained` beside that of the model in them. Idempotent: a second reason is not heard.
+    """
+
+    def save(this: Any, save_directory: Any, *args: Any, **keywords: Any) -> Any:
+        if takes_weights and keywords.get("state_dict") is not None:
+            return type(this).save_pretrained(this, save_directory, *args, **keywords)
+        name = type(this).__name__.removeprefix("FSDP")
+        raise RuntimeError(
+            f"save_pretrained({str(save_directory)!r}) of {name} would write a part of the weights, since {why}; call "
+            f"trainer.save_model(folder) on every rank, which writes all of them"
+        )
+
     for module in _outer_and_base(model):
-        _refuse(module, "save_pretrained", only_stage(model, stage, num_stages))
+        if hasattr(module, "save_pretrained"):
+            _hide(module, "save_pretrained", save)
 
 
 def refuse_all(model: nn.Module, stage: int, num_stages: int) -> None:
     """Lets forwards and `save_pretrained` of a stage raise RuntimeError, until `allow_all`."""
-    refuse_saving(model, stage, num_stages)
-    _refuse(base_of(model), "forward", only_stage(model, stage, num_stages))
+    refuse_saving(model, held_stage(model, stage, num_stages))
+    message = only_stage(model, stage, num_stages)
+
+    def forward(this: nn.Module, *args: Any, **keywords: Any) -> Any:
+        raise RuntimeError(message)
+
+    _hide(base_of(model), "forward", forward)
 
 
 def refuses(module: nn.Module, name: str = "forward") -> bool:
@@ -46,11 +67,16 @@ def allow_all(model: nn.Module) -> None:
                 vars(module)[name] = hidden
 
 
+def held_stage(model: nn.Module, stage: int, num_stages: int) -> str:
+    """Words for the part that a rank of a pipeline holds."""
+    return f"this rank holds only stage {stage} of {num_stages} of {type(base_of(model)).__name__}"
+
+
 def only_stage(model: nn.Module, stage: int, num_stages: int) -> str:
     """The sentence with which a stage refuses what is not a plan."""
     return (
-        f"this rank holds only stage {stage} of {num_stages} of {type(base_of(model)).__name__}, which runs under plans only; "
-        f"for anything else save the model by the save_model() of a trainer with plans, and load it whole"
+        f"{held_stage(model, stage, num_stages)}, which runs under plans only; for anything else save the model by the "
+        f"save_model() of a trainer with plans, and load it whole"
     )
 
 
@@ -58,15 +84,15 @@ def _outer_and_base(model: nn.Module) -> list[nn.Module]:
     return [model] if model is base_of(model) else [model, base_of(model)]
 
 
-def _refuse(module: nn.Module, name: str, message: str) -> None:
+def _hide(module: nn.Module, name: str, refusal: Callable[..., Any]) -> None:
+    """Puts `refusal` in the place of a module's function, unless another one is there already."""
     if refuses(module, name):
         return
-    allow, hidden = getattr(type(module), name), vars(module).get(name)
 
     # trainers read the signature of a forward
-    @functools.wraps(allow)
+    @functools.wraps(getattr(type(module), name))
     def refuse(this: nn.Module, *args: Any, **keywords: Any) -> Any:
-        raise RuntimeError(message)
+        return refusal(this, *args, **keywords)
 
-    vars(refuse)[_HIDDEN] = hidden
+    vars(refuse)[_HIDDEN] = vars(module).get(name)
     vars(module)[name] = MethodType(refuse, module)

@@ -20,9 +20,9 @@ from transformers import EvalPrediction
 from transformers.trainer_utils import denumpify_detensorize
 
 from hf_longctx.hf.data.collator import PlannedDataset, PlannedStep, token_sequences
+from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
 from hf_longctx.hf.data.labels.task import HeadTask
 from hf_longctx.hf.data.sampler import IntArray
-from hf_longctx.hf.data.scan import LOSS_WEIGHTS
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses
 from hf_longctx.runtime.core.value_losses import ValueLoss

@@ -1,0 +1,1 @@
+"""Optimizers of checkpoints: the weights to which their states belong."""
