@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -46,6 +47,22 @@ def pytest_sessionfinish() -> None:
     """Ends all ranks."""
     for made in _POOLS.values():
         made.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps xdist from putting files in an order of its own, by which those with one long test would begin last."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begins with files that have a slow test, and then with those that have many, so that both cores are busy to the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    num_tests = Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, -num_tests[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -62,6 +62,7 @@ def calibrate(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_two_ranks_write_a_profile_that_is_read_again(tmp_path: Path) -> None:
     config, output = tmp_path / "config.json", tmp_path / "hardware.json"
     config.write_text(json.dumps(CONFIG))

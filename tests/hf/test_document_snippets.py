@@ -167,6 +167,7 @@ def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path
         assert "self-test passed" in shown, shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 def test_a_snippet_runs_as_it_is_printed(ranks, name: str, tmp_path: Path) -> None:
     if name == "four_bits" and importlib.util.find_spec("bitsandbytes") is None:

@@ -73,6 +73,7 @@ def losses_of(run: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(loss) for loss in re.findall(r"step +\d+ \| loss +([\d.]+) \|", run.stdout)]
 
 
+@pytest.mark.slow
 def test_demo_in_bf16_and_with_shards_follows_it_in_fp32(demo, tmp_path: Path) -> None:
     config = str(ROOT / "recipes" / "configs" / "demo.yaml")
     run = launch(tmp_path, config, *SMALL, "--bf16", "true", "--parameters", "sharded")

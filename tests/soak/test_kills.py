@@ -43,6 +43,7 @@ def trial_of(number: int) -> Trial:
     return Trial(number, kind, RANKS[kind], 1 + number % 2, tuple(kills))
 
 
+@pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case[:3])) for case in CASES])
 def test_a_killed_training_loses_no_complete_checkpoint(soak: Soak, number: int) -> None:

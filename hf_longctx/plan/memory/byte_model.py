@@ -6,8 +6,9 @@ cached by value: every value gets a number (`_Numbers`), and results are stored 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -154,8 +155,7 @@ class ByteModel:
 
         is_shared: see `Load`.
         """
-        like = replace(Load.document(1, self.model.num_layers), is_shared=is_shared)
-        return self.longest(device_bytes, 0, lambda _: (None,), like)
+        return _kept_tokens(self.model, device_bytes, is_shared)
 
     def budget(self, device_bytes: int, host_bytes: int, tile_tokens: int, is_shared: bool = False) -> ActivationBudget:
         """Budget of a rank with these bytes of the device besides the states, and these of the host. is_shared: see `Load`."""
@@ -187,7 +187,7 @@ class ByteModel:
         self,
         device_bytes: int,
         host_bytes: int,
-        policies: Callable[[int], Sequence[ActivationPolicy | None]],
+        policies: Callable[[int], Iterable[ActivationPolicy | None]],
         like: Load,
         loss_tile_tokens: int = 0,
     ) -> int:
@@ -408,3 +408,11 @@ class _Policy:
     layers: tuple[LayerPolicy, ...]
     tile_tokens: int
     number: int
+
+
+# a forecast asks for the same few models and devices a hundred times
+@lru_cache(maxsize=256)
+def _kept_tokens(model: ModelSpec, device_bytes: int, is_shared: bool) -> int:
+    """The `ByteModel.kept_tokens` of a model."""
+    like = replace(Load.document(1, model.num_layers), is_shared=is_shared)
+    return ByteModel(model).longest(device_bytes, 0, lambda _: (None,), like)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -66,6 +68,8 @@ def may_rerun(model: ModelSpec, parameters: Parameters) -> bool:
     return is_plain and parameters == "replicated" and model.num_layers > 1
 
 
+# a forecast asks for the same few models and devices some forty times
+@lru_cache(maxsize=256)
 def most_tokens(
     model: ModelSpec,
     device_bytes: int,
@@ -82,14 +86,13 @@ def most_tokens(
     `Load` such as is_shared, with which the result is a rank's share of the document.
     """
 
-    def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
-        # copies that come back from the host take device memory too, so with few layers offloading may not pay
-        ways: list[tuple[int, bool, int]] = [
-            (limit, again, pieces) for again in {False, reruns} for pieces in {1, head_pieces} for limit in {0, host_bytes}
-        ]
-        return tuple(
-            in_pieces(lean_policy(model, num_tokens, limit, tile_tokens, reruns=again), pieces) for limit, again, pieces in ways
-        )
+    def policies(num_tokens: int) -> Iterator[ActivationPolicy]:
+        # the first that fits is enough, and the leanest come first; copies that come back from the host take device memory too,
+        # so with few layers offloading may not pay
+        for again in dict.fromkeys((reruns, False)):
+            for limit in dict.fromkeys((host_bytes, 0)):
+                lean = lean_policy(model, num_tokens, limit, tile_tokens, reruns=again)
+                yield from (in_pieces(lean, pieces) for pieces in dict.fromkeys((head_pieces, 1)))
 
     like = replace(Load.document(1, model.num_layers), **load)
     return ByteModel(model).longest(device_bytes, host_bytes, policies, like)

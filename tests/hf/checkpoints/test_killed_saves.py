@@ -79,6 +79,7 @@ def killed(folder: Path, kind: str, place: str, step: int, limit: int = 1) -> No
             each.kill()
 
 
+@pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("kind,place", CASES)
 def test_a_killed_save_costs_no_complete_checkpoint(ranks, straight, tmp_path: Path, kind: str, place: str) -> None:

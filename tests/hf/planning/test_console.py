@@ -36,6 +36,7 @@ def joined(lines: list[str]) -> list[str]:
 
 
 # many programs one after another; most of their time is loading
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_lines_and_bars_of_every_way_to_train_share_a_terminal(tmp_path: Path) -> None:
     stops: list[str] = []

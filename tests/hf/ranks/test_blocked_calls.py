@@ -40,6 +40,7 @@ with beating(lambda: 7, timeout_s):
 
 
 # gloo itself notices a peer that was killed, but neither one that was stopped nor, outside a collective, any
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "end"), [("device wait", "SIGKILL"), ("device wait", "SIGSTOP"), ("collective", "SIGSTOP")])
 def test_a_main_thread_inside_a_blocking_call_does_not_delay_the_verdict(tmp_path: Path, place: str, end: str) -> None:
     program, stopped, port = tmp_path / "program.py", tmp_path / "stopped", free_port()

@@ -187,6 +187,7 @@ CASES: dict[str, tuple[ModelCase, int, dict[str, Any], dict[str, Any] | None]] =
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: Path, name: str) -> None:
     case, num_ranks, config, lora = CASES[name]

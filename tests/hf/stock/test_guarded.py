@@ -112,6 +112,7 @@ def stop_and_go_on(folder: str, late: bool) -> tuple[Outcome, Outcome, Outcome]:
         multiprocessing.set_start_method("fork", force=True)
 
 
+@pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("late", [False, True])
 def test_a_signal_stops_all_ranks_after_one_step_and_the_next_training_goes_on(ranks, tmp_path: Path, late: bool) -> None:

@@ -65,6 +65,7 @@ def run_ranks(folder: Path, how: str) -> tuple[list[int], str, float]:
     return codes, errors.read_text(), took
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "kill", "hang", "hang, sharded", "hang, stages", "kill in the middle, stages"])
 def test_the_other_rank_exits_and_says_why(tmp_path: Path, how: str) -> None:
     codes, errors, took = run_ranks(tmp_path, how)

@@ -103,6 +103,7 @@ def run_to(folder: str, layout: tuple[int, Any], is_tied: bool) -> None:
     trainer_of(folder, layout, is_tied, max_steps=2, save_strategy="steps", save_steps=2).train()
 
 
+@pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_resumes_at_any_number_of_stages(ranks, tmp_path: Path, layout: tuple[int, Any]) -> None:

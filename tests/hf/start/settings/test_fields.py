@@ -70,7 +70,7 @@ SHOWN_BY = {
     "save_steps": "test_a_killed_save_costs_no_complete_checkpoint",
     "save_on_each_node": "test_what_needs_one_folder_is_refused_with_stages",
     "save_total_limit": "test_a_killed_save_costs_no_complete_checkpoint",
-    "enable_jit_checkpoint": "test_sigterm_to_one_rank_stops_the_launch_with_exit_code_0",
+    "enable_jit_checkpoint": "test_sigterm_to_one_rank_stops_all_ranks_with_exit_code_0",
     "push_to_hub": "test_uploads_read_whole_checkpoints_in_view",
     "hub_model_id": "test_uploads_read_whole_checkpoints_in_view",
     "hub_strategy": "test_what_would_see_a_later_step_is_refused",

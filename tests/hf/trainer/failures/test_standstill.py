@@ -114,6 +114,7 @@ def start(folder: Path, place: str, lost: int, num_ranks: int) -> list[Program]:
 
 
 # rank 0 also holds the store over which the others would learn who is lost
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "lost", "num_ranks", "step"),
     [

@@ -101,24 +101,6 @@ def results(folder: Path) -> list[dict]:
     return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(2)]
 
 
-def launch(folder: Path, who: str) -> subprocess.CompletedProcess[str]:
-    """The program under `accelerate launch` on two ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.accelerate_cli",
-        "launch",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    command += ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())]
-    command += [str(program(folder)), str(folder), who, "new"]
-    environment = {**os.environ, **CPU, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -146,8 +128,9 @@ def check_stop_and_resume(folder: Path, stopped_by: str, uninterrupted: list[flo
 
 
 @resuming
-def test_sigterm_to_one_rank_stops_the_launch_with_exit_code_0(tmp_path: Path, uninterrupted: list[float]) -> None:
-    done = launch(tmp_path, "rank 1, SIGTERM")
+def test_sigterm_to_one_rank_stops_all_ranks_with_exit_code_0(tmp_path: Path, uninterrupted: list[float]) -> None:
+    # a launcher ends with 0 if all of its ranks do
+    done = run_ranks(program(tmp_path), [str(tmp_path), "rank 1, SIGTERM", "new"], 2, tmp_path, CPU)
     assert done.returncode == 0, done.stderr
     assert "rank 1 got SIGTERM: the training finishes its step, saves and stops" in done.stderr
     assert "the training stopped after step 3 of 8, since it got SIGTERM" in done.stderr
@@ -156,10 +139,24 @@ def test_sigterm_to_one_rank_stops_the_launch_with_exit_code_0(tmp_path: Path, u
         assert report["stopped_by"] == "SIGTERM" and report["saves"] == [4, 6, 8]
 
 
+@pytest.mark.slow
 @resuming
 def test_sigterm_to_the_launcher_saves_on_all_ranks(tmp_path: Path, uninterrupted: list[float]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    command += ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())]
+    command += [str(program(tmp_path)), str(tmp_path), "launcher", "new"]
+    environment = {**os.environ, **CPU, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     # the launcher itself ends with an error of its own about the signal
-    done = launch(tmp_path, "launcher")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert "the training stopped after step 3 of 8, since it got SIGTERM" in done.stderr, done.stderr
     check_stop_and_resume(tmp_path, "SIGTERM", uninterrupted)
 

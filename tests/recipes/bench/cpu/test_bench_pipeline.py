@@ -12,6 +12,7 @@ from helpers.ranks.forked import FORKED
 from hf_longctx.recipes.bench.cpu import pipeline, stage_processes
 
 
+@pytest.mark.slow
 def test_plans_of_one_batch_agree_and_a_missed_ratio_fails(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(stage_processes.mp, "get_context", lambda _: FORKED)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
