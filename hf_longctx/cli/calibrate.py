@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from hf_longctx.cli.launching import num_devices
-from hf_longctx.cli.terminal import explain, say_error
+from hf_longctx.cli.terminal import explain, say_refusal
 
 _DEFAULT_SECONDS = 45.0
 # a rank counts as hanging this many seconds after the deadline, at which ranks end by themselves
@@ -62,8 +62,7 @@ def run(options: argparse.Namespace) -> int:
             return _run_rank(options)
         return _run_ranks(options, _num_ranks(options.ranks))
     except ValueError as error:
-        say_error(f"calibrate: {error}")
-        return 1
+        return say_refusal("calibrate", error)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -145,7 +144,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     except ValueError as error:
         # all ranks raise the same error, so one prints it
         if is_first:
-            say_error(f"calibrate: {error}")
+            say_refusal("calibrate", error)
         return 1
     if is_first:
         profile = profile_to_json(calibration.profile)
