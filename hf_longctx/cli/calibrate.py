@@ -66,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
+    from hf_longctx.plan.cost.catalog import is_named, no_model
+
     if not options.seconds > 0:
         raise ValueError(f"--seconds is {options.seconds:g}; give a positive number, 45 for example")
     if options.repeats < 0:
@@ -74,6 +76,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--ranks is {options.ranks}; at least 1 is needed")
     if options.ranks is not None and "WORLD_SIZE" in os.environ and options.ranks != int(os.environ["WORLD_SIZE"]):
         raise ValueError(f"--ranks is {options.ranks}, but the launcher started {os.environ['WORLD_SIZE']}; leave it out")
+    if options.model and not Path(options.model).exists() and not is_named(options.model):
+        # ranks would say it after they have started
+        raise ValueError(no_model(options.model))
     if options.output is not None and not options.output.parent.is_dir():
         raise ValueError(f"--output {options.output}: the folder {options.output.parent} does not exist; create it first")
     if options.output is not None and options.output.is_dir():
