@@ -53,7 +53,7 @@ from hf_longctx import (
 )
 from hf_longctx.hf.models.wrapped.text import tower_names
 from hf_longctx.hf.start.arguments import fit_problems
-from hf_longctx.plan.core.messages import counted
+from hf_longctx.plan.core.messages import counted, on_screen
 from hf_longctx.recipes.key_values import key_value_needle
 from hf_longctx.recipes.settings import given_settings, read_settings
 from hf_longctx.recipes.sources import KEY_VALUES, Documents, Source, check_sources, load_tokens
@@ -326,7 +326,10 @@ def main(settings: list[str] | None = None, callbacks: Sequence[TrainerCallback]
 
 
 def keep_quiet(args: TrainingArguments) -> None:
-    """Leaves warnings to rank 0, since all ranks have the same, and progress bars to rank 0 on a terminal."""
+    """Leaves warnings to rank 0, since all ranks have the same, and progress bars to rank 0 on a terminal, where lines wrap."""
+    # handles the warnings of loggers that have no handler
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(ScreenFormatter())
     if args.process_index:
         logging.getLogger("hf_longctx").setLevel(logging.ERROR)
         args.log_level_replica = "error"
@@ -335,6 +338,13 @@ def keep_quiet(args: TrainingArguments) -> None:
         # in a file every bar is printed many times
         datasets.disable_progress_bars()
         transformers_logging.disable_progress_bar()
+
+
+class ScreenFormatter(logging.Formatter):
+    """Breaks messages between words where standard error is a terminal, which would break them inside words."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return on_screen(super().format(record), sys.stderr)
 
 
 def with_cuts(config: LongContextConfig, recipe: RecipeArguments) -> LongContextConfig:
@@ -526,7 +536,7 @@ def write_held_out(trainer: LongContextTrainer, folder: Path, loss: float) -> No
 def say(args: TrainingArguments, text: str) -> None:
     """Prints on rank 0."""
     if args.process_index == 0:
-        print(text, flush=True)
+        print(on_screen(text, sys.stdout), flush=True)
 
 
 def _from_json(text: str, setting: str) -> Any:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from hf_longctx.cli.launching import num_devices
-from hf_longctx.cli.terminal import explain, say_error
+from hf_longctx.cli.terminal import explain, say_refusal
 
 _DEFAULT_SECONDS = 45.0
 # a rank counts as hanging this many seconds after the deadline, at which ranks end by themselves
@@ -62,11 +62,12 @@ def run(options: argparse.Namespace) -> int:
             return _run_rank(options)
         return _run_ranks(options, _num_ranks(options.ranks))
     except ValueError as error:
-        say_error(f"calibrate: {error}")
-        return 1
+        return say_refusal("calibrate", error)
 
 
 def _check(options: argparse.Namespace) -> None:
+    from hf_longctx.plan.cost.catalog import is_named, no_model
+
     if not options.seconds > 0:
         raise ValueError(f"--seconds is {options.seconds:g}; give a positive number, 45 for example")
     if options.repeats < 0:
@@ -75,6 +76,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--ranks is {options.ranks}; at least 1 is needed")
     if options.ranks is not None and "WORLD_SIZE" in os.environ and options.ranks != int(os.environ["WORLD_SIZE"]):
         raise ValueError(f"--ranks is {options.ranks}, but the launcher started {os.environ['WORLD_SIZE']}; leave it out")
+    if options.model and not Path(options.model).exists() and not is_named(options.model):
+        # ranks would say it after they have started
+        raise ValueError(no_model(options.model))
     if options.output is not None and not options.output.parent.is_dir():
         raise ValueError(f"--output {options.output}: the folder {options.output.parent} does not exist; create it first")
     if options.output is not None and options.output.is_dir():
@@ -145,7 +149,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     except ValueError as error:
         # all ranks raise the same error, so one prints it
         if is_first:
-            say_error(f"calibrate: {error}")
+            say_refusal("calibrate", error)
         return 1
     if is_first:
         profile = profile_to_json(calibration.profile)

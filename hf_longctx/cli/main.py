@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_longctx._version import __version__
 from hf_longctx.cli import calibrate, demo, doctor, replay, report, train
 from hf_longctx.cli.plan import add_plan_arguments, add_simulate_arguments, run_plan, run_simulate
-from hf_longctx.cli.terminal import explain, say_error
+from hf_longctx.cli.terminal import explain, say_error, say_refusal
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,8 +92,7 @@ def _show(options: argparse.Namespace) -> int:
     try:
         plan = validate_plan(read_plan_file(options.plan.read_text()).plan)
     except (OSError, ValueError) as error:
-        say_error(f"{options.plan}: {error}")
-        return 1
+        return say_refusal("show", error, options.plan)
     print(plan_to_json(plan) if options.json else describe_plan(plan))
     return 0
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_longctx.cli.terminal import explain, say_error
+from hf_longctx.cli.terminal import explain, say_refusal
 
 if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
@@ -247,8 +247,7 @@ def run_plan(options: argparse.Namespace) -> int:
         if options.output:
             write_forecast(forecast, options.output)
     except (OSError, ValueError) as error:
-        say_error(f"hf-longctx plan: {error}")
-        return 1
+        return say_refusal("plan", error)
     _print_forecast(forecast, price, options)
     return 0
 
@@ -342,8 +341,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     try:
         _simulate(options)
     except (OSError, ValueError) as error:
-        say_error(f"{options.plan}: {error}")
-        return 1
+        return say_refusal("simulate", error, options.plan)
     return 0
 
 

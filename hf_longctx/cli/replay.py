@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from hf_longctx.cli.plan import add_how_arguments, add_machine_arguments, request_of
-from hf_longctx.cli.terminal import explain, say_error
+from hf_longctx.cli.terminal import explain, say_refusal
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
             f"a training, or nonfinite-step-N in it"
         )
     except (OSError, ValueError) as error:
-        say_error(f"hf-longctx replay: {error}")
-        return 1
+        return say_refusal("replay", error)
 
 
 def _run_step(options: argparse.Namespace) -> int:

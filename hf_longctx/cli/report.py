@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_longctx.cli.terminal import explain, say_error
+from hf_longctx.cli.terminal import explain, say_refusal
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,8 +40,7 @@ def run(options: argparse.Namespace) -> int:
         peak = options.peak_tflops * 1e12 if options.peak_tflops is not None else None
         page, numbers = write_page(options.run_folder, options.output, peak)
     except (OSError, ValueError) as error:
-        say_error(f"hf-longctx report: {error}")
-        return 1
+        return say_refusal("report", error)
     if options.json:
         print(json.dumps({"page": str(page), **numbers}, indent=2))
     else:

@@ -38,6 +38,16 @@ def say_error(text: str) -> None:
     print(on_screen(text, sys.stderr), file=sys.stderr, flush=True)
 
 
+def say_refusal(command: str, error: Exception, file: object = "") -> int:
+    """Prints what a user can mend, under the names of the command and of a file that the error leaves out; returns status 1."""
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = f"{file}: {error}" if file else str(error)
+    say_error(f"hf-longctx {command}: {text}")
+    return 1
+
+
 def is_rich() -> bool:
     """Whether tables are drawn: standard output is a terminal that can, and `rich` is installed."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") != "dumb" and find_spec("rich") is not None

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from hf_longctx.cli.launching import brief, launch_command, num_devices, shipped
-from hf_longctx.cli.terminal import explain, say_error
+from hf_longctx.cli.terminal import explain, say_refusal
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,8 +41,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         command = command_of(options)
     except (OSError, ValueError) as error:
-        say_error(f"hf-longctx train: {error}")
-        return 1
+        return say_refusal("train", error)
     print(shlex.join(command), flush=True)
     if not options.dry_run:
         os.execv(command[0], brief(command))

@@ -25,6 +25,7 @@ REFUSED = {
     "time that is no number": (["--seconds", "nan"], "--seconds is nan; give a positive number"),
     "no ranks": (["--ranks", "0"], "--ranks is 0; at least 1 is needed"),
     "no folder to write to": (["--output", "missing/hardware.json"], "the folder missing does not exist; create it first"),
+    "no such model": (["--model", "no-such-model"], "model 'no-such-model' is neither a config.json, nor a folder with one"),
     "a folder to write": (["--output", "."], "--output . is a folder; give a file name"),
 }
 
@@ -36,7 +37,7 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(name: str, tmp_path:
     words, message = REFUSED[name]
     assert main(["calibrate", *words]) == 1
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("calibrate: ") and message in printed.err
+    assert printed.out == "" and printed.err.startswith("hf-longctx calibrate: ") and message in printed.err
 
 
 def test_a_launcher_decides_how_many_ranks_there_are(monkeypatch, capsys) -> None:
@@ -79,7 +80,7 @@ def test_two_ranks_write_a_profile_that_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_model_that_no_rank_can_build_is_said_once_and_fails(tmp_path: Path) -> None:
-    run = calibrate("--model", "no-such-model", "--ranks", "2", "--output", str(tmp_path / "hardware.json"))
+    run = calibrate("--model", "gpt-7b", "--ranks", "2", "--output", str(tmp_path / "hardware.json"))
     assert run.returncode == 1
-    assert run.stderr.count("calibrate: model 'no-such-model' is neither a config.json") == 1
+    assert run.stderr.count("hf-longctx calibrate: model 'gpt-7b' does not have the layers of a Llama") == 1
     assert list(tmp_path.iterdir()) == []

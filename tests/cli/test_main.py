@@ -59,7 +59,8 @@ def check_refused(path: Path, message: str, capsys) -> None:
     assert main(["show", str(path)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"{path}: ") and message in printed.err
+    assert printed.err.startswith(f"hf-longctx show: {path}: ") and message in printed.err
+    assert printed.err.count(str(path)) == 1 and "Errno" not in printed.err
 
 
 @pytest.mark.parametrize("name", BROKEN_TEXTS)

@@ -22,6 +22,21 @@ def test_plain_text_goes_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == as_text([["MEMORY", TABLE], ["LONGEST"]]) + "\n"
 
 
+def test_a_narrow_terminal_breaks_neither_numbers_nor_words_of_a_header(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "48")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    head = ("rank", "computing", "exchanging", "peak tokens", "")
+    terminal.print_sections([["STEP", Table.of(head, [("0 to 3", "1 min 27 s", "110 ms", "6,449", "words that wrap " * 3)])]])
+    drawn = [line.split() for line in re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()]
+    words = {word for line in drawn for word in line}
+    assert {"computing", "exchanging", "peak", "tokens", "6,449"} <= words
+    assert any("1 min 27 s" in " ".join(line) for line in drawn) and any("110 ms" in " ".join(line) for line in drawn)
+
+
 def test_a_terminal_gets_drawn_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm-256color")

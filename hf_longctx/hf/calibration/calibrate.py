@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +45,8 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 # a chunk that ran less often than this has noisy timings, which the report says
 FEW_RUNS = 4
 _TIMEOUT_S = 60.0
+# how long a rank that refuses waits for the others to do so
+_LEAVE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,12 @@ def calibrate(request: CalibrationRequest) -> Calibration:
     device = _start_rank(launch)
     try:
         return _calibrate(request, device, launch.num_ranks, launch.ranks_per_node)
+    except ValueError:
+        if launch.num_ranks > 1 and dist.get_backend() == "gloo":
+            # a rank that ends at once looks like a lost one to those that still join
+            with suppress(RuntimeError):
+                dist.monitored_barrier(timeout=datetime.timedelta(seconds=_LEAVE_S))
+        raise
     finally:
         if dist.is_initialized() and not has_joined:
             dist.destroy_process_group()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.cost.catalog import model_names, named_model
+from hf_longctx.plan.cost.catalog import named_model, no_model
 
 # most layers that are measured; a model with no more of them is measured whole
 FEW_LAYERS = 6
@@ -37,9 +37,7 @@ def model_config(name: str) -> PretrainedConfig:
     try:
         spec = named_model(name)
     except ValueError:
-        raise ValueError(
-            f"model {name!r} is neither a config.json, nor a folder with one, nor one of {', '.join(model_names())}"
-        ) from None
+        raise ValueError(no_model(name)) from None
     if not spec.gated_mlp or spec.learned_positions or not spec.states.is_empty or spec.norms_results:
         raise ValueError(
             f"model {name!r} does not have the layers of a Llama, so it cannot be built from its shapes; give its config.json"

@@ -146,6 +146,15 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
     raise ValueError(f"model {name!r} is not known; {hint}, or a path to config.json?")
 
 
+def is_named(name: str) -> bool:
+    """Whether `named_model` knows the name."""
+    try:
+        named_model(name)
+    except ValueError:
+        return False
+    return True
+
+
 def spec_name(spec: ModelSpec) -> str:
     """A name for a model of these shapes: its name in the catalogue (in bf16), or else a list of its shapes and bytes.
 
@@ -183,3 +192,8 @@ def spec_name(spec: ModelSpec) -> str:
         f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{other_heads}{values}{ranks}{capped}{windows}{carried}, "
         f"vocabulary {vocabulary}, {spec.bytes_per_element} bytes{sent}{normed}{idle}{packed}{adapters}"
     )
+
+
+def no_model(name: str) -> str:
+    """The refusal of a name that is no model whose shape is known."""
+    return f"model {name!r} is neither a config.json, nor a folder with one, nor one of {', '.join(model_names())}"

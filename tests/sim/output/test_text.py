@@ -78,7 +78,26 @@ def test_ranks_that_do_the_same_are_one_row() -> None:
     assert "one micro-batch <4>" in text
     [row] = [line for line in text.splitlines() if line.startswith("  0 to 3")]
     # 30 tokens each: (1 + 2) ms a token and 20 ms for the chunk, nothing waits
-    assert "110 ms" in row and " 0 s " in row and " 30 " in row
+    assert "110 ms" in row and " 0 ms " in row and " 30 " in row and "host GiB" not in text
+
+
+def test_ranks_that_differ_by_less_than_the_step_shows_are_one_row() -> None:
+    costs = cost_model(4)
+    plan = forecast((120,)).steps[0].plan
+    execution = execute_plan(plan, costs)
+    # three digits of 110 ms are milliseconds
+    changes = [
+        {},
+        {"idle_s": 4e-4, "peak_tokens": 1005},
+        {"idle_s": 6e-3, "peak_tokens": 1005},
+        {"idle_s": 6e-3, "peak_tokens": 1020},
+    ]
+    ranks = tuple(replace(rank, **{"peak_tokens": 1000, **change}) for rank, change in zip(execution.ranks, changes, strict=True))
+    text = execution_text(plan, replace(execution, ranks=ranks, host_bytes=(0, 0, 0, 2**30)), costs, MEMORY)
+    rows = [re.split(r"  +", line.strip()) for line in text.splitlines()[-4:]]
+    assert [row[0] for row in rows] == ["rank", "0 to 1", "2", "3"]
+    assert [row[4:6] for row in rows[1:]] == [["0 ms", "1,005"], ["6 ms", "1,005"], ["6 ms", "1,020"]]
+    assert [row[-1] for row in rows] == ["host GiB", "0.0", "0.0", "1.0"]
 
 
 def test_a_peak_above_the_memory_shows_in_the_simulation() -> None:
