@@ -105,7 +105,7 @@ def _run(connection: socket.socket, files: list[int], words: list[str], environm
         os.dup2(file, number)
         os.close(file)
     reconfigured: Any = sys.stdout
-    # as with -u
+    # write lines at once, as with -u
     reconfigured.reconfigure(line_buffering=True)
     os.chdir(folder)
     os.environ.clear()
