@@ -122,6 +122,12 @@ GROUPED = Shape(inner=32, heads=16, kv_heads=4, head_dim=32, vocabulary=8)
 PLAIN = LayerPolicy()
 
 
+def rows_of(shape: Shape, documents: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, labels and positions of documents in one row."""
+    ids, labels = (torch.randint(0, shape.vocabulary, (1, sum(documents))) for _ in range(2))
+    return ids, labels, torch.cat([torch.arange(size) for size in documents])[None]
+
+
 def measured(
     shape: Shape, dtype: torch.dtype, documents: tuple[int, ...], policy: ActivationPolicy | None, loss_tile: int = 0
 ) -> tuple[int, int, int, int]:
@@ -133,24 +139,26 @@ def measured(
     head = OutputHead(output_head(model), final_norm(model), logit_change(model)) if loss_tile else None
     tier = HostTier(2**27, PlainCopies())
     engine = None if policy is None else ActivationEngine(layer_modules(model), tier)
-    chunk = Chunk(0, tuple(Span(index, 0, size) for index, size in enumerate(documents)))
-    context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), chunk)
-    ids, labels = (torch.randint(0, shape.vocabulary, (1, sum(documents))) for _ in range(2))
-    positions = torch.cat([torch.arange(size) for size in documents])[None]
-    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": no_mask(ids.device), "use_cache": False}
 
-    def forward() -> Tensor:
+    def forward(documents: tuple[int, ...]) -> Tensor:
+        chunk = Chunk(0, tuple(Span(index, 0, size) for index, size in enumerate(documents)))
+        context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), chunk)
         activations = engine.begin(policy) if engine is not None and policy is not None else None
+        ids, labels, positions = inputs[documents]
         whole = nullcontext() if head is None else head.summing(Targets(labels), loss_tile, keep_gradients=True)
+        settings = {"attention_mask": no_mask(ids.device), "use_cache": False, "return_dict": True}
         with whole, nullcontext() if activations is None else activations.running():
             given = replace(context, activations=activations, position_ids=positions)
-            logits = model(**inputs, return_dict=True, longctx=given).logits
+            logits = model(input_ids=ids, position_ids=positions, longctx=given, **settings).logits
         return (loss_of(logits) if head is not None else summed_cross_entropy(logits, labels)) / sum(documents)
 
-    forward().backward()
+    # the first step only makes what stays, for which fewer tokens are enough
+    fewer = tuple(size // 8 for size in documents)
+    inputs = {each: rows_of(shape, each) for each in (fewer, documents)}
+    forward(fewer).backward()
     # garbage of other tests' models must not go while bytes are counted
     gc.collect()
-    forward_peak, held, loss = measure(forward)
+    forward_peak, held, loss = measure(lambda: forward(documents))
     host = tier.stored_bytes
     backward_peak, _, _ = measure(loss.backward)
     return held, host, forward_peak, held + backward_peak

@@ -122,7 +122,12 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], out: st
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
-    if cache := environment.get("HF_DATASETS_CACHE"):
+    run_script(script, arguments)
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """Runs a script in this forked process, as `python script *arguments` does."""
+    if cache := os.environ.get("HF_DATASETS_CACHE"):
         # the library read the environment when it was imported, before this process set it
         import datasets
 

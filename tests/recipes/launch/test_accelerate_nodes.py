@@ -13,8 +13,10 @@ from helpers.ranks.forked import free_port
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_stage_on_each_node_ends_as_two_ranks_without_stages(undisturbed_loss: float, tmp_path: Path) -> None:
-    port = str(free_port())
+def test_a_stage_on_each_node_ends_as_two_ranks_without_stages(
+    undisturbed_loss: float, quick_starts: dict[str, str], tmp_path: Path
+) -> None:
+    variables, port = {**environment(tmp_path), **quick_starts}, str(free_port())
     nodes = []
     for node in (0, 1):
         words = [
@@ -24,7 +26,7 @@ def test_a_stage_on_each_node_ends_as_two_ranks_without_stages(undisturbed_loss:
         ]
         with (tmp_path / f"node{node}.txt").open("wb") as file:
             command = [sys.executable, "-m", "accelerate.commands.launch", *words]
-            nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT))
+            nodes.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT))
     try:
         codes = [each.wait(600) for each in nodes]
     finally:

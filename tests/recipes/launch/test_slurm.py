@@ -20,12 +20,13 @@ SBATCH = "recipes/launch/slurm.sbatch"
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+def cluster(quick_starts: dict[str, str], tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """A folder with the recipes, in which jobs run, and the variables of a shell on its cluster."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    yield tmp_path, {**environment(tmp_path, programs), **slurm_environment(programs), "RANKS_PER_NODE": "1"}
+    variables = {**environment(tmp_path, programs), **slurm_environment(programs), **quick_starts}
+    yield tmp_path, {**variables, "RANKS_PER_NODE": "1"}
     # a job that did not end
     for each in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -15,14 +15,14 @@ from helpers.models.versions import resuming
 from helpers.ranks.forked import free_port
 
 
-def agent(node: int, endpoint: str, folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
+def agent(node: int, endpoint: str, folder: Path, words: list[str], quick_starts: dict[str, str]) -> subprocess.Popen[bytes]:
     """torchrun on one node, with its output in a file."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test", "--local-addr", "127.0.0.1"),
         *(SCRIPT, *words),
     ]
-    variables = {**environment(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    variables = {**environment(folder), **quick_starts, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (folder / f"node{node}.txt").open("wb") as file:
         return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT)
 
@@ -31,11 +31,12 @@ def agent(node: int, endpoint: str, folder: Path, words: list[str]) -> subproces
 @pytest.mark.timeout(900)
 @resuming
 def test_a_node_whose_ranks_are_killed_rejoins_and_the_run_ends_as_an_undisturbed_one(
-    undisturbed_loss: float, tmp_path: Path
+    undisturbed_loss: float, quick_starts: dict[str, str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     endpoint = f"127.0.0.1:{free_port()}"
-    agents = [agent(node, endpoint, tmp_path, [*SMALL_DEMO, "--output_dir", str(out), "--resume", "auto"]) for node in (0, 1)]
+    words = [*SMALL_DEMO, "--output_dir", str(out), "--resume", "auto"]
+    agents = [agent(node, endpoint, tmp_path, words, quick_starts) for node in (0, 1)]
     try:
         wait_for(lambda: (out / "checkpoint-4").is_dir())
         (rank,) = psutil.Process(agents[1].pid).children()
