@@ -92,8 +92,10 @@ _Held = Callable[[int], int]
 
 def _held(group: SequenceGroup, sequence: int, block: int) -> _Held:
     num_blocks = group.shape.num_blocks
+    if num_blocks == 1:
+        return lambda position: position
     chunks = [chunk for chunk in group.chunks if any(span.sequence == sequence for span in chunk.spans)]
-    if num_blocks == 1 or len(chunks) == 1:
+    if len(chunks) == 1:
         return lambda position: position
     pieces = slice_pieces(chunks, sequence, num_blocks)[block]
     return lambda position: sum(min(piece.stop, position) - piece.start for piece in pieces if piece.start < position)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.chunks.elastic import elastic_chunks
-from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup
+from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span
 from hf_longctx.plan.groups.placement import PlacedGroup, with_idle_ranks
 from hf_longctx.plan.pipeline.layouts import dealt_groups, dealt_layouts
 from hf_longctx.plan.pipeline.orders import pipelined
@@ -108,7 +108,7 @@ class Candidates:
             if math.isinf(best_s):
                 return None
             slowest_s = max(slowest_s, best_s)
-        return Candidate(slowest_s, self._micro_batch(groups, chunks))
+        return Candidate(slowest_s, self.micro_batch(groups, chunks))
 
     def _run(self, group: PlacedGroup, cut: Cut) -> tuple[float, tuple[Chunk, ...]]:
         """Seconds and chunks of one way to cut a group's sequences; equal groups are computed once."""
@@ -141,7 +141,7 @@ class Candidates:
             seconds = max((self.staged.group_s(group, padded[group]) for group in busy), default=0.0)
             if best is None or seconds < best[0]:
                 best = seconds, padded
-        return Candidate(best[0], self._micro_batch(groups, best[1])) if best is not None and best[0] < math.inf else None
+        return Candidate(best[0], self.micro_batch(groups, best[1])) if best is not None and best[0] < math.inf else None
 
     def least_memory(self, members: Sequence[int]) -> list[Candidate]:
         """Pipelines that need little memory: the largest groups, with the longest sequence in ever more slices.
@@ -159,6 +159,19 @@ class Candidates:
         longest = int(self.staged.lengths[list(members)].max())
         return self._sliced(groups, [count for count in _SEARCH.least_memory_slices if count <= longest])
 
+    def fewest_bytes(self, sequence: int) -> list[SequenceGroup]:
+        """Groups that run this sequence in several chunks with little memory: in many slices, or whole after a dummy chunk.
+
+        They have the largest degree. Slices are left out where groups side by side have to run in one order.
+        """
+        staged, degree = self.staged, self.staged.degrees[-1]
+        own, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
+        most = min(length, _SEARCH.least_memory_slices[-1])
+        ways = [(Chunk(0), Chunk(1, (Span(sequence, 0, length),)))]
+        if most > 1 and not self._share_blocks([own, *([own] if degree < staged.ranks_per_stage else [])]):
+            ways.insert(0, self._chunks(own, most))
+        return [self.micro_batch([own], {own: chunks}).groups[0] for chunks in ways]
+
     def alone(self, sequence: int) -> list[Candidate]:
         """Pipelines of this sequence alone on the largest group, in few slices, for stages that lend ranks.
 
@@ -175,9 +188,9 @@ class Candidates:
         """Candidates with the longest sequence of every group in each of these numbers of slices; equal ones are made once."""
         busy = [group for group in groups if group.members]
         found = dict.fromkeys(tuple(self._chunks(group, count) for group in busy) for count in counts)
-        return [Candidate(math.nan, self._micro_batch(groups, dict(zip(busy, each, strict=True)))) for each in found]
+        return [Candidate(math.nan, self.micro_batch(groups, dict(zip(busy, each, strict=True)))) for each in found]
 
-    def _micro_batch(self, placed: Sequence[PlacedGroup], chunks: Mapping[PlacedGroup, tuple[Chunk, ...]]) -> MicroBatch:
+    def micro_batch(self, placed: Sequence[PlacedGroup], chunks: Mapping[PlacedGroup, tuple[Chunk, ...]]) -> MicroBatch:
         """The placed groups with schedules, messages and stages; groups without chunks get one dummy chunk."""
         groups = []
         for each in placed:

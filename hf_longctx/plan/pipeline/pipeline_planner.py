@@ -3,18 +3,22 @@
     lengths -> `StagedStep` -> `Candidates`: layouts of a stage, sequences to their groups, chunks, schedules, the fastest by
             simulation -> `PipelineSearch`: predictions, activation policies for what does not fit
 
-Where nothing fits even so, long sequences get a micro-batch of their own, and the others another one after it.
+Sequences that fit no pipeline of several chunks get micro-batches of single chunks (`single_chunks.py`). Where nothing fits even
+so, long sequences get a micro-batch of their own, and the others another one after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
-from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
+from hf_longctx.plan.groups.placement import PlacedGroup
+from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates
 from hf_longctx.plan.pipeline.lending import lend
+from hf_longctx.plan.pipeline.single_chunks import SingleChunks
 from hf_longctx.plan.pipeline.staged_step import StagedStep
 from hf_longctx.plan.prediction.evaluate import Evaluation
 from hf_longctx.plan.prediction.planning import Planning
@@ -25,11 +29,13 @@ class SearchConstants:
     """Constants of the search among candidates.
 
     equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these the search
-    tries to make fit, fastest first. most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
+    tries to make fit, fastest first. few_chunks: chunks per stage, up to which filling and draining take so much of the time that
+    more slices are worth a try. most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
     """
 
     equal: float = 1.01
     most_fits: int = 2
+    few_chunks: int = 2
     most_alone: int = 2
 
 
@@ -60,17 +66,70 @@ class PipelineSearch:
 
     def _micro_batches(self, members: tuple[int, ...]) -> list[MicroBatch]:
         """Micro-batches for these sequences, in running order: as few as fit, those of the longest sequences first."""
+        # with one backward no gradients wait; to search for pipelines of these sequences would be in vain
+        apart = self._single_only(members)
+        single = self._in_single_chunks(apart) if apart else None
+        others = members if single is None else tuple(i for i in members if i not in set(apart))
+        try:
+            return [*(single or ()), *(self._in_pipelines(others) if others or not members else ())]
+        except ValueError:
+            # sequences side by side that share weights cannot have slices, but may take turns
+            whole = self._in_single_chunks(members)
+            if whole is None:
+                raise
+            return [*whole]
+
+    def _in_pipelines(self, members: tuple[int, ...]) -> list[MicroBatch]:
+        """Micro-batches of several chunks in which these sequences fit; raises ValueError for one for which nothing fits."""
         found: list[MicroBatch] = []
         waiting = [members]
         while waiting:
             together = waiting.pop()
-            row = self._fastest(together) or self._least_memory(together)
+            row = None if self._is_hopeless(together) else self._fastest(together) or self._least_memory(together)
             if row is not None:
                 found += row.plan.micro_batches
             else:
                 long, others = self._apart(together)
                 waiting += [others, long]
         return found
+
+    def _single_only(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Sequences that do not fit in several chunks; only gradients that wait for the last backward make a difference."""
+        if self._room is None or not self._room.waits or not members:
+            return ()
+        return SingleChunks(self.candidates, self._room).needed_for(members)
+
+    def _in_single_chunks(self, members: tuple[int, ...]) -> tuple[MicroBatch, ...] | None:
+        """Micro-batches of these sequences with one chunk for each group; None where a sequence does not fit so."""
+        if self._room is None:
+            return None
+        plans = map(self._plan_of, SingleChunks(self.candidates, self._room).steps(members))
+        plan = next(filter(None, map(self._fitting, plans)), None)
+        return None if plan is None else plan.micro_batches
+
+    def _fitting(self, plan: StepPlan) -> StepPlan | None:
+        """The plan with room, and None where there is none."""
+        row = _Row(plan, self.planning.predict(plan))
+        made = row if self._fits(plan, row.run) else self._made_to_fit(row)
+        return None if made is None else made.plan
+
+    @cached_property
+    def _room(self) -> PipelineRoom | None:
+        """Room of every stage; None without a budget."""
+        if self.config.activations is None:
+            return None
+        idle = self._plan_of([self.candidates.micro_batch([PlacedGroup(0, 1, ())], {})])
+        return PipelineRoom(idle, self.costs, self.config.activations, known=self.planning.known)
+
+    def _is_hopeless(self, members: tuple[int, ...]) -> bool:
+        """Whether several sequences need more than there is even on the largest groups in many slices.
+
+        Asked only where gradients wait, which may leave little room: the search for pipelines would be in vain.
+        """
+        if self._room is None or not self._room.waits or len(members) < 2:
+            return False
+        candidates = self.candidates.least_memory(members)[-1:]
+        return any(self._room.is_hopeless(group) for each in candidates for group in each.micro_batch.groups)
 
     def _fastest(self, members: tuple[int, ...]) -> _Row | None:
         """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
@@ -143,11 +202,22 @@ class PipelineSearch:
         # the longest sequence first, since no search helps the others if it does not fit
         for tried in dict.fromkeys([(longest,), members]):
             rows = [self._row(candidate) for candidate in self.candidates.least_memory(tried)]
-            row = next((each for each in rows if self._fits(each.plan, each.run)), None)
-            row = row or next(filter(None, map(self._made_to_fit, rows)), None)
+            row = next((each for each in rows if self._fits(each.plan, each.run)), None) or self._first_to_fit(rows)
             if row is None and tried == (longest,):
                 raise ValueError(self._nothing_fits(longest))
         return row
+
+    def _first_to_fit(self, rows: Sequence[_Row]) -> _Row | None:
+        """The first of these rows that can be made to fit; later ones, with more chunks, only while chunks are few."""
+        best: _Row | None = None
+        for row in rows:
+            made = self._made_to_fit(row)
+            if made is not None and (best is None or made.run.step_s < best.run.step_s):
+                best = made
+            num_chunks = min(len(group.chunks) for group in row.plan.micro_batches[0].groups if group.num_tokens)
+            if best is not None and num_chunks >= _SEARCH.few_chunks * self.staged.num_stages:
+                break
+        return best
 
     def _nothing_fits(self, sequence: int) -> str:
         budget = self.config.activations

@@ -20,8 +20,8 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.groups.placement import PlacedGroup
-from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
-from hf_longctx.plan.memory.stage import most_tokens_at_once
+from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
+from hf_longctx.plan.memory.stage import accumulated_bytes, most_tokens_at_once
 from hf_longctx.plan.pipeline.orders import Schedule, compute_orders
 from hf_longctx.plan.pipeline.stage_layers import Ranges
 from hf_longctx.plan.prediction.event_loop import Wiring
@@ -174,18 +174,29 @@ class StageRoom:
         self.can_recompute = budget is not None
         # room of a rank, in tokens times layers
         self.room = budget.device_bytes / layer_class_bytes(costs.model) if budget else float(config.tokens_per_rank * num_layers)
+        # most tokens times layers of which a rank of each stage can hold the inputs, beside gradients that wait
+        self.most = [math.inf] * len(parts)
+        if budget is not None:
+            block_ranks, last = costs.shards or costs.cluster.num_ranks, len(parts) - 1
+            for stage, count in enumerate(self.layers):
+                part = count, stage == 0, stage == last, costs.parameters, block_ranks
+                free = budget.device_bytes + budget.host_bytes - accumulated_bytes(costs.model, *part)
+                self.most[stage] = free / class_bytes(costs.model, "layer_input")
         forward, backward = costs.coefficients.forward, costs.coefficients.backward
         self.forward_share = forward.token_s / max(forward.token_s + backward.token_s, 1e-300)
 
     def added_s(self, held_tokens: Sequence[float], work_s: float) -> float:
-        """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed.
+        """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed, or not enough.
 
         held_tokens: most tokens that a rank holds at once, for each of the first stages.
         """
-        over = max(1 - self.room / max(held * layers, 1e-300) for held, layers in zip(held_tokens, self.layers, strict=False))
+        held = [max(tokens * layers, 1e-300) for tokens, layers in zip(held_tokens, self.layers, strict=False)]
+        over = max(1 - self.room / each for each in held)
         if over <= 0:
             return 0.0
-        return over * self.forward_share * work_s if self.can_recompute else math.inf
+        if not self.can_recompute or any(each > most for each, most in zip(held, self.most, strict=False)):
+            return math.inf
+        return over * self.forward_share * work_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """The pass that makes room in pipelines: stages that cannot hold everything recompute or offload until the prediction fits.
 
 A group that fits is left unchanged. Otherwise these ways are tried, in this order, until one fits: the loss in tiles alone;
-the program of `joint_program.py`, which chooses for every chunk and stage; every layer of every chunk recomputed. The program
+the program of `joint_program.py`, which chooses for every chunk and stage; every layer of every chunk recomputed. None of them is
+tried for a group that needs clearly more than there is even with every layer recomputed and all inputs on the host. The program
 knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the prediction is
 over the limit. Where copies turn out to delay the pipeline, the program is also solved without offloading.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +34,8 @@ class FitConstants:
     again with more room; regain: how much of the free bytes is given back then. shrink: how many times the excess of a stage is
     taken off its room, and margin: share of the limit that is taken off besides, since copies that wait for each other add up.
     tolerance: share of a group's seconds below which a better solution is not searched for. slack: factor on the seconds that
-    the program counted, beyond which it is solved without offloading too.
+    the program counted, beyond which it is solved without offloading too. hopeless: share of the limit by which the least bytes
+    of a group may exceed it for anything to be tried, since policies of the program may need slightly less workspace.
     """
 
     attempts: int = 6
@@ -42,6 +45,7 @@ class FitConstants:
     margin: float = 0.002
     tolerance: float = 0.001
     slack: float = 1.005
+    hopeless: float = 0.01
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -88,7 +92,8 @@ def _longest_share(group: SequenceGroup) -> float:
 class PipelineRoom:
     """Makes room for the groups of one plan.
 
-    keeps_attention: recomputed layers keep the attention output wherever that fits. known, fitted: caches that the plans of one
+    keeps_attention: recomputed layers keep the attention output wherever that fits. waits: gradients of a group of several chunks
+    wait whole on its ranks. known, fitted: caches that the plans of one
     step share; equal groups on equal stages are solved once, on whichever ranks and nodes.
     """
 
@@ -108,6 +113,7 @@ class PipelineRoom:
         states = [self._byte_model.stage_states(stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
+        self.waits = any(self._byte_model.stage_waiting(stage, plan) for stage in stages)
         self._known = FittedGroups() if fitted is None else fitted
         # predictions of the latest group in least memory, which a refusal describes
         self._least: list[Trial] = []
@@ -133,12 +139,37 @@ class PipelineRoom:
         plain = self.trial(group)
         if plain.fits:
             return [plain]
+        self._least = []
+        if self.is_hopeless(group):
+            self._least.append(Trial(group, math.inf, self.least_over_bytes(group)))
+            return []
         tiled = self.trial(with_layers(group, {}, self.budget.tile_tokens))
         programs: list[Program] = [lambda: [tiled]]
         for keeps_attention in (True, False) if self.keeps_attention else (False,):
             programs.append(partial(self._programmed, tiled, keeps_attention))
-        self._least = []
         return first_fitting(programs, ([lean] for lean in self._lean(group)), self._least_trial)
+
+    def least_over_bytes(self, group: SequenceGroup) -> tuple[float, ...]:
+        """Bytes above the limit on each stage of a group without policies in the least memory.
+
+        Every layer of every chunk is recomputed, as if the host had all of its bytes for each of them, or none is: chunks of few
+        tokens hold little, and need less workspace without replays and tiles. When actions run does not matter: copies on their
+        way would only add bytes.
+        """
+        model, tile_tokens = self.costs.model, self.budget.tile_tokens
+        least = lean_group(group, model, tile_tokens, lambda *_: self.budget.host_bytes)
+        ways = least, with_layers(group, {}, tile_tokens), group
+        tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
+        found = []
+        for place, room_bytes in enumerate(self.room_bytes):
+            waiting = self._byte_model.stage_waiting(group.stages[place], self.plan)
+            needed = min(self._byte_model.moments(group, way.stages[place], waiting=waiting).most.peak for way in ways)
+            found.append(needed + message_bytes(model, group.stages[place], len(group.stages), tokens) - room_bytes)
+        return tuple(found)
+
+    def is_hopeless(self, group: SequenceGroup) -> bool:
+        """Whether no policy makes the group fit."""
+        return max(self.least_over_bytes(group)) > _SEARCH.hopeless * self.limit_bytes
 
     def _least_trial(self, group: SequenceGroup) -> Trial:
         """Predicts a group in least memory, and keeps the prediction for a refusal."""

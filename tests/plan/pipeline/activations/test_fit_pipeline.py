@@ -255,3 +255,32 @@ def test_too_little_memory_says_how_much_is_needed(long_case: tuple[StepPlan, Co
     plan, costs, _ = long_case
     with pytest.raises(ValueError, match=r"stage \d of 4 needs [\d.]+ GiB .* use smaller chunks, more ranks"):
         made_to_fit(plan, costs, ActivationBudget(0, GIB // 8))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.integers(64, 20000), min_size=1, max_size=5),
+    st.sampled_from([1, 4]),
+    st.sampled_from(SHAPES),
+    st.sampled_from([0, GIB]),
+    st.floats(0.9, 1.1),
+)
+def test_no_policy_fits_a_group_that_is_called_hopeless(
+    lengths: list[int], num_slices: int, shape: tuple[int, int, Schedule, int], host_bytes: int, share: float
+) -> None:
+    num_stages, degree, schedule, num_parts = shape
+    costs = costs_of(LARGE, num_stages, degree)
+    plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_parts)
+    (group,) = plan.micro_batches[0].groups
+    # the budget at which every layer recomputed just fits, or does not
+    needed = max(PipelineRoom(plan, costs, ActivationBudget(0, 0, host_bytes, 1024)).least_over_bytes(group))
+    budget = ActivationBudget(0, max(1, int(share * needed)), host_bytes, 1024)
+    room = PipelineRoom(plan, costs, budget)
+    is_hopeless = room.is_hopeless(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineRoom, "is_hopeless", lambda *_: False)
+        try:
+            room.for_group(group)
+        except ValueError:
+            return
+    assert not is_hopeless
