@@ -114,8 +114,8 @@ class Run:
     cross-entropy. dropout: keys of the model's dropout modules; None if it has none. noise_alpha: alpha of the noise that the
     embedding adds in training (NEFTune); None without noise. fused: kernels of layers, bound while an executor is
     in use. code: the user's code on the model at the start. whole: the model before it was cut into stages, if it must become
-    whole again; else None. retest: runs the self-test again on a model after `release_model`; None where it cannot run, since the
-    model is in stages or shards, or did not run at the start.
+    whole again; else None. retest: runs the self-test again on a model after `release_model`; None where it did not run at the
+    start, or cannot run, since the model is in stages or shards, or has states or indexes.
     """
 
     config: LongContextConfig
@@ -283,7 +283,9 @@ def _started(request: RunRequest) -> Run:
             place = RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, *probed(token_loss, task))
             place = replace(place, fused=fused)
             opening = f"{opening}\n{test.run(place, forward)}"
-            if mesh is None and setup.num_stages == 1:
+            # where hooks inside mixers or indexes were looked for at the start, none may come later
+            is_plain = setup.costs.model.states.is_empty and setup.costs.model.index.is_empty
+            if mesh is None and setup.num_stages == 1 and is_plain:
                 retest = partial(_tested_again, model, setup, args, place, control)
         if budget is not None and host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank:
             # now, since it takes long: what the longest rows need, alone and together in one step

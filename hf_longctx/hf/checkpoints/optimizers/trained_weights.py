@@ -82,18 +82,21 @@ class TrainedWeights:
             return ""
         except (OSError, ValueError, TypeError) as error:
             return f"{folder}: {TRAINED_FILE} cannot be read ({type(error).__name__}); resume from another checkpoint"
-        found = _differing(saved.trained, self.trained, "of the model's weights", "frozen", "trained")
+        # weights that a callback thaws without giving them to the optimizer are frozen again when the run resumes
+        then, now = set(saved.trained), set(self.trained)
+        updated = then if saved.groups is None else {name for group in saved.groups for name in group}
+        lost = [name for name in saved.trained if name in updated and name not in now]
+        added = [name for name in self.trained if name not in then]
+        found = _differing(lost, added, "of the model's weights", "frozen", "trained")
         if not found and saved.groups is not None and self.groups is not None:
             found = _differing_groups(saved.groups, self.groups, is_by_number)
         return f"{folder} was saved by a run that trained other weights: {found}; {_REMEDY}" if found else ""
 
 
-def _differing(saved: Sequence[str], now: Sequence[str], what: str, gone: str, there: str) -> str:
-    """Says which names are in one of two lists alone."""
-    old, new = set(saved), set(now)
-    lost, added = ([name for name in names if name not in other] for names, other in ((saved, new), (now, old)))
+def _differing(lost: Sequence[str], added: Sequence[str], what: str, gone: str, there: str) -> str:
+    """Says which weights a checkpoint has alone (`lost`), and which a run has alone (`added`); empty if there are none."""
     parts = [f"{len(lost)} {what} were {there} then and are {gone} or missing now ({listed(lost)})"] if lost else []
-    parts += [f"{len(added)} were {gone} or missing then and are {there} now ({listed(added)})"] if added else []
+    parts += [f"{len(added)} {what} were {gone} or missing then and are {there} now ({listed(added)})"] if added else []
     return ", and ".join(parts)
 
 
@@ -102,7 +105,8 @@ def _differing_groups(saved: list[list[str]], now: list[list[str]], is_by_number
     if not is_by_number:
         saved, now = ([group for group in groups if group] for groups in (saved, now))
     old, new = ({name: number for number, group in enumerate(groups) for name in group} for groups in (saved, now))
-    if found := _differing(list(old), list(new), "weights", "outside its optimizer", "in it"):
+    lost, added = ([name for name in names if name not in others] for names, others in ((old, new), (new, old)))
+    if found := _differing(lost, added, "weights", "outside the optimizer", "in it"):
         return found
     if len(saved) != len(now):
         return f"its optimizer had {len(saved)} groups of weights and has {len(now)} now"

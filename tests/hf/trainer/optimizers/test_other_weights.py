@@ -92,7 +92,7 @@ def test_other_frozen_weights_are_refused_by_name_and_equal_ones_go_on(ranks, tm
     for (frozen, thawed), is_exact in ranks(num_ranks).run(runs, str(tmp_path), config):
         for (message, is_unchanged), words in (
             (frozen, f"1 of the model's weights were trained then and are frozen or missing now ({FROZEN})"),
-            (thawed, f"1 were frozen or missing then and are trained now ({FROZEN})"),
+            (thawed, f"1 of the model's weights were frozen or missing then and are trained now ({FROZEN})"),
         ):
             assert words in message and "freeze and group weights as in that run" in message, message
             assert is_unchanged
