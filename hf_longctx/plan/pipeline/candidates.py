@@ -167,7 +167,7 @@ class Candidates:
         staged, degree = self.staged, self.staged.degrees[-1]
         own, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
         most = min(length, _SEARCH.least_memory_slices[-1])
-        ways = [(Chunk(0), Chunk(1, (Span(sequence, 0, length),)))]
+        ways: list[tuple[Chunk, ...]] = [(Chunk(0), Chunk(1, (Span(sequence, 0, length),)))]
         if most > 1 and not self._share_blocks([own, *([own] if degree < staged.ranks_per_stage else [])]):
             ways.insert(0, self._chunks(own, most))
         return [self.micro_batch([own], {own: chunks}).groups[0] for chunks in ways]

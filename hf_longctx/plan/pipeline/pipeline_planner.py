@@ -30,12 +30,15 @@ class SearchConstants:
 
     equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these the search
     tries to make fit, fastest first. few_chunks: chunks per stage, up to which filling and draining take so much of the time that
-    more slices are worth a try. most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
+    more slices are worth a try. much_waiting: share of the device's room that gradients take while they wait, from which on the
+    least bytes of sequences are counted before candidates for them are made. most_alone: sequences of a step that may get a
+    micro-batch of their own to be lent ranks.
     """
 
     equal: float = 1.01
     most_fits: int = 2
     few_chunks: int = 2
+    much_waiting: float = 0.5
     most_alone: int = 2
 
 
@@ -95,7 +98,7 @@ class PipelineSearch:
 
     def _single_only(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Sequences that do not fit in several chunks; only gradients that wait for the last backward make a difference."""
-        if self._room is None or not self._room.waits or not members:
+        if self._room is None or not self._room.waiting_bytes or not members:
             return ()
         return SingleChunks(self.candidates, self._room).needed_for(members)
 
@@ -124,12 +127,17 @@ class PipelineSearch:
     def _is_hopeless(self, members: tuple[int, ...]) -> bool:
         """Whether several sequences need more than there is even on the largest groups in many slices.
 
-        Asked only where gradients wait, which may leave little room: the search for pipelines would be in vain.
+        Asked only where gradients that wait leave little room: the search for pipelines would be in vain.
         """
-        if self._room is None or not self._room.waits or len(members) < 2:
+        if self._room is None or len(members) < 2:
             return False
-        candidates = self.candidates.least_memory(members)[-1:]
-        return any(self._room.is_hopeless(group) for each in candidates for group in each.micro_batch.groups)
+        if self._room.waiting_bytes < _SEARCH.much_waiting * self._room.budget.device_bytes:
+            return False
+        return not all(map(self._may_fit, self.candidates.least_memory(members)[-1:]))
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Whether there is no group in the candidate that no policy fits."""
+        return self._room is None or not any(map(self._room.is_hopeless, candidate.micro_batch.groups))
 
     def _fastest(self, members: tuple[int, ...]) -> _Row | None:
         """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
@@ -201,7 +209,7 @@ class PipelineSearch:
         row = None
         # the longest sequence first, since no search helps the others if it does not fit
         for tried in dict.fromkeys([(longest,), members]):
-            rows = [self._row(candidate) for candidate in self.candidates.least_memory(tried)]
+            rows = [self._row(candidate) for candidate in self.candidates.least_memory(tried) if self._may_fit(candidate)]
             row = next((each for each in rows if self._fits(each.plan, each.run)), None) or self._first_to_fit(rows)
             if row is None and tried == (longest,):
                 raise ValueError(self._nothing_fits(longest))

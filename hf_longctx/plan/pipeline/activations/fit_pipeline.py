@@ -92,8 +92,8 @@ def _longest_share(group: SequenceGroup) -> float:
 class PipelineRoom:
     """Makes room for the groups of one plan.
 
-    keeps_attention: recomputed layers keep the attention output wherever that fits. waits: gradients of a group of several chunks
-    wait whole on its ranks. known, fitted: caches that the plans of one
+    keeps_attention: recomputed layers keep the attention output wherever that fits. waiting_bytes: most bytes of
+    gradients that wait whole on a rank while a group runs several backwards. known, fitted: caches that the plans of one
     step share; equal groups on equal stages are solved once, on whichever ranks and nodes.
     """
 
@@ -113,7 +113,7 @@ class PipelineRoom:
         states = [self._byte_model.stage_states(stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self.waits = any(self._byte_model.stage_waiting(stage, plan) for stage in stages)
+        self.waiting_bytes = max(self._byte_model.stage_waiting(stage, plan) for stage in stages)
         self._known = FittedGroups() if fitted is None else fitted
         # predictions of the latest group in least memory, which a refusal describes
         self._least: list[Trial] = []
