@@ -27,7 +27,7 @@ def fill_memory(
     if not all(map(fill.place, table.batches)):
         return None
     # where something is recomputed, the device is full
-    if not fill.recomputed[table.can_keep].any():
+    if back_bytes > 0 and not fill.recomputed[table.can_keep].any():
         fill.bring_back(back_bytes)
     sizes = np.where(table.num_bytes > 0, table.num_bytes, 1.0)
     shares = np.stack([fill.recomputed, fill.on_host], axis=1) / sizes[:, None]

@@ -41,7 +41,7 @@ _NUM_PRICES, _NUM_SIZES = 16, 12
 # lowest price that is tried, as a share of the highest
 _LEAST_SHARE = 1e-6
 # share of a step's seconds by which fewer micro-batches may be slower
-_NO_GAIN = 1.5e-3
+_NO_GAIN = 2e-3
 # tokens of the shortest slice: slices take equal time, so that the last has at least half of the mean; a sixteenth for rounding
 _SHORTEST_SLICE = LEAST_SLICE_TOKENS * 15 // 32
 
