@@ -30,7 +30,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -45,6 +45,7 @@ from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerPolicy, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.memory.layer import LayerBytes, Load
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
@@ -75,6 +76,8 @@ BASELINE = "HF checkpointing"
 SELECTIVE = "torch selective", "TRL selective"
 JUDGED = "ours, tiles"
 ROOMY = "ours, more kept"
+# halvings of the room in the search for policies that fit it
+_BISECTIONS = 12
 
 
 @dataclass(frozen=True)
@@ -194,10 +197,26 @@ def with_more_room(lean: Method, spare_bytes: int, num_tokens: int, tile_tokens:
     spec, cluster = ModelSpec.from_config(lean.model.config.to_dict()), ClusterSpec(1, 1, GENERIC_CPU)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
     slots = layer_slots(costs, Chunk(0, (Span(0, 0, num_tokens),)), GroupShape(1))
-    room_bytes = lean.predicted_bytes + max(0, spare_bytes)
-    choice = choose_policy(slots, MemoryLimits(room_bytes, 0.0, 1.0))
-    ids_1T = token_ids(num_tokens)
-    return of_plan(ROOMY, ids_1T, tuple(LayerPolicy(shares) for shares in choice.shares), tile_tokens)
+    load, room_bytes = Load.document(num_tokens, spec.num_layers), lean.predicted_bytes + max(0, spare_bytes)
+
+    def kept_within(limit_bytes: float) -> tuple[tuple[LayerPolicy, ...], int]:
+        """Policies of the program within this limit, and the bytes that layers hold under them."""
+        choice = choose_policy(slots, MemoryLimits(limit_bytes, 0.0, 1.0))
+        layers = tuple(LayerPolicy(shares) for shares in choice.shares)
+        return layers, sum(LayerBytes(spec, load, layer, tile_tokens).held for layer in layers)
+
+    # the program does not know that torch saves expanded keys and values where a layer keeps everything
+    fits, over_bytes = lean.predicted_bytes, room_bytes
+    if kept_within(room_bytes)[1] <= room_bytes:
+        fits = room_bytes
+    for _ in range(_BISECTIONS if fits < room_bytes else 0):
+        middle = (fits + over_bytes) // 2
+        if kept_within(middle)[1] <= room_bytes:
+            fits = middle
+        else:
+            over_bytes = middle
+    layers, held_bytes = kept_within(fits)
+    return replace(of_plan(ROOMY, token_ids(num_tokens), layers, tile_tokens), predicted_bytes=held_bytes)
 
 
 def token_ids(num_tokens: int) -> Tensor:
