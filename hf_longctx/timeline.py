@@ -1,11 +1,10 @@
-"""Timelines: one event type for predicted and measured runs, written as SVG or PNG pictures and as Chrome traces.
+"""Timelines: one event type for predicted and measured runs, written as PNG pictures and as Chrome traces.
 
 The simulator draws predictions with it, and the trainer draws predicted and measured steps side by side.
 """
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ _NAMES = {
     "reduce": "gradient reduction",
     "step": "clipping and optimizer",
 }
-_WIDTH, _LABEL_WIDTH, _ROW, _MARGIN = 1120, 70, 26, 16
 _DPI = 110
 
 
@@ -30,7 +28,7 @@ _DPI = 110
 class TimelineEvent:
     """An activity of one rank from `start_s` to `stop_s`, in seconds from the start of the timeline.
 
-    kind: an action kind, or another word by which events are coloured. name: short text. detail: text shown on hovering.
+    kind: an action kind, or another word by which events are coloured. name: short text. detail: more text, for traces.
     """
 
     rank: int
@@ -59,41 +57,14 @@ def chrome_trace(events: Sequence[TimelineEvent]) -> str:
     return json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
 
 
-def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> str:
-    """An SVG picture with one panel per name (for example "predicted" and "measured"), one row per rank, and one time axis."""
-    stop_s = max((event.stop_s for events in panels.values() for event in events), default=0.0) or 1.0
-    # the last few pixels keep the rightmost axis label inside the picture
-    scale = (_WIDTH - _LABEL_WIDTH - 2 * _MARGIN - 20) / stop_s
-    body: list[str] = [_text(_MARGIN, 24, title, 15, weight="bold")]
-    top = 40 + _legend(body, panels)
-    for name, events in panels.items():
-        ranks = sorted({event.rank for event in events})
-        body.append(_text(_MARGIN, top + 14, f"{name}: {max((e.stop_s for e in events), default=0.0):.2f} s", 13))
-        top += 24
-        for row, rank in enumerate(ranks):
-            y = top + row * _ROW
-            body.append(_text(_MARGIN, y + 16, f"rank {rank}", 12))
-            body.append(
-                f'<rect x="{_LABEL_WIDTH + _MARGIN}" y="{y}" width="{stop_s * scale:.1f}" height="{_ROW - 4}" fill="{_WAITING}"/>'
-            )
-            body += [_box(event, y, scale) for event in events if event.rank == rank]
-        top += len(ranks) * _ROW + 14
-    _axis(body, top, stop_s, scale)
-    height = top + 34
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
-        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>' + "".join(body) + "</svg>\n"
-    )
-
-
 def save_png_timeline(
     panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path, most_inches: float = 9.0, wide_inches: float = 14.0
 ) -> None:
-    """Write the picture of `svg_timeline` as a PNG file, also for many ranks; needs matplotlib (the extra `plot`).
+    """Write a PNG file with one panel per name (for example "predicted" and "measured"), one row per rank, and one time axis.
 
-    Neighbouring ranks that do the same are drawn as one box, as high as their number. most_inches: height of a panel of many
-    ranks; the rows of 64 can be told apart in 9 inches. wide_inches: width of the picture; the narrower it is, the larger letters
-    are on a page that shows it at another width.
+    Needs matplotlib (the extra `plot`). Neighbouring ranks that do the same are drawn as one box, as high as their number.
+    most_inches: height of a panel of many ranks; the rows of 64 can be told apart in 9 inches. wide_inches: width of the picture;
+    the narrower it is, the larger letters are on a page that shows it at another width.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -175,47 +146,3 @@ def _degree(event: TimelineEvent) -> int:
 def _ordered(kinds: set[str]) -> list[str]:
     """Kinds in the order of their colours, then those without a colour of their own."""
     return [kind for kind in _COLOURS if kind in kinds] + sorted(kinds - set(_COLOURS))
-
-
-def _legend(body: list[str], panels: Mapping[str, Sequence[TimelineEvent]]) -> int:
-    kinds = {event.kind for events in panels.values() for event in events}
-    x = _MARGIN
-    for kind in _ordered(kinds):
-        label = _NAMES.get(kind, kind)
-        body.append(f'<rect x="{x}" y="36" width="12" height="12" fill="{_COLOURS.get(kind, _OTHER_COLOUR)}"/>')
-        body.append(_text(x + 17, 47, label, 12))
-        x += 17 + 8 * len(label) + 22
-    body.append(_text(x, 47, "grey rows: waiting; <n>: sequence group of n ranks", 12, colour="#666666"))
-    return 20
-
-
-def _box(event: TimelineEvent, y: int, scale: float) -> str:
-    x = _LABEL_WIDTH + _MARGIN + event.start_s * scale
-    width = max((event.stop_s - event.start_s) * scale, 0.5)
-    colour = _COLOURS.get(event.kind, _OTHER_COLOUR)
-    seconds = event.stop_s - event.start_s
-    hover = html.escape(f"{event.name}: {seconds:.3f} s. {event.detail}")
-    box = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" fill="{colour}" stroke="white">'
-    label = event.detail.split(" ", 1)[0] if event.detail.startswith("<") else event.name
-    # a character is about 7 pixels wide; a label that does not fit appears in the hover text only
-    text = _text(x + 4, y + 15, label, 11, colour="white") if width > 7 * len(label) + 6 else ""
-    return f"{box}<title>{hover}</title></rect>{text}"
-
-
-def _axis(body: list[str], y: int, stop_s: float, scale: float) -> None:
-    step_s = next(s for e in range(-4, 7) for m in (1, 2, 5) if stop_s / (s := m * 10.0**e) <= 10)
-    left, ticks = _LABEL_WIDTH + _MARGIN, int(stop_s / step_s + 1e-9)
-    body.append(f'<line x1="{left}" y1="{y}" x2="{left + stop_s * scale:.1f}" y2="{y}" stroke="#333333"/>')
-    for tick in range(ticks + 1):
-        x = left + tick * step_s * scale
-        body.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}" stroke="#333333"/>')
-        body.append(_text(x, y + 19, f"{tick * step_s:g} s", 11, anchor="middle"))
-
-
-def _text(
-    x: float, y: float, text: str, size: int, colour: str = "#222222", weight: str = "normal", anchor: str = "start"
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" font-weight="{weight}" '
-        f'text-anchor="{anchor}">{html.escape(text)}</text>'
-    )

@@ -6,7 +6,6 @@ import argparse
 import signal
 import subprocess
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -85,9 +84,7 @@ def _wait(command: list[str]) -> int:
 def _written(folder: Path) -> list[tuple[str, str]]:
     """Names and paths of what the training has left, or how to get it."""
     found = [("checkpoint", f"{folder}  (AutoModelForCausalLM.from_pretrained loads it)")]
-    found += [("timeline", str(path)) for name in ("timeline.svg", "timeline.png") if (path := folder / name).exists()][:1]
-    if find_spec("plotly") is None or find_spec("jinja2") is None:
-        return [*found, ("page", f"pip install 'hf_longctx[report]' && hf-longctx report {folder}")]
+    found += [("timeline", str(path)) for name in ("timeline.png", "timeline.json") if (path := folder / name).exists()][:1]
     from hf_longctx.page.page import write_page
 
     try:

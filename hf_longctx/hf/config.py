@@ -336,7 +336,7 @@ class LongContextConfig:
     timeline_steps: int = field(
         default=3,
         metadata={
-            "help": "Number of steps in `timeline.svg` and `timeline.json` (Chrome trace) in the output folder; 0: write none."
+            "help": "Number of steps in `timeline.json` (Chrome trace), and in `timeline.png` with matplotlib; 0: write none."
         },
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,16 +30,14 @@ from hf_longctx.plan.cost.operations import OPERATIONS_FORMULA
 
 PAGE = "report.html"
 _EVALUATIONS = "long_evaluation.json"
-_INSTALL = "pip install 'hf_longctx[report]'"
 
 
 def write_page(folder: Path, output: Path | None = None, peak_flops: float | None = None) -> tuple[Path, dict[str, Any]]:
     """Writes the page of the run in `folder`; returns its path, and the run's main numbers.
 
-    peak_flops: FLOP/s of one device, for MFU; None: by the device's name. Raises ValueError if packages are missing, or the
-    folder holds no run; OSError if the page cannot be written.
+    peak_flops: FLOP/s of one device, for MFU; None: by the device's name. Raises ValueError if the folder holds no run;
+    OSError if the page cannot be written.
     """
-    check_packages()
     if not (folder / JOURNAL).is_file():
         raise ValueError(f"{folder} has no {JOURNAL}, which every training writes; give the output_dir of a training")
     journal = read_journal(folder)
@@ -55,12 +52,6 @@ def write_page(folder: Path, output: Path | None = None, peak_flops: float | Non
     charts = charts_of(journal, steps, evaluations, rates)
     path.write_text(_rendered(folder, journal, charts, numbers), encoding="utf-8")
     return path, numbers
-
-
-def check_packages() -> None:
-    """Raises ValueError with the line that installs them if packages are missing that the page needs."""
-    if missing := [name for name in ("plotly", "jinja2") if find_spec(name) is None]:
-        raise ValueError(f"the page needs {' and '.join(missing)}, which is not installed; {_INSTALL}")
 
 
 def charts_of(journal: Journal, steps: Sequence[Step], evaluations: list[dict[str, Any]], rates: Rates) -> list[Chart]:

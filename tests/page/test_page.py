@@ -54,7 +54,6 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Path:
-    pytest.importorskip("plotly", reason="the page needs plotly: pip install 'hf_longctx[report]'")
     assert main(["report", str(folder), "--peak-tflops", "0.01"]) == 0
     return folder / "report.html"
 
@@ -82,7 +81,6 @@ def test_the_parts_of_a_step_add_up(folder: Path) -> None:
 
 
 def test_main_numbers_as_json(folder: Path, capsys) -> None:
-    pytest.importorskip("plotly")
     assert main(["report", str(folder), "--peak-tflops", "0.01", "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     steps = steps_of(read_journal(folder))
@@ -135,19 +133,11 @@ def test_a_browser_draws_every_chart_without_errors(page: Path, tmp_path: Path, 
     assert [name for name, _, fits in charts if not fits] == [] and scroll_width <= width
 
 
-def test_without_plotly_the_error_says_how_to_install_it(folder: Path, capsys, monkeypatch) -> None:
-    # the finder is asked for packages only when the command runs
-    monkeypatch.setattr("hf_longctx.page.page.find_spec", lambda name: None if name == "plotly" else object())
-    assert main(["report", str(folder)]) == 1
-    assert "plotly, which is not installed; pip install 'hf_longctx[report]'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [([], "has no journal.jsonl"), ([{"kind": "start", "training": "a", "step": 0}], "has no finished step yet")],
 )
 def test_a_folder_without_steps_is_refused(tmp_path: Path, capsys, lines, message: str) -> None:
-    pytest.importorskip("plotly")
     if lines:
         append_lines(tmp_path, lines)
     assert main(["report", str(tmp_path)]) == 1

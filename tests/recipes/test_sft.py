@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -83,13 +82,12 @@ def test_demo_in_bf16_and_with_shards_follows_it_in_fp32(demo, tmp_path: Path) -
     assert bf16 == pytest.approx(fp32, rel=0.03)
 
 
-def test_demo_draws_its_timeline(demo) -> None:
-    _, folder = demo
-    root = ElementTree.parse(folder / "timeline.svg").getroot()
-    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert any(text.startswith("predicted") for text in texts) and any(text.startswith("measured") for text in texts)
-    assert texts.count("rank 1") == 2
-    assert json.loads((folder / "timeline.json").read_text())["traceEvents"]
+def test_demo_traces_its_last_steps(demo) -> None:
+    run, folder = demo
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in events} == {0, 1}
+    assert {"F", "B", "reduce", "step"} <= {event["cat"] for event in events}
+    assert f"hf-longctx report {folder}" in run.stdout
 
 
 def test_demo_keeps_a_journal_that_counts_each_label_token_once(demo) -> None:

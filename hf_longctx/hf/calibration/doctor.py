@@ -32,8 +32,7 @@ _HEAD_DIM = 128
 _PINNED_BYTES = 64 * 2**20
 # package -> extra that installs it, and what it is for
 _EXTRAS = {
-    "matplotlib": ("plot", "pictures as PNG"),
-    "plotly": ("report", "the page of a run"),
+    "matplotlib": ("plot", "pictures of steps, needles and lengths"),
     "trl": ("trl", "trainers of TRL"),
     "bitsandbytes": ("qlora", "weights in four bits"),
 }

@@ -29,7 +29,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import Residuals
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.execution.results import StepResult
-from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, svg_timeline
+from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline
 
 
 class RunReport(TrainerCallback):
@@ -217,9 +217,9 @@ class RunReport(TrainerCallback):
     def _write_timeline(
         self, folder: Path, measured: list[list[list[TimelineEvent]]], first: int, last_step: int
     ) -> dict[str, list[TimelineEvent]]:
-        """Writes timeline.svg, a .png if matplotlib is there, and timeline.json (Chrome trace); returns what they show.
+        """Writes timeline.json (Chrome trace), and timeline.png if matplotlib is there; returns what the picture shows.
 
-        The pictures show the prediction above the measurement, if the cost model was fitted to measurements.
+        The picture has the prediction above the measurement, if the cost model was fitted to measurements.
         """
         plans = [record.plan for record in self._last]
         steps = [[event for rank in measured for event in rank[i]] for i in range(len(plans))]
@@ -230,11 +230,13 @@ class RunReport(TrainerCallback):
             panels = {"predicted": _in_a_row([_predicted(record, self.source.costs) for record in self._last]), **panels}
         layouts = "  |  ".join(plan.folded_layout for plan in plans)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}: {layouts}"))
+        written = folder / "timeline.json"
+        written.write_text(chrome_trace(_in_a_row(steps)))
         if find_spec("matplotlib") is not None:
-            save_png_timeline(panels, f"steps {first} to {last_step}: {layouts}", folder / "timeline.png")
-        (folder / "timeline.json").write_text(chrome_trace(_in_a_row(steps)))
-        self.console.say(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
+            written = folder / "timeline.png"
+            save_png_timeline(panels, f"steps {first} to {last_step}: {layouts}", written)
+        self.console.say(f"timeline of steps {first} to {last_step}: {written}")
+        self.console.say(f"page of the run: hf-longctx report {folder}")
         return panels
 
 

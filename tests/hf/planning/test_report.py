@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
 from hf_longctx.runtime.execution.results import NO_MEMORY, StepMemory
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.timeline import TimelineEvent
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,20 @@ def end_training(report: RunReport, folder: Path, step: int) -> None:
     report.on_train_end(args, TrainerState(global_step=step, is_world_process_zero=True), TrainerControl())
 
 
-def test_timeline_of_the_last_steps_is_written_at_the_end(tmp_path: Path) -> None:
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, list[TimelineEvent]], str]]:
+    """Panels and title of every picture that is drawn."""
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+
+    def keep(panels: Any, title: str, path: Path) -> None:
+        drawn.append((panels, title))
+
+    monkeypatch.setattr("hf_longctx.hf.planning.report.save_png_timeline", keep)
+    return drawn
+
+
+def test_timeline_of_the_last_steps_is_written_at_the_end(tmp_path: Path, pictures) -> None:
     folder = tmp_path / "made" / "at the end"
     report = lone_report(report_steps=False, timeline_steps=2, calibration_steps=0)
     for step in range(1, 6):
@@ -270,19 +283,20 @@ def test_timeline_of_the_last_steps_is_written_at_the_end(tmp_path: Path) -> Non
     assert [event["ts"] for event in events] == pytest.approx(
         [offset * 1e6 + i.start_s * 1e6 for offset in (0.0, 0.5) for i in INTERVALS]
     )
-    svg = ElementTree.fromstring((folder / "timeline.svg").read_text())
-    words = " ".join(element.text or "" for element in svg.iter())
-    assert "steps 4 to 5" in words and "measured: 1.00 s" in words
-    assert "predicted:" not in words
+    ((panels, title),) = pictures
+    assert title.startswith("steps 4 to 5: ") and list(panels) == ["measured"]
+    assert max(event.stop_s for event in panels["measured"]) == pytest.approx(1.0)
 
 
-def test_timeline_shows_the_prediction_once_costs_were_measured(tmp_path: Path) -> None:
+def test_timeline_shows_the_prediction_once_costs_were_measured(tmp_path: Path, pictures) -> None:
     report = lone_report(report_steps=False, timeline_steps=1, calibration_steps=1)
     for _ in range(2):
         finish_step(report, step_plan())
     end_training(report, tmp_path, step=2)
-    text = (tmp_path / "timeline.svg").read_text()
-    assert "predicted: " in text and "measured: 0.50 s" in text
+    ((panels, _),) = pictures
+    assert list(panels) == ["predicted", "measured"]
+    assert max(event.stop_s for event in panels["measured"]) == pytest.approx(0.5)
+    assert max(event.stop_s for event in panels["predicted"]) > 0
 
 
 def test_no_timeline_if_none_is_asked_for_or_no_step_ran(tmp_path: Path) -> None:

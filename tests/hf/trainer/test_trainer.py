@@ -156,7 +156,7 @@ def test_resuming_inside_an_epoch_continues_with_the_same_samples(ranks, rows, t
     for straight, resumed in ranks(2).run(train_and_resume, rows, str(tmp_path), workers):
         assert len(straight) == 12
         assert resumed == pytest.approx(straight[7:], rel=1e-9)
-    assert (tmp_path / "timeline.svg").exists()
+    assert (tmp_path / "timeline.json").exists()
 
 
 def test_mixin_serves_other_trainers(rows) -> None:
