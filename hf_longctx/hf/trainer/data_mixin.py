@@ -95,7 +95,7 @@ class PlannedDataMixin(_TrainerBase):
             step = f"step {self.state.global_step + 1} cannot run"
             raise_together(changed, control, "the evaluation cannot go on" if stop is None else step)
         if stop is not None and batches and not total_weight:
-            # streams alone: steps of other sets are looked at before the training
+            # a stream's, or a late one: the first steps of other sets are looked at before the training
             raise ValueError(
                 f"step {self.state.global_step + 1} has no label that counts ({LABELS_THAT_COUNT}), so it has no mean loss; "
                 f"give a step more sequences, leave rows without labels out, or raise max_length if labels were cut off"

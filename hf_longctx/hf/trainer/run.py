@@ -322,8 +322,9 @@ def _started(request: RunRequest) -> Run:
 def _tested_again(
     model: nn.Module, setup: RunSetup, args: TrainingArguments, place: RunPlace, control: dist.ProcessGroup | None
 ) -> str:
-    """Runs the self-test once more, on a model that is whole and at rest; returns a line for the log. Collective.
+    """Runs the self-test once more, on a model that is whole and at rest. Collective.
 
+    Returns a line for the log; an empty one if there is no room for the test, so that nothing was compared.
     Raises ValueError on every rank if a plan fails.
     """
     test = SelfTest.of(model, setup, args.device, args.bf16, control)

@@ -118,6 +118,8 @@ class StartMixin(_TrainerBase):
         self._end_old_run()
         with hidden_from_trainer(self.args):
             self._hp_search_setup(trial)
+            # changed settings hold for a run that begins anew, as for a new trainer
+            self._train_batch_size = self.args.train_batch_size
             _seed(self.args)
             model: Any = self.call_model_init(trial)
             factor = self.args.label_smoothing_factor
@@ -148,8 +150,9 @@ class StartMixin(_TrainerBase):
         if run.retest is None or not any(gather_objects(bool(run.code.problem(model)), run.control)):
             return
         run.release_model()
-        run.report.say(f"with the hooks and forwards added since the start: {run.retest()}")
-        run.code.accept(model)
+        if found := run.retest():
+            run.report.say(f"with the hooks and forwards added since the start: {found}")
+            run.code.accept(model)
 
     def _end_old_run(self) -> None:
         """Ends the run and forgets its model, which must not stay beside the new one. Collective."""

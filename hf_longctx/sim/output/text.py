@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import floor, log10
 
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
 from hf_longctx.plan.core.messages import counted, duration
@@ -375,11 +374,10 @@ def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memo
 
 def _beside(seconds: float, whole_s: float) -> str:
     """Seconds in the unit and with the decimals in which `duration` shows a whole of which they are a part."""
-    if whole_s >= 59.95:
-        return duration(round(seconds))
-    scale, unit = (1.0, "s") if whole_s >= 0.9995 else (1e3, "ms")
-    decimals = 2 - floor(log10(whole_s * scale)) if whole_s else 0
-    return f"{seconds * scale:.{max(0, decimals)}f} {unit}"
+    number, _, unit = duration(whole_s).partition(" ")
+    if unit not in ("s", "ms"):
+        return duration(round(seconds)) if round(seconds) >= 60 else f"{round(seconds)} s"
+    return f"{seconds * (1e3 if unit == 'ms' else 1):.{len(number.partition('.')[2])}f} {unit}"
 
 
 def _ranks(count: int) -> str:

@@ -10,7 +10,7 @@ from helpers.plans.forecasts import MEMORY, cost_model, forecast, scenario
 from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
-from hf_longctx.sim.output.text import execution_text, forecast_text
+from hf_longctx.sim.output.text import _beside, execution_text, forecast_text
 
 
 def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequence() -> None:
@@ -65,6 +65,20 @@ def test_gathers_are_told_beside_the_seconds_unless_they_were_measured() -> None
     text = forecast_text(replace(found, steps=steps))
     assert "gathers of sharded weights take 500 ms, sums of gradients over copies take 250 ms, the optimizer takes 125 ms" in text
     assert "beside it" not in forecast_text(found)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "whole_s", "expected"),
+    [
+        (5.4, 100.0, "5 s"),
+        (70.0, 100.0, "1 min 10 s"),
+        (0.9996, 0.9996, "1.00 s"),
+        (1.234, 12.3, "1.2 s"),
+        (0.0123, 0.085, "12 ms"),
+    ],
+)
+def test_parts_of_a_step_have_its_unit_and_digits(seconds: float, whole_s: float, expected: str) -> None:
+    assert _beside(seconds, whole_s) == expected
 
 
 def test_sequences_that_fit_a_rank_are_not_said_to_need_more() -> None:

@@ -29,8 +29,8 @@ _REMEDY = (
 class TrainedWeights:
     """Names of the weights that a run trains.
 
-    trained: weights that are not frozen, and those of the optimizer. groups: weights in each group of the optimizer; None where
-    none is made yet.
+    trained: weights that are not frozen. groups: weights in each group of the optimizer, frozen ones too; None where none is made
+    yet.
     """
 
     trained: list[str]
@@ -40,18 +40,12 @@ class TrainedWeights:
     def of(cls, model: nn.Module, optimizer: Any = None, left_out: str = "") -> TrainedWeights:
         """The weights of a model, and of its optimizer if there is one. left_out: a weight that another stage names."""
         names = {id(weight): name for name, weight in model.named_parameters()}
-        groups = [] if optimizer is None else optimizer.param_groups
-        updated = {id(weight) for group in groups for weight in group["params"]}
-        trained = [
-            name
-            for name, weight in model.named_parameters()
-            if (weight.requires_grad or id(weight) in updated) and name != left_out
-        ]
+        trained = [name for name, weight in model.named_parameters() if weight.requires_grad and name != left_out]
         if optimizer is None:
             return cls(trained)
         groups = [
             [names.get(id(weight), f"a weight {tuple(weight.shape)} outside the model") for weight in group["params"]]
-            for group in groups
+            for group in optimizer.param_groups
         ]
         return cls(trained, [[name for name in group if name != left_out] for group in groups])
 

@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 
 # field -> what was made with its first value
 _AT_START = {
-    "seed": "random states, and with `data_seed` the order of a stock trainer's steps",
-    "data_seed": "the order of a stock trainer's steps",
+    "seed": "random states and the order of steps",
+    "data_seed": "the order of steps",
     "bf16": "the precision of the run, its plans and its self-test",
     "use_liger_kernel": "the kernels of the model's layers",
     "liger_kernel_config": "the kernels of the model's layers",
@@ -37,9 +37,9 @@ def late_problems(args: TrainingArguments, first: TrainingArguments, values: dic
             "fields (trainer.args.learning_rate = ...), or make the trainer with the new one"
         ]
     made = {name: (value, getattr(args, name), _AT_START[name]) for name, value in values.items()}
-    made["per_device_train_batch_size"] = batch_size, args.train_batch_size, "the batches of a stock trainer"
+    made["per_device_train_batch_size"] = batch_size, args.train_batch_size, "the batches"
     return [
-        f"{name} was {value!r} when the trainer was made, with {what}, and is {now!r} now; set it in the "
+        f"{name} is {now!r} now, but was {value!r} when the trainer was made, which chose {what}; set it in the "
         f"TrainingArguments before the trainer is made"
         for name, (value, now, what) in made.items()
         if value != now

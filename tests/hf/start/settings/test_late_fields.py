@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.models.reference import random_rows
-from helpers.models.tiny_models import ModelCase
+from helpers.models.tiny_models import ModelCase, build_model
 from helpers.trainers.stock_runs import make_stock_trainer, quiet_config
-from helpers.trainers.trainer_runs import make_trainer
+from helpers.trainers.trainer_runs import make_trainer, training_arguments
 
-from hf_longctx import LongContextCallback
+from hf_longctx import LongContextCallback, LongContextTrainer
 
 CASE = ModelCase(num_layers=1, promoted=True)
 # one row a batch, so that a stock trainer needs no padding, and steps of two batches
@@ -74,14 +75,11 @@ def test_epochs_set_late_are_those_that_are_trained() -> None:
 
 # field -> the late value, part of the message
 REFUSED: dict[str, tuple[Any, str]] = {
-    "seed": (4, "seed was 3 when the trainer was made, with random states, and"),
-    "data_seed": (4, "data_seed was None when the trainer was made"),
-    "per_device_train_batch_size": (
-        2,
-        "per_device_train_batch_size was 1 when the trainer was made, with the batches",
-    ),
-    "bf16": (True, "bf16 was False when the trainer was made"),
-    "use_liger_kernel": (True, "use_liger_kernel was False when the trainer was made"),
+    "seed": (4, "seed is 4 now, but was 3 when the trainer was made, which chose random states and the order of steps"),
+    "data_seed": (4, "data_seed is 4 now, but was None when the trainer was made"),
+    "per_device_train_batch_size": (2, "per_device_train_batch_size is 2 now, but was 1 when the trainer was made"),
+    "bf16": (True, "bf16 is True now, but was False when the trainer was made"),
+    "use_liger_kernel": (True, "use_liger_kernel is True now, but was False when the trainer was made"),
     "fp16": (True, "fp16=True is not supported yet"),
     "average_tokens_across_devices": (False, "average_tokens_across_devices=False is not supported yet"),
 }
@@ -107,8 +105,20 @@ def test_a_batch_size_that_was_changed_before_a_callback_is_attached_is_refused(
         trainer = make_stock_trainer(CASE, ROWS, folder, ARGUMENTS)
         trainer.args.per_device_train_batch_size = 2
         LongContextCallback(quiet_config()).attach(trainer)
-        with pytest.raises(ValueError, match="per_device_train_batch_size was 1 when the trainer was made"):
+        with pytest.raises(ValueError, match="per_device_train_batch_size is 2 now, but was 1 when"):
             trainer.train()
+
+
+def test_a_run_that_begins_anew_takes_the_batch_size_that_was_set_late() -> None:
+    settings = {**ARGUMENTS, "gradient_accumulation_steps": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        args = training_arguments(folder, **settings)
+        trainer = LongContextTrainer(
+            model_init=lambda: build_model(CASE), args=args, train_dataset=Dataset.from_list(ROWS), longctx_config=quiet_config()
+        )
+        found = weights_after(trainer, {"per_device_train_batch_size": 2})
+    torch.testing.assert_close(found, ours({}, per_device_train_batch_size=2, gradient_accumulation_steps=1))
+    assert not torch.allclose(found, ours({}, gradient_accumulation_steps=1), rtol=1e-6, atol=1e-8)
 
 
 def test_other_arguments_in_place_of_the_first_are_refused() -> None:

@@ -124,3 +124,28 @@ def without_record(folder: str) -> str:
 def test_a_checkpoint_without_names_is_refused_in_our_words(ranks, tmp_path: Path) -> None:
     (message,) = ranks(1).run(without_record, str(tmp_path))
     assert "are those of other weights (loaded state dict contains a parameter group that doesn't match" in message
+
+
+class AllWeights(LongContextTrainer):
+    """Gives its optimizer frozen weights, too."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+def of_all_weights(folder: str) -> bool:
+    """Whether a run whose optimizer has a frozen weight goes on where it was left."""
+    ends = []
+    for checkpoint in (None, f"{folder}/checkpoint-2"):
+        model: Any = build_model(CASE)
+        freeze(model)
+        trainer: Any = make_trainer(CASE, ROWS, folder, {}, ARGUMENTS, model=model)
+        trainer.__class__ = AllWeights
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append([weight.detach().clone() for weight in model.parameters()])
+    return all(map(torch.equal, *ends))
+
+
+def test_frozen_weights_in_an_optimizer_are_no_others_when_it_resumes(ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(of_all_weights, str(tmp_path)) == [True]
