@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
 from helpers.plans.forecasts import MEMORY, cost_model, forecast, scenario
 
 from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
