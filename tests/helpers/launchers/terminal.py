@@ -7,6 +7,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import termios
 from collections.abc import Callable, Iterator
@@ -63,6 +64,8 @@ def screens(
     process, terminal = pty.fork()
     if not process:
         os.chdir(folder)
+        # tests that a shell runs in the background ignore Ctrl-C, and so would the program
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.execvpe(command[0], command, environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, columns, 0, 0))
     screen, decoder, said, rest = Screen(columns), codecs.getincrementaldecoder("utf-8")(), "", ""
