@@ -102,15 +102,16 @@ def rounded_training(rows: list[dict[str, list[int]]], folder: str, is_on: bool)
     found: list[Any] = []
     finder = run_module.find_rounded if is_on else lambda *_: frozenset()
     settings, arguments = {**SHARDED, "self_test": True}, {"bf16": True, "max_steps": 3}
+    watched: list[Any] = []
+    # a hook that comes after the self-test would be refused; this one runs while weights are gathered
+    hook = register_module_forward_hook(
+        lambda module, *_: found.append(module.mlp.up_proj.weight.dtype) if module in watched else None
+    )
     with patch.object(run_module, "find_rounded", finder):
         trainer = make_trainer(ModelCase(dtype=torch.float32), rows, folder, settings, arguments)
         recorder = LossRecorder()
         recorder.attach(trainer)
-        layer = trainer.model.model.layers[0]
-        # a hook of the layer's own, which comes after the self-test, would be refused; this one runs while weights are gathered
-        hook = register_module_forward_hook(
-            lambda module, *_: found.append(module.mlp.up_proj.weight.dtype) if module is layer else None
-        )
+        watched.append(trainer.model.model.layers[0])
         trainer.train()
         hook.remove()
         trainer.save_model()
