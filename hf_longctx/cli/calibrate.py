@@ -76,8 +76,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--ranks is {options.ranks}; at least 1 is needed")
     if options.ranks is not None and "WORLD_SIZE" in os.environ and options.ranks != int(os.environ["WORLD_SIZE"]):
         raise ValueError(f"--ranks is {options.ranks}, but the launcher started {os.environ['WORLD_SIZE']}; leave it out")
-    if options.model and not Path(options.model).exists() and not is_named(options.model):
-        # ranks would say it after they have started
+    is_unknown = options.model and not Path(options.model).exists() and not is_named(options.model)
+    if is_unknown and "WORLD_SIZE" not in os.environ:
+        # ranks say it together once they have started, where one of them prints it
         raise ValueError(no_model(options.model))
     if options.output is not None and not options.output.parent.is_dir():
         raise ValueError(f"--output {options.output}: the folder {options.output.parent} does not exist; create it first")

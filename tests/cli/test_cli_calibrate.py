@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_longctx.cli.calibrate import _environments
 from hf_longctx.cli.main import main
 from hf_longctx.plan.cost.profiles import read_profile
 
@@ -84,3 +85,14 @@ def test_a_model_that_no_rank_can_build_is_said_once_and_fails(tmp_path: Path) -
     assert run.returncode == 1
     assert run.stderr.count("hf-longctx calibrate: model 'gpt-7b' does not have the layers of a Llama") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_model_is_said_once_under_a_launcher_and_every_rank_fails() -> None:
+    command = [sys.executable, "-m", "hf_longctx.cli.main", "calibrate", "--model", "no-such-model"]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for environment in _environments(2)
+    ]
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "".join(errors).count("model 'no-such-model' is neither a config.json, nor a folder with one") == 1, errors

@@ -100,11 +100,6 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
             found[i] = self._sequence(row, number, first, stop)
         return step, found
 
-    def has_label(self, number: int) -> bool:
-        """Whether a label of sequence `number` counts in the loss."""
-        row = self.task.listed(self.dataset[int(self.index.rows[number])])
-        return self._sequence(row, number, 0, int(self.index.lengths[number])).has_label
-
     def _row(self, number: int) -> Any:
         if self.scanned is None:
             return self.task.listed(self.dataset[number])

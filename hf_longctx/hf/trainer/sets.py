@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -16,11 +17,11 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.collator import PlannedDataset
 from hf_longctx.hf.data.labels.counted import have_labels
+from hf_longctx.hf.data.labels.pieces import RowChanged, tables_of
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, token_rows, too_long
+from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_problems
@@ -178,8 +179,15 @@ class SequenceSets:
     def _label_problems(self, name: str, dataset: Any, scan: DatasetScan, task: HeadTask) -> list[str]:
         """Finds the sequences of a set in which a label counts; a problem if there are none, since its labels were cut off."""
         index = self._cut(scan)
-        rows = PlannedDataset(token_rows(dataset, task), index, task=task)
-        self._labelled[name] = have_labels(index, scan.sequence_lengths, scan.first_labels, rows.has_label)
+
+        def read(rows: IntArray) -> Iterator[pa.Table]:
+            return tables_of(dataset, rows, ScannedRows(name, scan), task)
+
+        try:
+            self._labelled[name] = have_labels(index, scan.sequence_lengths, scan.first_labels, task, read)
+        except RowChanged as error:
+            # perhaps on this rank alone, for which the others wait where problems are raised
+            return [str(error)]
         if self._labelled[name].any():
             return []
         return [

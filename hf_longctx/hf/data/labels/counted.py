@@ -43,14 +43,9 @@ def first_labels(table: pa.Table, documents: IntArray | None, task: HeadTask) ->
     if task.kind == "document":
         classes = pc.list_flatten(table["labels"]).to_numpy()
         return np.where(classes != IGNORE_INDEX, 0, NO_LABEL).astype(np.int64)
-    if "labels" not in table.column_names and LOSS_WEIGHTS not in table.column_names:
+    if (counts := counted_labels(table)) is None:
         return None
     lengths = list_lengths(table["input_ids"]) if documents is None else documents
-    counts = np.ones(int(lengths.sum()), dtype=bool)
-    if "labels" in table.column_names:
-        counts &= pc.list_flatten(table["labels"]).to_numpy() != IGNORE_INDEX
-    if LOSS_WEIGHTS in table.column_names:
-        counts &= pc.list_flatten(table[LOSS_WEIGHTS]).to_numpy() > 0
     ends = np.cumsum(lengths)
     starts = ends - lengths
     if task.kind == "next_token":
@@ -61,13 +56,29 @@ def first_labels(table: pa.Table, documents: IntArray | None, task: HeadTask) ->
     return np.where(first < ends, first - starts, NO_LABEL)
 
 
+def counted_labels(table: pa.Table) -> NDArray[np.bool_] | None:
+    """Whether the label of each token counts, row by row; None for rows of plain text, where all do."""
+    if "labels" not in table.column_names and LOSS_WEIGHTS not in table.column_names:
+        return None
+    counts = np.ones(int(list_lengths(table["input_ids"]).sum()), dtype=bool)
+    if "labels" in table.column_names:
+        counts &= pc.list_flatten(table["labels"]).to_numpy() != IGNORE_INDEX
+    if LOSS_WEIGHTS in table.column_names:
+        counts &= pc.list_flatten(table[LOSS_WEIGHTS]).to_numpy() > 0
+    return counts
+
+
 def have_labels(
-    index: SequenceIndex, lengths: IntArray, first: IntArray | None, has_label: Callable[[int], bool]
+    index: SequenceIndex,
+    lengths: IntArray,
+    first: IntArray | None,
+    task: HeadTask,
+    read: Callable[[IntArray], Iterator[pa.Table]],
 ) -> NDArray[np.bool_]:
     """Whether a label counts in each sequence of `index`.
 
-    lengths: tokens of every document before they were cut. first: see `first_labels`. has_label: reads a sequence by its number;
-    called for later pieces of documents that were split.
+    lengths: tokens of every document before they were cut. first: see `first_labels`. read: gives rows by their numbers, in
+    tables; called for rows with later pieces of documents that were split, each of which is read once.
     """
     if first is None:
         return index.lengths > 1
@@ -78,8 +89,25 @@ def have_labels(
     document = np.searchsorted(document_ends, ends)
     stops = ends - (document_ends - lengths)[document]
     found = first[document] < stops
-    for number in np.flatnonzero(found & (stops > index.lengths)):
-        found[number] = has_label(int(number))
+    if task.marks or task.kind == "document":
+        # every piece has the label of its row
+        return found
+    later = np.flatnonzero(found & (stops > index.lengths))
+    rows, places = np.unique(index.rows[later], return_inverse=True)
+    num_read = 0
+    for table in read(rows):
+        counts = counted_labels(table)
+        assert counts is not None
+        sums = np.append(0, np.cumsum(counts))
+        row_lengths = list_lengths(table["input_ids"])
+        # sequences are in the order of their rows
+        own = slice(*np.searchsorted(places, (num_read, num_read + len(table))))
+        begins = (np.cumsum(row_lengths) - row_lengths)[places[own] - num_read]
+        numbers = later[own]
+        # nothing predicts the first token of a piece
+        unpredicted = int(task.kind == "next_token")
+        found[numbers] = sums[begins + index.stops[numbers]] > sums[begins + index.starts[numbers] + unpredicted]
+        num_read += len(table)
     return found
 
 

@@ -10,11 +10,12 @@ import datasets
 import numpy as np
 import pytest
 
-from hf_longctx.hf.data.collator import PlannedDataset
+from hf_longctx.hf.data.labels import pieces
 from hf_longctx.hf.data.labels.counted import have_labels, step_without_labels
+from hf_longctx.hf.data.labels.pieces import tables_of
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import LengthAwareSampler, SequenceIndex
-from hf_longctx.hf.data.scan import scan_dataset, token_rows
+from hf_longctx.hf.data.scan import ScannedRows, scan_dataset
 from hf_longctx.hf.data.scan_cache import cached_scan
 
 TOKENS = HeadTask("token", 4)
@@ -44,9 +45,27 @@ def counted(row: dict[str, Any], begin: int, stop: int, is_shifted: bool) -> boo
     return any(labels[i] != -100 and weights[i] > 0 for i in range(begin + is_shifted, stop))
 
 
+class Counting:
+    """Rows that are noted when they are read."""
+
+    def __init__(self, rows: Any, read: list[int]) -> None:
+        self.rows, self.read = rows, read
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Any:
+        self.read.append(number)
+        return self.rows[number]
+
+
 @pytest.mark.parametrize("is_arrow", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_without_a_label_are_found_for_any_limit_and_way_to_cut(kind: str, is_arrow: bool, tmp_path) -> None:
+def test_sequences_without_a_label_are_found_for_any_limit_and_way_to_cut(
+    kind: str, is_arrow: bool, tmp_path, monkeypatch
+) -> None:
+    # several tables, some of several rows
+    monkeypatch.setattr(pieces, "_TABLE_TOKENS", 16)
     task = TOKENS if "tokens" in kind else NEXT_TOKEN
     rows = rows_of(kind, random.Random(kind))
     dataset: Any = datasets.Dataset.from_list(rows) if is_arrow else rows
@@ -62,17 +81,18 @@ def test_sequences_without_a_label_are_found_for_any_limit_and_way_to_cut(kind: 
         for way in ("truncate", "split"):
             index = SequenceIndex.build(scan.lengths, limit, way, scan.documents)
             read: list[int] = []
-            planned = PlannedDataset(token_rows(dataset, task), index, task=task)
+            seen = Counting(dataset, read)
 
-            def has_label(number: int, planned: Any = planned, read: list[int] = read) -> bool:
-                read.append(number)
-                return planned.has_label(number)
+            def tables(rows: Any, seen: Any = seen, read: list[int] = read) -> Any:
+                read += rows.tolist() if is_arrow else []
+                return tables_of(dataset if is_arrow else seen, rows, ScannedRows("d", scan), task)
 
-            found = have_labels(index, scan.sequence_lengths, scan.first_labels, has_label)
+            found = have_labels(index, scan.sequence_lengths, scan.first_labels, task, tables)
             spans = zip(index.rows, index.starts, index.stops, strict=True)
             expected = [counted(rows[row], int(start), int(stop), task == NEXT_TOKEN) for row, start, stop in spans]
             assert found.tolist() == expected, (limit, way)
-            assert way == "split" or not read
+            # once per row, however many pieces it has
+            assert len(set(read)) == len(read) and (way == "split" or not read)
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])

@@ -205,3 +205,32 @@ def test_a_stream_that_draws_at_random_is_safe_because_rank_0_alone_reads_every_
     # the tokens that were drawn are the tokens that were trained
     (expected, _), _ = ranks(2).run(losses_of_stream, drawn[:24])
     assert losses == pytest.approx(expected, rel=1e-10)
+
+
+class ReadOnce(Sequence[dict[str, Any]]):
+    """Rows of which, on rank 1, all but the first can be read no more than once."""
+
+    def __init__(self) -> None:
+        self.rows, self.read = random_rows([4, 9, 12, 30]), set[int]()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number in self.read and dist.get_rank() == 1:
+            raise IndexError("the shard is gone")
+        self.read |= {number} - {0}
+        return self.rows[number]
+
+
+def error_of_pieces(folder: str) -> str:
+    try:
+        make_trainer(ModelCase(), ReadOnce(), folder, {"max_length": 8, "long_sequences": "split"}, {"max_steps": 1})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_row_that_one_rank_cannot_read_for_its_pieces_is_named_on_every_rank(ranks, tmp_path) -> None:
+    for message in ranks(2).run(error_of_pieces, str(tmp_path)):
+        assert "train_dataset row 1 has changed: it had 9 tokens" in message and "the shard is gone" in message, message
