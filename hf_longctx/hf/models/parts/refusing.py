@@ -13,6 +13,8 @@ from hf_longctx.hf.models.adapters import base_of
 
 # attribute of a refusing function: the instance's own function that it hides, or None
 _HIDDEN = "_longctx_hidden"
+# attribute of a module: its refusing functions, also those that others have wrapped
+_REFUSALS = "_longctx_refusals"
 
 
 def refuse_saving(model: nn.Module, why: str, takes_weights: bool = False) -> None:
@@ -53,8 +55,9 @@ def refuses(module: nn.Module, name: str = "forward") -> bool:
 
 
 def allow_all(model: nn.Module) -> None:
-    """Takes the refusals of a model back. Idempotent."""
+    """Takes the refusals of a model back, also inside functions that others have put around them since. Idempotent."""
     for module in _outer_and_base(model):
+        vars(module).pop(_REFUSALS, []).clear()
         if refuses(module, "_original_forward"):
             # accelerate has wrapped the refusal in autocast
             vars(module)["forward"] = vars(module).pop("_original_forward")
@@ -89,10 +92,16 @@ def _hide(module: nn.Module, name: str, refusal: Callable[..., Any]) -> None:
     if refuses(module, name):
         return
 
+    allowed, hidden = getattr(type(module), name), vars(module).get(name)
+    refusals: list[Callable[..., Any]] = vars(module).setdefault(_REFUSALS, [])
+
     # trainers read the signature of a forward
-    @functools.wraps(getattr(type(module), name))
+    @functools.wraps(allowed)
     def refuse(this: nn.Module, *args: Any, **keywords: Any) -> Any:
+        if refuse not in refusals:
+            return allowed(this, *args, **keywords) if hidden is None else hidden(*args, **keywords)
         return refusal(this, *args, **keywords)
 
-    vars(refuse)[_HIDDEN] = vars(module).get(name)
+    refusals.append(refuse)
+    vars(refuse)[_HIDDEN] = hidden
     vars(module)[name] = MethodType(refuse, module)
