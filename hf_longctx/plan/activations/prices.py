@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.plan.activations.slots import layer_slot
+from hf_longctx.plan.activations.slots import kind_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.layer_kinds import ATTENTION
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
@@ -51,15 +51,14 @@ class MemoryPrices:
         linear: list[tuple[float, float]] = []
         curved: list[tuple[float, float, FloatArray]] = []
         for kind in dict.fromkeys(kinds):
-            count, pairs = kinds.count(kind), costs.pairs_of((kind,))
-            slot = layer_slot(costs, sample, GroupShape(1), pairs, ((kind, 1.0),))
+            count, slot = kinds.count(kind), kind_slot(costs, sample, GroupShape(1), kind)
             for item in slot.saved:
                 item_bytes = count * item.num_bytes / sample.num_tokens
                 if not (item.can_keep and item.num_bytes):
                     continue
                 if item.documents:
-                    seen: FloatArray = tokens * pairs.seen(np.zeros_like(tokens), tokens)
-                    curved.append((item_bytes, count * item.recompute_s / pairs.of_chunk(sample), seen))
+                    seen: FloatArray = tokens * item.pairs.seen(np.zeros_like(tokens), tokens)
+                    curved.append((item_bytes, count * item.recompute_s / item.pairs.of_chunk(sample), seen))
                 else:
                     linear.append((item_bytes, count * item.recompute_s / sample.num_tokens))
         return cls(

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.layer_kinds import ATTENTION
+from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import KindShares
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, TensorClass
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -85,8 +85,13 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
     """Makes one slot per layer of `chunk`, for one rank of a group; each class says what the runtime may do with it."""
     num_layers = costs.model.num_layers
     kinds = costs.model.layer_kinds(LayerRange(0, num_layers)) or (ATTENTION,) * num_layers
-    slots = {kind: layer_slot(costs, chunk, shape, costs.pairs_of((kind,)), ((kind, 1.0),)) for kind in dict.fromkeys(kinds)}
+    slots = {kind: kind_slot(costs, chunk, shape, kind) for kind in dict.fromkeys(kinds)}
     return tuple(slots[kind] for kind in kinds)
+
+
+def kind_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, kind: LayerKind) -> Slot:
+    """Makes the slot of one layer of this kind."""
+    return layer_slot(costs, chunk, shape, costs.pairs_of((kind,)), ((kind, 1.0),))
 
 
 def layer_slot(

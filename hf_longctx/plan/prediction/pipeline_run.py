@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from hf_longctx.plan.activations.slots import SavedClass, Slot, layer_slot
+from hf_longctx.plan.activations.slots import SavedClass, Slot, kind_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
@@ -281,8 +281,7 @@ class ChunkSeconds:
     def slot(self, chunk: int, kind: LayerKind) -> Slot:
         """The slot of a layer of this kind for a chunk."""
         if (chunk, kind) not in self._slots:
-            pairs, kinds = self.costs.pairs_of((kind,)), ((kind, 1.0),)
-            self._slots[chunk, kind] = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, pairs, kinds)
+            self._slots[chunk, kind] = kind_slot(self.costs, self.group.chunks[chunk], self.group.shape, kind)
         return self._slots[chunk, kind]
 
 
