@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts
+from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.layers import adapter_spec, layer_modules
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
@@ -362,6 +363,7 @@ def test_frozen_layers_save_what_is_predicted(family: str, dtype: torch.dtype, i
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=adapters != "narrow")
         adapted.enable_input_require_grads()
         found = adapter_spec(adapted, is_autocast)
+        FusedLayers("").bind(adapted)
         key_dropouts(model)
         if (keys := keys_of(model)) is not None:
             keys.tokens = keys.of_pieces([(NUM_TOKENS, 0)], torch.arange(NUM_TOKENS))

@@ -269,14 +269,34 @@ def _trained(module: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
 
 
+def plain_adapter(layer: Any) -> Adapter | None:
+    """The adapter of a projection, if it is the only active one and does nothing but multiply by two matrices and a number.
+
+    None if a hook would see what these get or return. The module below the adapter may be of any kind.
+    """
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1 or layer.disable_adapters or layer.merged or active[0] in layer.lora_variant:
+        return None
+    (name,) = active
+    first, second, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    if any(isinstance(plain_projection(each), str) for each in (first, second)) or dropout_problem(dropout):
+        return None
+    is_added = first.bias is None and second.bias is None
+    return Adapter(first, second, dropout, float(layer.scaling[name])) if is_added else None
+
+
 def copies_input(layer: Any, hidden: torch.dtype, is_autocast: bool) -> bool:
     """Whether the adapter of a projection saves a copy of its input: in another dtype than `hidden`, or with some of it dropped.
 
-    hidden: dtype of hidden states. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights.
+    hidden: dtype of hidden states. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights. Then plans
+    let a plain adapter read hidden states in bf16 as they are (`hf.models.fused.low_rank`), where PEFT casts them to its dtype.
     """
-    dtype = layer.lora_A[_ADAPTER].weight.dtype
-    is_rounded = is_autocast and min(2, hidden.itemsize) != hidden.itemsize
-    return dtype != hidden or is_rounded or isinstance(layer.lora_dropout[_ADAPTER], nn.Dropout)
+    if isinstance(layer.lora_dropout[_ADAPTER], nn.Dropout):
+        return True
+    if is_autocast:
+        return hidden != torch.bfloat16 or plain_adapter(layer) is None
+    dtype: torch.dtype = layer.lora_A[_ADAPTER].weight.dtype
+    return dtype != hidden
 
 
 def saved_bytes(layer: Any, hidden: torch.dtype, is_autocast: bool) -> int:

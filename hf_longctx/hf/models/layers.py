@@ -104,16 +104,21 @@ def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_a
     in_mlps = {id(each): each for mlp in modules.mlps for each in lora_layers(mlp).values()}
     outside = {name: each for name, each in lora_layers(layer).items() if id(each) not in in_mlps}
     reads: set[str] = set()
+    outer_bytes = 0
     for name, each in outside.items():
-        if not copies_input(each, hidden, is_autocast):
-            reads |= _READS.get(name.rpartition(".")[2], _UNKNOWN_READS)
+        read = _READS.get(name.rpartition(".")[2], _UNKNOWN_READS)
+        # under autocast attention gives what matrices make, in bf16
+        given = torch.bfloat16 if is_autocast and read == {"reads_attention"} else hidden
+        outer_bytes += saved_bytes(each, given, is_autocast)
+        if not copies_input(each, given, is_autocast):
+            reads |= read
     for each in in_mlps.values():
         if not copies_input(each, hidden, is_autocast):
             first = {"reads_second_norm"} if each.in_features == num_hidden else set()
             last = {"reads_product"} if each.out_features == num_hidden else set()
             reads |= first | last or _UNKNOWN_READS
     return AdapterSpec(
-        attention_saved_bytes=sum(saved_bytes(each, hidden, is_autocast) for each in outside.values()),
+        attention_saved_bytes=outer_bytes,
         mlp_saved_bytes=sum(saved_bytes(each, hidden, is_autocast) for each in in_mlps.values()),
         cut_bytes=cut_bytes([each for name, each in _named(modules.attention) if name in PROJECTIONS]),
         tile_bytes=tile_bytes(list(in_mlps.values()), hidden, is_autocast),

@@ -14,8 +14,8 @@ def lora_adapters(model: ModelSpec, rank: int) -> AdapterSpec:
     """LoRA of this rank on every matrix of the layers, with PEFT's defaults; embedding and head are frozen.
 
     Two matrices stand beside every matrix, but not beside routed experts, which are no modules of their own. Beside weights in
-    half precision they are in fp32, and autocast in bf16 makes a copy of each input, as `hf.models.layers.adapter_spec` reads of
-    such a model. Where layers have heads of several sizes, each number is the largest of any layer.
+    half precision they are in fp32, and autocast in bf16 multiplies by rounded copies of them, as `hf.models.layers.adapter_spec`
+    reads of such a model. Where layers have heads of several sizes, each number is the largest of any layer.
     """
     if model.heads:
         found = [lora_adapters(of_size, rank) for of_size, _ in model.head_counts()]
@@ -25,19 +25,17 @@ def lora_adapters(model: ModelSpec, rank: int) -> AdapterSpec:
     num_mlp = num_wide + (num_wide > 0)
     made_kv = model.kv_size * model.num_made // 2
     heads, mlp = 4 * d + model.query_size + made_kv + model.output_size, num_mlp * (d + f)
-    is_copied, width = e < _WIDE, max(_WIDE, e)
-    saved = _HALF if is_copied else e
-    copied = saved if is_copied else 0
-    in_mlp = copied * (num_wide * d + (num_mlp - num_wide) * f) + saved * num_mlp * rank
+    saved, width = _HALF if e < _WIDE else e, max(_WIDE, e)
+    in_mlp = saved * num_mlp * rank
     return AdapterSpec(
         layer_parameters=rank * (heads + mlp),
         layer_bytes=rank * (heads + mlp) * width,
-        attention_saved_bytes=copied * (3 * d + model.output_size) + saved * 4 * rank,
+        attention_saved_bytes=saved * 4 * rank,
         mlp_saved_bytes=in_mlp,
         cut_bytes=4 * rank * 3 * width,
         tile_bytes=in_mlp + (2 * width * max(d, f) if num_mlp else 0),
-        reads_first_norm=not is_copied,
-        reads_attention=not is_copied,
-        reads_second_norm=not is_copied and num_mlp > 0,
-        reads_product=not is_copied and num_mlp > 0,
+        reads_first_norm=True,
+        reads_attention=True,
+        reads_second_norm=num_mlp > 0,
+        reads_product=num_mlp > 0,
     )

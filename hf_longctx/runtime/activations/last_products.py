@@ -31,6 +31,8 @@ from hf_longctx.runtime.activations.projection_record import autocast_operands, 
 _ADDING = frozenset(
     f"{name}Backward0" for name in ("Add", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Transpose", "Squeeze", "Unsqueeze")
 )
+# nodes that only add their first input to something else
+_ADDING_FIRST = frozenset(("_AddLowRankBackward",))
 # largest change of the input's gradient, relative to its largest value: products may be rounded otherwise
 _TOLERANCE = 0.05
 # the linear modules of each MLP that were found, for as long as the MLP lives
@@ -147,8 +149,10 @@ def _are_only_added(y: Tensor, nodes: Sequence[Node | None]) -> bool:
             if not adds:
                 return False
             reached.add(node)
-        adds = adds and node.name() in _ADDING and node not in wanted
-        stack += ((following, adds) for following, _ in node.next_functions)
+        adds = adds and node not in wanted
+        for place, (following, _) in enumerate(node.next_functions):
+            is_added = node.name() in _ADDING or (place == 0 and node.name() in _ADDING_FIRST)
+            stack.append((following, adds and is_added))
     return reached == wanted
 
 

@@ -1,5 +1,7 @@
 """Lets norms, gated MLPs and rotary embeddings of a model run as single kernels while plans run, and checks these beforehand.
 
+Low-rank adapters always run in fewer passes over memory than PEFT makes (`low_rank`).
+
 The linear modules of an MLP and of attention run as ever, so adapters, shards and packed weights are as in the model's own
 forward. What a kernel cannot take (mixed dtypes, batches in a rotary embedding, hooks inside an MLP) runs the model's own code.
 
@@ -19,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from hf_longctx.hf.models.adapters import lora_layers
 from hf_longctx.hf.models.context.forwards import without_renames
 from hf_longctx.hf.models.fused.find import ROTARY, FusableModule, fusable_modules, is_hooked
+from hf_longctx.hf.models.fused.low_rank import adapted
 from hf_longctx.runtime.core.binding import replace_forward, with_globals
 from hf_longctx.runtime.fused import liger
 from hf_longctx.runtime.fused.compiled import CompiledFunction, Function
@@ -37,7 +41,7 @@ _LARGEST_ERROR = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2
 class FusedLayers:
     """Binds kernels to the layers of one model at a time; `close` gives the model its own forwards back. Idempotent.
 
-    maker: who makes the kernels. backend: that of torch.compile.
+    maker: who makes the kernels of norms, gated MLPs and rotary embeddings. backend: that of torch.compile.
     """
 
     def __init__(self, maker: Maker, backend: str = "inductor") -> None:
@@ -49,11 +53,13 @@ class FusedLayers:
 
     def bind(self, model: nn.Module) -> None:
         """Binds kernels to every module of `model` that is known; call it before an activation engine binds itself."""
-        if not self.maker or model is self._model:
+        if model is self._model:
             return
         self.close()
         self._model = model
-        for found in list(fusable_modules(model)):
+        for layer in lora_layers(model).values():
+            self._undo.append(replace_forward(layer, partial(adapted, layer, layer.forward)))
+        for found in list(fusable_modules(model)) if self.maker else ():
             if self._takes(found):
                 self._undo.append(replace_forward(found.module, self._forward(found)))
 
