@@ -10,6 +10,7 @@ one document after the other (`gradient_accumulation_steps`), so that it has no 
     HF checkpointing, Liger       the same with Liger's fused norms, MLP and loss
     TRL selective, Liger          keeps attention, as TRL's `selective` does, and recomputes all else
     hf_longctx                    our trainer with its defaults
+    hf_longctx, compiled          the same with `compile_layers`: norms, MLP and rotary embedding by torch.compile
     hf_longctx, Liger             the same with Liger's norms and MLP
 
 Every method runs in a process of its own. The first step does not count; losses of the first step, with the same weights, must
@@ -44,7 +45,10 @@ from hf_longctx.recipes.bench.cpu.skewed import StepTimes
 from hf_longctx.recipes.bench.gpu.cases import TOY
 from hf_longctx.recipes.bench.gpu.rows import append_row, is_wanted
 
-METHODS = ("HF checkpointing", "HF checkpointing, Liger", "TRL selective, Liger", "hf_longctx", "hf_longctx, Liger")
+METHODS = (
+    *("HF checkpointing", "HF checkpointing, Liger", "TRL selective, Liger"),
+    *("hf_longctx", "hf_longctx, compiled", "hf_longctx, Liger"),
+)
 MARK = "ROW "
 TOLERANCE = 0.01
 
@@ -202,15 +206,33 @@ def _train(job: Job, method: str) -> Row:
         )
         shared = {"model": model, "args": args, "train_dataset": data, "callbacks": [times]}
         if is_ours:
-            quiet = LongContextConfig(timeline_steps=0)
-            trainer: Trainer = LongContextTrainer(longctx_config=quiet, **shared)
+            config = LongContextConfig(timeline_steps=0, compile_layers="compiled" in method)
+            trainer: Trainer = LongContextTrainer(longctx_config=config, **shared)
         else:
             trainer = Trainer(data_collator=DefaultDataCollator(), **shared)
         trainer.log = lambda logs, start_time=None: trainer.state.log_history.append(dict(logs))
         trainer.train()
+        if is_ours:
+            print_steps(Path(folder) / "journal.jsonl")
     step_s = median(times.seconds[1:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0
     return Row(method, "ok", step_s, sum(lengths) / step_s, peak, trainer.state.log_history[0]["loss"])
+
+
+def print_steps(journal: Path) -> None:
+    """Prints what was predicted for each step of our training, and what happened."""
+    steps = [each for each in map(json.loads, journal.read_text().splitlines()) if each["kind"] == "step"]
+    for each in steps:
+        seconds = "nothing" if each["predicted_s"] is None else f"{each['predicted_s']:.2f}"
+        measured, predicted = each["bytes"], each["predicted_bytes"]
+        sizes = (
+            f"{name} {measured[kind] / 2**30:.1f} GiB, predicted {predicted[kind] / 2**30:.1f}"
+            for kind, name in (("device_peak", "peak"), ("host", "host"))
+        )
+        print(
+            f"step {each['step']}: {each['layout']}, {each['measured_s']:.2f} s, predicted {seconds}; {'; '.join(sizes)}",
+            flush=True,
+        )
 
 
 def build(job: Job) -> Any:
