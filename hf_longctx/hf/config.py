@@ -73,11 +73,12 @@ class LongContextConfig:
             "machine's memory, shared by its ranks, and at most 64 for each; on CPU 0."
         },
     )
-    tile_tokens: int = field(
-        default=2048,
+    tile_tokens: int | None = field(
+        default=None,
         metadata={
-            "help": "Tokens per tile of the MLP, the norms, and the output head with loss, in chunks that do not keep "
-            "everything; logits then never exist as a whole. 0: no tiles."
+            "help": "Tokens per tile of the MLP and the norms in chunks that do not keep everything; output head and loss run in "
+            "tiles of at most 2,048, so that logits never exist as a whole. 0: no tiles. Default: 8,192, 4,096 or 2,048, the "
+            "most of which a tile takes little of the memory; where a sequence would not fit otherwise, 2,048."
         },
     )
     tokens_per_step: int | None = field(
@@ -394,7 +395,7 @@ KINDS: dict[str, Kind] = {
     "activations": Word(("auto", "keep")),
     "device_gib": Number("give more than 0 or leave it out", is_optional=True),
     "host_gib": Number("it cannot be negative (0: nothing is offloaded)", may_be_zero=True, is_optional=True),
-    "tile_tokens": Whole(0, "it cannot be negative (0: untiled)"),
+    "tile_tokens": Whole(0, "it cannot be negative (0: untiled)", is_optional=True),
     "tokens_per_step": _TOKENS,
     "lookahead_batches": Whole(1, "at least 1 global batch must be read ahead", is_optional=True, most=2**31),
     "stream_readers": Whole(1, "give the number of readers, 1 for rank 0 alone", most=2**16),

@@ -16,8 +16,6 @@ from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
-# tokens per tile of norms, MLP and loss: the default of a run
-TILE_TOKENS = 2048
 _LEAST_GAIN = 1.05
 # rank of the adapters that refusals propose
 _LORA_RANK = 16
@@ -98,7 +96,8 @@ class DeviceMemory:
         if self.keeps_everything:
             return None
         kept = self.tokens_per_rank(parameters, shard_ranks, is_shared)
-        return ActivationBudget(kept, self.left_bytes(parameters, shard_ranks), self.host_bytes, TILE_TOKENS)
+        left_bytes = self.left_bytes(parameters, shard_ranks)
+        return ActivationBudget(kept, left_bytes, self.host_bytes, self._byte_model.tile_tokens(left_bytes))
 
     def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, shape: GroupShape) -> int:
         """Most tokens that fit on a rank, with policies or with everything kept. shape: of the largest group of ranks."""

@@ -9,13 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, GroupShape, LayerRange, SequenceGroup, Span, StagePlan
+from hf_longctx.plan.core.types import (
+    LEAST_TILE_TOKENS,
+    Action,
+    ActivationPolicy,
+    Chunk,
+    GroupShape,
+    LayerRange,
+    SequenceGroup,
+    Span,
+    StagePlan,
+)
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.prediction.pipeline_run import run_alone
-from hf_longctx.sim.capacity import TILE_TOKENS
 
 _GIB = 2**30
 
@@ -78,7 +87,7 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
 
     A switch that would hold fewer tokens is left off, so no row has fewer tokens than the row that it builds on.
     """
-    tile, host = TILE_TOKENS, budget.host_bytes
+    tile, host = LEAST_TILE_TOKENS, budget.host_bytes
     rows = [
         _Switches("everything kept, as Hugging Face does", keeps_everything=True),
         _Switches(f"+ loss in tiles of {tile:,} tokens", loss_tile=tile, keeps_everything=True),

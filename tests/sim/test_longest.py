@@ -9,12 +9,12 @@ import pytest
 from helpers.plans.layouts import tiny_costs
 
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
-from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import with_adapters
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.sim.longest import TILE_TOKENS, Budget, _step_s, longest_rows
+from hf_longctx.sim.longest import Budget, _step_s, longest_rows
 
 MODEL = ModelSpec(16, 256, 1024, 8, 4, 32, 4096, 8192, bytes_per_element=2)
 COSTS = tiny_costs(1, MODEL)
@@ -26,7 +26,7 @@ def test_rows_fit_and_hold_no_token_more() -> None:
     assert len(rows) == 7 and all(row.tokens > 0 and row.step_s > 0 for row in rows)
     for row, host, keeps in ((rows[3], 0, False), (rows[4], 0, True), (rows[5], 2**28, False), (rows[6], 2**28, True)):
         for tokens, fits in ((row.tokens, True), (row.tokens + 1, False)):
-            policy = lean_policy(MODEL, tokens, host, TILE_TOKENS, keeps_attention=keeps)
+            policy = lean_policy(MODEL, tokens, host, LEAST_TILE_TOKENS, keeps_attention=keeps)
             found = ByteModel(MODEL).chunk(Load.document(tokens, 16), policy)
             assert found.host <= host
             assert (found.device + found.workspace <= BUDGET.device_bytes) == fits
@@ -37,9 +37,9 @@ def test_inputs_of_every_second_layer_cost_half_a_forward_more(host_bytes: int) 
     budget = replace(BUDGET, host_bytes=host_bytes, reruns=True)
     *before, last = longest_rows(COSTS, budget)
     assert len(before) == (7 if host_bytes else 5) and last.tokens > 1.2 * max(row.tokens for row in before)
-    assert last.tokens == most_tokens(MODEL, BUDGET.device_bytes, host_bytes, TILE_TOKENS, reruns=True)
+    assert last.tokens == most_tokens(MODEL, BUDGET.device_bytes, host_bytes, LEAST_TILE_TOKENS, reruns=True)
     # copies are hidden behind computing, so the same tokens with all inputs kept differ by the forwards of eight layers
-    policies = [lean_policy(MODEL, last.tokens, host_bytes, TILE_TOKENS, reruns=again) for again in (True, False)]
+    policies = [lean_policy(MODEL, last.tokens, host_bytes, LEAST_TILE_TOKENS, reruns=again) for again in (True, False)]
     reruns_s, plain_s = (_step_s(COSTS, budget, policy, last.tokens) for policy in policies)
     forward = COSTS.coefficients.forward
     layers_s = forward.token_s * 15 / 16 * last.tokens + forward.pair_s * last.tokens**2 / 2
@@ -49,7 +49,7 @@ def test_inputs_of_every_second_layer_cost_half_a_forward_more(host_bytes: int) 
 
 def test_the_row_with_host_memory_is_that_of_most_tokens() -> None:
     rows = longest_rows(COSTS, BUDGET)
-    assert rows[5].tokens == most_tokens(MODEL, BUDGET.device_bytes, BUDGET.host_bytes, TILE_TOKENS)
+    assert rows[5].tokens == most_tokens(MODEL, BUDGET.device_bytes, BUDGET.host_bytes, LEAST_TILE_TOKENS)
 
 
 def test_keeping_attention_saves_its_seconds() -> None:

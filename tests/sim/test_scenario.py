@@ -301,7 +301,7 @@ def test_only_what_was_not_measured_is_recomputed_by_need() -> None:
     budget, memory = scenario.planner_config.activations, scenario.memory
     assert budget is not None and budget == scenario.budget
     left = memory.usable_bytes - memory.state_bytes("replicated", 1)
-    assert (budget.device_bytes, budget.host_bytes, budget.tile_tokens) == (left, 2**34, 2048)
+    assert (budget.device_bytes, budget.host_bytes, budget.tile_tokens) == (left, 2**34, 8192)
     assert budget.kept_tokens == scenario.kept_tokens < scenario.tokens_per_rank
     byte_model = ByteModel(scenario.costs.model)
     assert byte_model.kept_bytes(budget.kept_tokens, True) <= left < byte_model.kept_bytes(budget.kept_tokens + 1, True)

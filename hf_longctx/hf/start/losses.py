@@ -86,7 +86,7 @@ def stock_loss_problems(model: Any, args: TrainingArguments, config: LongContext
             f"{name}, whose values on two parts of a row do not add up to that on the whole row, as those of the ranks must; let "
             f"it read shift_labels and divide a sum by num_items_in_batch, or {WAY_OUT}"
         )
-    elif config.activations == "auto" and config.tile_tokens and not activation_problem(base_of(model)):
+    elif config.activations == "auto" and config.tile_tokens != 0 and not activation_problem(base_of(model)):
         problems.append(f"{name}, but a loss in tiles would never call it; set tile_tokens=0 to keep whole logits, or {WAY_OUT}")
     return problems
 

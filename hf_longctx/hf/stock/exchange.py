@@ -272,7 +272,7 @@ class SequenceExchange:
         if is_summed:
             assert engine.head is not None
             # backward follows at once: a stock trainer makes one forward at a time
-            self._during.enter_context(engine.head.summing(Targets(labels_1T), policy.tile_tokens, keep_gradients=True))
+            self._during.enter_context(engine.head.summing(Targets(labels_1T), policy.loss_tile_tokens, keep_gradients=True))
         activations = engine.begin(policy)
         self._during.enter_context(activations.running())
         return replace(context, activations=activations), is_summed

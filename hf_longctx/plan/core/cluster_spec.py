@@ -18,6 +18,7 @@ class HardwareSpec:
     between device and host. host_bytes: host memory available to each rank (0: unknown). exchange_bytes_per_s: measured
     all-to-alls as (number of ranks, rate); rates for other numbers of ranks follow from link and network. source: where the
     numbers come from; empty for a guess. memory_bytes_per_s: reads and writes of the device's own memory (0: unknown).
+    elementwise_bytes_per_s: what operations without products read and write (0: matmul_flops_per_s counts their seconds in).
     tile_keys: keys that attention computes at once, hidden ones included; 0: only pairs that are seen count.
     """
 
@@ -36,6 +37,7 @@ class HardwareSpec:
     exchange_bytes_per_s: tuple[tuple[int, float], ...] = ()
     source: str = ""
     memory_bytes_per_s: float = 0.0
+    elementwise_bytes_per_s: float = 0.0
     tile_keys: int = 0
 
 

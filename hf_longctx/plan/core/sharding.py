@@ -300,7 +300,7 @@ def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
 
 
 # documents of at most so many tokens may share a call of attention, which has at most so many rows
-PACKED_TOKENS, PACKED_ROWS = 8192, 16384
+PACKED_TOKENS, PACKED_ROWS = 2048, 16384
 # rows that the operator's backward allocates for every document beside those of its tokens
 _ROWS_PER_DOCUMENT = 128
 

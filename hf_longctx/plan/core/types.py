@@ -145,17 +145,29 @@ class LayerPolicy:
         return all(share.device == share.total for share in self.shares)
 
 
+# tokens per tile of the loss, and of everything where memory is short
+LEAST_TILE_TOKENS = 2048
+# tokens per tile of norms and MLPs, of which memory chooses
+TILE_SIZES = (8192, 4096, LEAST_TILE_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationPolicy:
     """Policies of one chunk on one model part, layer by layer; layers beyond the list keep everything.
 
-    `tile_tokens`: norms, MLP and loss run in tiles of this many tokens; 0 means untiled.
+    `tile_tokens`: norms and MLP run in tiles of this many tokens, and the loss in tiles of at most `LEAST_TILE_TOKENS`, since
+    logits are wide; 0 means untiled.
     """
 
     chunk: int
     part: int = 0
     layers: tuple[LayerPolicy, ...] = ()
     tile_tokens: int = 0
+
+    @property
+    def loss_tile_tokens(self) -> int:
+        """Tokens per tile of the loss; 0: untiled."""
+        return min(self.tile_tokens, LEAST_TILE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

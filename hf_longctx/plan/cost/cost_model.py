@@ -31,6 +31,7 @@ from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Parameters
+from hf_longctx.plan.cost.elementwise import elementwise_bytes
 from hf_longctx.plan.cost.traffic import (
     Traffic,
     added_products,
@@ -459,7 +460,8 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
 
     Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
     chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels. Weights below
-    adapters are frozen (`with_adapters`).
+    adapters are frozen (`with_adapters`). Operations without products are counted by their bytes (`elementwise_bytes`) where
+    their rate is known; other rates of products are low enough to count them in.
 
     A scan counts by its products, as one kernel at the rate of matrices would take, and once more where backward runs it again
     (`CostModel.rescan_s`). Transformers' torch code starts some ten
@@ -478,7 +480,19 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
         step_s=0.0,
         source=hardware.source or "default",
     )
-    return with_adapters(found, model)
+    found = with_adapters(found, model)
+    if not hardware.elementwise_bytes_per_s:
+        return found
+    added = (model.num_layers * each / hardware.elementwise_bytes_per_s for each in elementwise_bytes(model))
+    return replace(
+        found, forward=_with_elementwise(found.forward, next(added)), backward=_with_elementwise(found.backward, next(added))
+    )
+
+
+def _with_elementwise(costs: PassCoefficients, token_s: float) -> PassCoefficients:
+    """Coefficients with further seconds of every token in the layers, and the output head's as they were."""
+    share = costs.token_s / (costs.token_s + token_s)
+    return replace(costs, token_s=costs.token_s + token_s, head_factor=costs.head_factor * share)
 
 
 def with_adapters(whole: CostCoefficients, model: ModelSpec) -> CostCoefficients:

@@ -18,6 +18,8 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import (
+    LEAST_TILE_TOKENS,
+    TILE_SIZES,
     ActivationPolicy,
     Chunk,
     GroupShape,
@@ -157,9 +159,26 @@ class ByteModel:
         """
         return _kept_tokens(self.model, device_bytes, is_shared)
 
-    def budget(self, device_bytes: int, host_bytes: int, tile_tokens: int, is_shared: bool = False) -> ActivationBudget:
-        """Budget of a rank with these bytes of the device besides the states, and these of the host. is_shared: see `Load`."""
-        return ActivationBudget(self.kept_tokens(device_bytes, is_shared), device_bytes, host_bytes, tile_tokens)
+    def budget(
+        self, device_bytes: int, host_bytes: int, tile_tokens: int | None = None, is_shared: bool = False
+    ) -> ActivationBudget:
+        """Budget of a rank with these bytes of the device besides the states, and these of the host. is_shared: see `Load`.
+
+        tile_tokens: None for as many as `tile_tokens` says.
+        """
+        tile = self.tile_tokens(device_bytes) if tile_tokens is None else tile_tokens
+        return ActivationBudget(self.kept_tokens(device_bytes, is_shared), device_bytes, host_bytes, tile)
+
+    def tile_tokens(self, device_bytes: int) -> int:
+        """Tokens per tile of norms and MLP for a rank with these bytes besides the states: few where that is a lot of them.
+
+        A device computes a tile of few tokens faster than its host starts the kernels. What exists while a tile of an MLP runs
+        backward, its inner tensors and their gradients, may take a thirty-second of the memory.
+        """
+        element = self.model.bytes_per_element
+        token_bytes = 8 * element * max(self.model.intermediate_size, self.model.hidden_size)
+        fitting = (tile for tile in TILE_SIZES if tile * token_bytes <= device_bytes // 32)
+        return next(fitting, LEAST_TILE_TOKENS)
 
     def chunk(self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
         """Bytes that one chunk holds and works with under `policy`; without a policy everything is kept.

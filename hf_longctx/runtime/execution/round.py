@@ -124,7 +124,7 @@ class Round:
             self.outputs[key] = self.host.forward_chunk(inputs.to(self.host.device), context, action.part, hidden_1TC)
             return
         policy = self.policies.get(key)
-        tile_tokens = policy.tile_tokens if policy is not None else 0
+        tile_tokens = policy.loss_tile_tokens if policy is not None else 0
         if isinstance(self.wanted, Scoring):
             found = self.host.score_chunk(inputs, context, tile_tokens, action.part, hidden_1TC, self.wanted)
             self.scores[action.chunk] = found

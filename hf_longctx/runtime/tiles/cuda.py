@@ -5,7 +5,7 @@ Traps of cuDNN behind torch 2.11 to 2.13, each guarded here:
 - torch caches a plan for each layout of queries, keys and values, and a backward plan also remembers how the output and its
   gradient lay in memory at its first call, without comparing that later. So both are always given in the queries' layout.
 - Versions up to 9.15.0 compute lengths wrongly that 128 does not divide; torch itself refuses them.
-- Making a plan takes tenths of a second, so lengths and layouts recur. Causal tiles and the queries of other tiles are filled up
+- Making a plan takes some 50 ms, so lengths and layouts recur. Causal tiles and the queries of other tiles are filled up
   with zeros to one of 32 lengths between two powers of two. Tokens at the end change nothing: no other token sees their keys, and
   their own gradients are zero. Keys that all queries see cannot be filled up, so `attention.rows` splits such tiles: the first
   `planned_keys` go to cuDNN, the others, at most a sixteenth, to an operator without plans. Such an operator also computes
@@ -34,8 +34,8 @@ _LAST_BAD_CUDNN, _CUDNN_MAJORS = 91500, (9, 10)
 _RAGGED = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 # lengths of keys that plans have between two powers of two, where no mask hides some
 _KEYS_PER_OCTAVE = 16
-# pairs of queries and keys that repay a plan: those of a causal tile of 8192 tokens
-_LEAST_PAIRS = 2**25
+# pairs of queries and keys that repay a plan: those of a causal tile of 2048 tokens
+_LEAST_PAIRS = 2**21
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:

@@ -6,8 +6,8 @@
     full checkpointing        layer inputs alone are kept (`gradient_checkpointing=True`)
 
 Seconds and bytes are those of the models that price our own plans: a backward runs the layers' forward again, without attention
-where its outputs are kept, and without the exchanges that a replay repeats. The loss runs in tiles of `TILE_TOKENS` where that
-takes fewer bytes, since users of these systems would take Liger's fused loss or cut cross entropy; norms and MLPs run whole.
+where its outputs are kept, and without the exchanges that a replay repeats. The loss runs in tiles (`LEAST_TILE_TOKENS`) where
+that takes fewer bytes, since users of these systems would take Liger's fused loss or cut cross entropy; norms and MLPs run whole.
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ import numpy as np
 
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
-from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, SequenceGroup, TensorClass, TensorShare
+from hf_longctx.plan.core.types import (
+    LEAST_TILE_TOKENS,
+    ActivationPolicy,
+    Chunk,
+    GroupShape,
+    LayerPolicy,
+    SequenceGroup,
+    TensorClass,
+    TensorShare,
+)
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import chunk_load
-from hf_longctx.sim.capacity import TILE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ FULL = Checkpointing("full checkpointing", ("attention_output", "qkv", "mlp"))
 # the quickest first, which is also the one that takes the most memory
 CHECKPOINTINGS = (KEPT, SELECTIVE, FULL)
 # tiles sum the gradient of the head in fp32, which may take more than the logits of few tokens
-_LOSS_TILES = (0, TILE_TOKENS)
+_LOSS_TILES = (0, LEAST_TILE_TOKENS)
 
 
 @dataclass(frozen=True)

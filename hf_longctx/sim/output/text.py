@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
 from hf_longctx.plan.core.messages import counted, duration
-from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators
 from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
-from hf_longctx.sim.capacity import TILE_TOKENS, DeviceMemory, rooms
+from hf_longctx.sim.capacity import DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
@@ -38,7 +38,7 @@ _EQUAL = 5e-3
 # meaning of the names of checkpointings
 _CHECKPOINTING_NOTE = (
     "selective checkpointing keeps layer inputs and attention's outputs, full checkpointing layer inputs alone; the loss runs in "
-    f"tiles of {TILE_TOKENS:,} tokens, as in Liger's kernels"
+    f"tiles of {LEAST_TILE_TOKENS:,} tokens, as in Liger's kernels"
 )
 
 

@@ -21,7 +21,7 @@ from hf_longctx.runtime.fused.low_rank import add_low_rank
 
 
 def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """What `own`, the forward of PEFT's `layer`, returns; calls it where dtypes, hooks or adapters are not the usual ones."""
+    """Result of `own`, the forward of PEFT's `layer`; calls it where dtypes, hooks or adapters are not the usual ones."""
     if len(args) != 1 or keywords or (adapter := plain_adapter(layer)) is None:
         return own(*args, **keywords)
     x: Tensor = args[0]

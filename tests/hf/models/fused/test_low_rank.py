@@ -106,7 +106,7 @@ def test_hooks_see_what_peft_shows_them() -> None:
 
     expected, found = seen(adapted_layers(torch.bfloat16)), seen(bind(adapted_layers(torch.bfloat16)))
     assert [each.dtype for each in found] == [each.dtype for each in expected]
-    # what the frozen module returned was not written over; the input of a first matrix is what PEFT casts it to
+    # the output of the frozen module was not written over; the input of a first matrix is as wide as PEFT makes it
     assert all(map(torch.equal, found[:2], expected[:2]))
     assert relative_error(found[2].float(), expected[2].float()) <= 0.02
 
