@@ -30,6 +30,8 @@ from hf_longctx.recipes.bench.gpu.rows import append_row
 from hf_longctx.recipes.bench.gpu.timing import median_s, wall_s
 from hf_longctx.recipes.bench.one_document import attention_kernel
 from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.tiles.cuda import cudnn_backward, cudnn_forward
+from hf_longctx.runtime.tiles.packs import PackBounds, PackInputs, pack_backward, pack_forward
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import BACKENDS, tile_backward, tile_forward
 
@@ -99,6 +101,7 @@ def ceilings(sizes: Sizes, device: torch.device, deadline_s: float = float("inf"
         ("copies inside the device", device_copies, False),
         ("pinning and copies to the host", host_copies, True),
         ("attention", attention, False),
+        ("short documents", short_documents, True),
         ("slices in two pieces", two_pieces, False),
     ]
     found: list[Ceiling] = []
@@ -259,6 +262,44 @@ def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
         forward_s, backward_s = (median_s(call, device, sizes.repetitions) for call in (forward, again))
         yield Ceiling(f"torch's choice, {tokens} tokens, forward", operations / forward_s / 1e12, "TFLOP/s", kernel)
         yield Ceiling(f"torch's choice, {tokens} tokens, backward", 2.5 * operations / backward_s / 1e12, "TFLOP/s")
+
+
+def short_documents(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
+    """Compares attention over short documents: all in one call of FlashAttention 2, against each in a call of cuDNN.
+
+    Plans take the first way up to `PACKED_TOKENS` tokens. cuDNN makes a plan for each new length in its first call, and fills up
+    lengths that 128 does not divide.
+    """
+    spec, total = sizes.spec, sizes.lengths[-1] // 4
+    scale = spec.head_dim**-0.5
+    made = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in heads(spec, total, device)]
+    for length in sorted({max(2, each) for each in (total // 32, total // 16, total // 11 - 8, total // 8, total // 4)}):
+        count = total // length
+        gradient, q, k, v = (x[:, : count * length] for x in made)
+        operations = 2 * spec.num_heads * spec.head_dim * count * length**2 / 1e12
+        pack = PackInputs(q, k, v, PackBounds().on_device([length] * count, device), length, scale)
+        whole = pack_forward(pack)
+        documents = zip(*(x.split(length, 1) for x in (q, k, v)), strict=True)
+        tiles = [TileInputs(*qkv, Scores(scale), causal=True) for qkv in documents]
+        gradients = gradient.split(length, 1)
+        first_s = wall_s(partial(cudnn_forward, tiles[0]))
+        results = [cudnn_forward(tile) for tile in tiles]
+        first_back_s = wall_s(partial(cudnn_backward, gradients[0], tiles[0], *results[0]))
+        ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "one call": (partial(pack_forward, pack), partial(pack_backward, gradient, pack, *whole)),
+            "cuDNN": (
+                lambda tiles=tiles: [cudnn_forward(tile) for tile in tiles],
+                lambda gradients=gradients, tiles=tiles, results=results: [
+                    cudnn_backward(gradient, tile, *result)
+                    for gradient, tile, result in zip(gradients, tiles, results, strict=True)
+                ],
+            ),
+        }
+        for name, (forward, backward) in ways.items():
+            note = f"first calls {first_s:.3f} and {first_back_s:.3f} s" if name == "cuDNN" else ""
+            place = f"{count} x {length} tokens, {name}"
+            yield Ceiling(f"{place}, forward", operations / median_s(forward, device, sizes.repetitions), "TFLOP/s", note)
+            yield Ceiling(f"{place}, backward", 2.5 * operations / median_s(backward, device, sizes.repetitions), "TFLOP/s")
 
 
 def two_pieces(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:

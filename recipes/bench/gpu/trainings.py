@@ -161,19 +161,19 @@ def in_process(method: str, arguments: Sequence[str]) -> Row:
     return Row(**json.loads(line.removeprefix(MARK)))
 
 
-def train(job: Job, method: str) -> Row:
-    """Trains with one method, from the same weights."""
+def train(job: Job, method: str, times: DeviceTimes | None = None) -> Row:
+    """Trains with one method, from the same weights. times: watches the steps."""
     if missing := [p for p in ("liger_kernel", "trl") if p[:3] in method.lower() and not importlib.util.find_spec(p)]:
         return Row(method, f"skipped: {missing[0]} is not installed")
     try:
-        return _train(job, method)
+        return _train(job, method, times or DeviceTimes())
     except torch.OutOfMemoryError:
         return Row(method, "out of memory")
 
 
-def _train(job: Job, method: str) -> Row:
+def _train(job: Job, method: str, times: DeviceTimes) -> Row:
     is_cuda, is_ours = torch.cuda.is_available(), method.startswith("hf_longctx")
-    lengths, times = job.lengths(), DeviceTimes()
+    lengths = job.lengths()
     generator = np.random.default_rng(2)
     rows = [generator.integers(0, 250, length).tolist() for length in lengths]
     # every step trains the same documents

@@ -1,0 +1,151 @@
+"""Shows where the device's time goes in one step of a training of `trainings.py`: products, attention, copies, waits.
+
+    python recipes/bench/gpu/step_profile.py [--method "hf_longctx, compiled"] [--layers 32] [--tokens 131072] [--limit 32768]
+
+The second step is profiled, without the host's operations, which would slow it down. Printed are the seconds and number of calls
+of each kind of work, the seconds in which nothing computes (by length of the pause: short ones mean that the host is too slow,
+long ones that it waits), how busy computing and copying were in each fortieth of the step, and the kernels that take most time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hf_longctx.recipes.bench.gpu import trainings
+from hf_longctx.recipes.bench.gpu.trainings import Job, train
+
+_PARTS = 40
+# lengths of pauses, in microseconds
+_PAUSES_US = (5, 20, 100, 1_000, 10_000)
+_COPIES = {"dtoh": "copies to the host", "htod": "copies from the host"}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kernel or copy on the device, in nanoseconds of the profiler's clock."""
+
+    start: int
+    stop: int
+    name: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of work, as far as the name of a kernel tells."""
+        name = self.name.lower()
+        if "memcpy" in name:
+            return next((kind for word, kind in _COPIES.items() if word in name), "copies on the device")
+        if any(word in name for word in ("flash", "cudnn", "fmha")):
+            which = "cuDNN" if "cudnn" in name else "FlashAttention"
+            return f"attention {'backward' if 'bwd' in name or 'bprop' in name else 'forward'}, {which}"
+        return "products" if any(word in name for word in ("nvjet", "gemm", "cutlass")) else "other kernels"
+
+    @property
+    def computes(self) -> bool:
+        """Whether it occupies the device, not only its link to the host."""
+        return self.kind not in _COPIES.values()
+
+
+class Profiled(trainings.DeviceTimes):
+    """Profiles the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+        self._profile: Any = None
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.num_steps += 1
+        if self.num_steps == 2 and torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self._profile = profile(activities=[ProfilerActivity.CUDA])
+            self._profile.__enter__()
+        super().on_step_begin(*args, **kwargs)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_step_end(*args, **kwargs)
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            events = self._profile.profiler.kineto_results.events()
+            on_device = (event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
+            print("\n".join(report(Work(e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in on_device)), flush=True)
+            self._profile = None
+
+
+def report(found: Iterable[Work]) -> list[str]:
+    """Lines that sum up all work of a step."""
+    works = sorted((work for work in found if work.stop > work.start), key=lambda work: work.start)
+    if not works:
+        return ["the profiler saw nothing on the device"]
+    start, stop = works[0].start, max(work.stop for work in works)
+    seconds, calls, names = Counter[str](), Counter[str](), Counter[str]()
+    for work in works:
+        seconds[work.kind] += work.stop - work.start
+        calls[work.kind] += 1
+        names[work.name] += work.stop - work.start
+    computing = [(work.start, work.stop) for work in works if work.computes]
+    copying = [(work.start, work.stop) for work in works if not work.computes]
+    gaps = pauses(computing)
+    by_length = (f"{sum(gap for gap in gaps if gap > 1e3 * least) / 1e9:.3f} s longer than {least:,} us" for least in _PAUSES_US)
+    return [
+        f"{(stop - start) / 1e9:.3f} s, in which something computes for {(stop - start - sum(gaps)) / 1e9:.3f} s",
+        *(f"  {nanoseconds / 1e9:8.3f} s {calls[kind]:8,} calls  {kind}" for kind, nanoseconds in seconds.most_common()),
+        f"pauses of computing: {'; '.join(by_length)}",
+        "computing " + " ".join(f"{share:.2f}" for share in busy(computing, start, stop)),
+        "copying   " + " ".join(f"{share:.2f}" for share in busy(copying, start, stop)),
+        *(f"  {nanoseconds / 1e6:9.1f} ms  {name[:100]}" for name, nanoseconds in names.most_common(16)),
+    ]
+
+
+def pauses(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    """Lengths of the gaps between intervals, which are sorted by their start and may overlap."""
+    found, end = [], intervals[0][0] if intervals else 0
+    for start, stop in intervals:
+        if start > end:
+            found.append(start - end)
+        end = max(end, stop)
+    return found
+
+
+def busy(intervals: Iterable[tuple[int, int]], start: int, stop: int) -> list[float]:
+    """Sum of the intervals in each part of the time, as shares of it; above 1 where they overlap."""
+    width = (stop - start) / _PARTS
+    shares = [0.0] * _PARTS
+    for begin, end in intervals:
+        part = int((begin - start) / width)
+        while begin < end and part < _PARTS:
+            until = min(float(end), start + (part + 1) * width)
+            shares[part] += (until - begin) / width
+            begin, part = int(until) if until < end else end, part + 1
+    return shares
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains two steps and prints what the device did in the second."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--method", default="hf_longctx", choices=trainings.METHODS, help="default: hf_longctx")
+    parser.add_argument("--model", default=Job.model, help="a named shape of the catalogue (default: llama-3.1-8b)")
+    parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
+    parser.add_argument("--limit", type=int, default=Job.limit, help="tokens of the longest document (default: 32768)")
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a step, at least (default: 131072)")
+    parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU if there is no GPU")
+    options = parser.parse_args(arguments)
+    if not (options.toy or torch.cuda.is_available()):
+        print("skipped: torch sees no CUDA device (--toy runs small sizes on the CPU)")
+        return 0
+    job = Job(options.model, options.layers, options.limit, options.tokens, steps=1, is_toy=options.toy)
+    if options.toy:
+        job = replace(job, layers=2, limit=256, tokens=1024)
+    print(train(job, options.method, Profiled()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
