@@ -154,7 +154,8 @@ _LEFT_OUT = (
     # torch's own words, files that were damaged on purpose, and what only code meets that makes plans or executors by hand
     "__init__ hf/checkpoints/optimizers/trained_weights:check_sizes hf/data/streams/place "
     "hf/checkpoints/unpickling plan/chunks plan/activations/shares:_check plan/core recipes/bench "
-    "plan/pipeline plan/prediction runtime/activations/adapted_projection runtime/activations/engine "
+    "plan/pipeline plan/pipeline/activations/fit_pipeline:make_room plan/prediction "
+    "runtime/activations/adapted_projection runtime/activations/engine "
     "runtime/activations/head_pieces runtime/attention runtime/execution runtime/process_groups "
     "sim/others sim/output "
 )
@@ -239,6 +240,8 @@ def _entries(messages: list[Message]) -> Iterator[str]:
         files.setdefault(message.text, {})[message.file] = None
     for text in files:
         found, remedy = parts(text)
+        # without what was found, a message is known by its end
+        found, remedy = (found, remedy) if re.search(r"[a-z]", found) else (" ".join(text.split()), "")
         links = ", ".join(f"[{Path(file).name}](../../{file})" for file in files[text])
         kind = "A warning. " if text in warnings else ""
         yield f"#### {_code(found)}"
