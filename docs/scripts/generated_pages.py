@@ -1,8 +1,8 @@
 """Writes the pages that repeat what the code says: `python docs/scripts/generated_pages.py`.
 
 `reference/settings.md` comes from the fields of `LongContextConfig`, the table in `reference/training-arguments.md` from that of
-the start checks, `llms.txt` from the site's navigation and the first sentence of every page. A test compares them with those
-in the repository.
+the start checks, the pages in `errors` from all messages in the source, `llms.txt` from the site's navigation and the first
+sentence of every page. A test compares them with those in the repository.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from error_pages import SUBJECTS, error_page
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.start.settings.fields import SETTINGS, Setting
@@ -141,11 +143,17 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.:])\s", plain)[0].removesuffix(":").removesuffix(".") + "."
 
 
-PAGES = {DOCS / "reference" / "settings.md": settings_page, ARGUMENTS: arguments_page, DOCS / "llms.txt": llms_page}
+PAGES: dict[Path, Callable[[], str]] = {
+    DOCS / "reference" / "settings.md": settings_page,
+    ARGUMENTS: arguments_page,
+    **{DOCS / "errors" / f"{subject}.md": partial(error_page, subject) for subject in SUBJECTS},
+    DOCS / "llms.txt": llms_page,
+}
 
 
 def main() -> None:
     for file, page in PAGES.items():
+        file.parent.mkdir(exist_ok=True)
         file.write_text(page())
         print(file)
 

@@ -171,7 +171,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         cluster = _with_network(request.network_gbit, cluster, notes)
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
     if request.activations not in ("auto", "keep"):
-        raise ValueError(f"activations {request.activations!r} is not one of auto, keep")
+        raise ValueError(f"activations {request.activations!r} is not one of auto, keep; choose one of these")
     kept_because = _kept_because(request.model, notes)
     memory = replace(
         memory,
@@ -190,9 +190,9 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             "uses measured costs only"
         )
     if request.solver not in SOLVERS:
-        raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}")
+        raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}; choose one of these")
     if min(request.degrees, default=1) < 1:
-        raise ValueError(f"degrees {request.degrees} must be positive numbers of ranks, for example 1,2,4,8")
+        raise ValueError(f"degrees {request.degrees} hold a number below 1; give positive numbers of ranks, for example 1,2,4,8")
     degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
     check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
     placement = _placement(request, memory, degrees, notes)
@@ -285,7 +285,9 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
     try:
         return ModelSpec.from_config(_read_config(path), bytes_per_element)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read as a model config: {error}") from None
+        raise ValueError(
+            f"{path} cannot be read as a model config: {error}; give the config.json of a causal language model"
+        ) from None
 
 
 def _config_path(name_or_path: str) -> Path | None:
@@ -334,7 +336,7 @@ def _short_name(name: str) -> str:
 
 def _model(request: Request, hardware: str, calibration: ModelCalibration | None) -> tuple[ModelSpec, list[str]]:
     if request.dtype and request.dtype not in BYTES_PER_ELEMENT:
-        raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(BYTES_PER_ELEMENT)}")
+        raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(BYTES_PER_ELEMENT)}; choose one of these")
     if calibration and request.dtype:
         raise ValueError(
             f"the costs of {request.model} on {request.hardware} were measured, in the dtype of that run; --dtype has no effect, "
@@ -545,7 +547,7 @@ def _as_parameters(text: str) -> Parameters:
     for name in names:
         if name == text:
             return name
-    raise ValueError(f"parameters {text!r} is not one of {', '.join(names)}")
+    raise ValueError(f"parameters {text!r} is not one of {', '.join(names)}; choose one of these")
 
 
 def _check_fits(scenario: Scenario) -> None:

@@ -28,10 +28,12 @@ def text_lines(path: Path, most_chars: int = sys.maxsize) -> Iterator[str]:
             while line := file.readline(min(most_chars, sys.maxsize - 1) + 1):
                 number += 1
                 if len(line.rstrip("\n")) > most_chars:
-                    raise ValueError(f"{path}, line {number} has more than {most_chars:,} characters")
+                    raise ValueError(
+                        f"{path}, line {number} has more than {most_chars:,} characters; give a file of shorter lines"
+                    )
                 yield line
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, ZlibError) as error:
-        raise ValueError(f"{path} is not a text file ({error})") from None
+        raise ValueError(f"{path} is not a text file ({error}); give one in UTF-8, or packed by gzip as .gz") from None
 
 
 def _check_unpacked(path: Path) -> None:

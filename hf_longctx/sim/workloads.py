@@ -151,9 +151,11 @@ def _collect(source: str, lengths: IntArray, counts: IntArray, limit: int | None
     limit = int(values[-1]) if limit is None else limit
     kept = values <= limit
     if not kept.any():
-        raise ValueError(f"every sequence of {source} is longer than the limit of {limit} tokens (the shortest has {values[0]})")
+        raise ValueError(
+            f"every sequence of {source} is longer than the limit of {limit} tokens (the shortest has {values[0]}); raise --limit"
+        )
     if values[kept].astype(float) @ sums[kept] > _MAX_TOKENS:
-        raise ValueError(f"{source} holds more than {_MAX_TOKENS} tokens; are its counts right?")
+        raise ValueError(f"{source} holds more than {_MAX_TOKENS} tokens; check its counts")
     return Workload(source, values[kept], sums[kept], limit, int(sums[~kept].sum()))
 
 
@@ -165,7 +167,7 @@ def _sample_lognormal(text: str, count: int, seed: int, limit: int) -> IntArray:
     except ValueError:
         raise ValueError(f"{text!r} is not a distribution; write lognormal:MU,SIGMA, for example {_EXAMPLE}") from None
     if not (0 <= mean <= 20 and 0 <= sigma <= 5):
-        raise ValueError(f"{text!r}: mu must lie in 0..20 and sigma in 0..5, for example {_EXAMPLE}")
+        raise ValueError(f"{text!r}: mu is not in 0..20 or sigma not in 0..5; write, for example, {_EXAMPLE}")
     random = np.random.default_rng(seed)
     lengths = np.zeros(0, dtype=np.int64)
     for _ in range(_MAX_DRAWS):
@@ -211,7 +213,9 @@ def _read_histogram(path: Path, lines: Iterable[tuple[int, str]]) -> tuple[IntAr
     lengths, counts = [], []
     for number, fields in rows:
         if len(fields) != 2:
-            raise ValueError(f"{path}, line {number}: {shown(' '.join(fields))} is not 'length count' like the lines before it")
+            raise ValueError(
+                f"{path}, line {number}: {shown(' '.join(fields))} is not 'length count' like the lines before it; write both"
+            )
         lengths.append(_length(fields[0], f"{path}, line {number}"))
         counts.append(_integer(fields[1], f"{path}, line {number}"))
         if not 0 <= counts[-1] <= _MAX_COUNT:
@@ -264,7 +268,7 @@ def _json_rows(path: Path, column: str) -> Iterator[UncountedRow]:
         if isinstance(data, dict) and isinstance(data.get(column), list):
             data = [{column: value} for value in data[column]]
         if not isinstance(data, list):
-            raise ValueError(f"{path} holds {type(data).__name__} where a list of rows or an object of columns is needed")
+            raise ValueError(f"{path} holds {type(data).__name__}; a list of rows or an object of columns is needed")
         rows = ((f"row {i}", row) for i, row in enumerate(data))
     for where, row in rows:
         if not isinstance(row, dict) or column not in row:
@@ -278,14 +282,16 @@ def _parquet_lengths(path: Path, column: str, count_tokens: CountTokens | None) 
         import pyarrow.compute
         import pyarrow.parquet
     except ImportError:
-        raise ValueError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from None
+        raise ValueError(f"{path} needs pyarrow, which is not installed; pip install pyarrow") from None
     try:
         names = pyarrow.parquet.read_schema(path).names
         if column not in names:
             raise ValueError(f"{path}: no column {column!r}; found {', '.join(names)}")
         read = pyarrow.parquet.read_table(path, columns=[column, *(["tools"] if "tools" in names and column != "tools" else [])])
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise ValueError(f"{path} is not a Parquet file ({error})") from None
+        raise ValueError(
+            f"{path} is not a Parquet file ({error}); give one, or name a file of another kind by its ending"
+        ) from None
     types, values = pyarrow.types, read[column]
     kind = values.type
     if values.null_count:
@@ -345,7 +351,7 @@ def _length(word: str, where: str) -> int:
     if length < 1:
         raise ValueError(f"{where}: {shown(length)} tokens; every sequence needs at least one")
     if length > MAX_LENGTH:
-        raise ValueError(f"{where}: {shown(length)} tokens, but at most {MAX_LENGTH} are possible; is this a list of lengths?")
+        raise ValueError(f"{where}: {shown(length)} tokens, but at most {MAX_LENGTH} are possible; give a list of lengths")
     return length
 
 

@@ -297,7 +297,7 @@ def refused(arguments: list[str], capsys) -> str:
         (["--lengths", "LENGTHS", "--global-batch", "13"], "a step of 13 sequences was asked for, but"),
         (["--lengths", "LENGTHS", "--global-batch", "0"], "--global-batch is 0"),
         (["--lengths", "LENGTHS", "--steps", "0"], "--steps is 0"),
-        (["--lengths", "LENGTHS", "--degrees", "0,1"], "must be positive"),
+        (["--lengths", "LENGTHS", "--degrees", "0,1"], "give positive numbers of ranks"),
         (["--lengths", "LENGTHS", "--solver", "magic"], "solver 'magic' is not one of"),
         (["--lengths", "LENGTHS", "--solver-time-limit", "0"], "solver_time_limit_s is 0.0"),
         (["--degrees", "1,16"], "degree 16 needs 16 ranks"),

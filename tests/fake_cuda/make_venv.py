@@ -1,9 +1,12 @@
 """Makes a virtual environment in which torch's build for CUDA runs without a GPU; the package's docstring says how.
 
     python tests/fake_cuda/make_venv.py FOLDER [--wheels FOLDER]
+    python tests/fake_cuda/make_venv.py FOLDER --no-device
 
 Packages other than torch come from the environment whose Python runs this script. Needs g++, nm and readelf (binutils), and half
-a gigabyte from the package index, unless --wheels has what `--download` left there.
+a gigabyte from the package index, unless --wheels has what `--download` left there. With --no-device, FOLDER is an environment
+into which torch was installed without what it needs: if that is torch for CUDA, it finds no device and computes on the CPU, as
+its build for the CPU does, and asks for none of NVIDIA's packages any more, which are two gigabytes.
 """
 
 from __future__ import annotations
@@ -37,7 +40,13 @@ _FUNCTIONS = {
     "cudnnGetVersion": f"long cudnnGetVersion() {{ return {_CUDNN[0] * 10000 + _CUDNN[1] * 100}; }}\n",
     "cudnnGetProperty": "int cudnnGetProperty(int what, int* value) "
     f"{{ int of[] = {{{_CUDNN[0]}, {_CUDNN[1]}, 0}}; *value = of[what]; return 0; }}\n",
+    # no device, and the name of that error; `runtime.cpp` has its own
+    "cudaGetDeviceCount": "int cudaGetDeviceCount(int* count) { *count = 0; return 100; }\n",
+    "cudaGetErrorString": 'const char* cudaGetErrorString(int error) { return "no device"; }\n',
+    "cudaGetErrorName": 'const char* cudaGetErrorName(int error) { return "cudaErrorNoDevice"; }\n',
 }
+# requirements of torch for CUDA that nothing on the CPU uses
+_FOR_DEVICES = re.compile(r"^Requires-Dist: (nvidia|cuda|triton)\b.*\n", re.MULTILINE)
 
 
 def main() -> None:
@@ -46,7 +55,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder of the environment, or with --download of the wheels")
     parser.add_argument("--wheels", type=Path, help="folder that --download has filled; default: download now")
     parser.add_argument("--download", action="store_true", help="only download the wheels")
+    parser.add_argument("--no-device", action="store_true", help="let the torch in the folder run on the CPU alone")
     arguments = parser.parse_args()
+    if arguments.no_device:
+        without_device(arguments.folder)
+        return
     if arguments.download:
         download(arguments.folder)
         return
@@ -68,7 +81,7 @@ def make_environment(folder: Path, wheels: Path) -> Path:
     """Makes the environment in `folder`; returns its Python."""
     venv.create(folder, with_pip=False, clear=False)
     python = folder / "bin" / "python"
-    site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    site = _packages(folder)
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
     subprocess.run([*install, *map(str, wheels.glob("*.whl"))], check=True)
     # behind torch for CUDA; `addsitedir` also reads the other environment's own .pth files
@@ -77,6 +90,27 @@ def make_environment(folder: Path, wheels: Path) -> Path:
     # torch's libraries look for NVIDIA's in this folder
     build_libraries(site / "torch" / "lib", site / "nvidia" / "cu13")
     return python
+
+
+def without_device(folder: Path) -> None:
+    """Lets the torch in an environment run without NVIDIA's libraries, if it is a build for CUDA."""
+    site = _packages(folder)
+    (metadata,) = site.glob("torch-*.dist-info/METADATA")
+    needed = _FOR_DEVICES.findall(metadata.read_text())
+    if not needed:
+        return
+    metadata.write_text(_FOR_DEVICES.sub("", metadata.read_text()))
+    libraries = site / "nvidia" / "cu13" / "lib"
+    libraries.mkdir(parents=True, exist_ok=True)
+    stubs = wanted_symbols(site / "torch" / "lib")
+    _link(libraries, RUNTIME, stubs.pop(RUNTIME))
+    for library, symbols in stubs.items():
+        _link(libraries, library, symbols, libraries / RUNTIME)
+
+
+def _packages(folder: Path) -> Path:
+    """The folder of packages of an environment for this Python."""
+    return folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 
 def build_libraries(torch_libraries: Path, nvidia: Path) -> None:
@@ -114,8 +148,8 @@ def wanted_symbols(torch_libraries: Path) -> dict[str, set[tuple[str, str]]]:
     return found
 
 
-def _link(folder: Path, library: str, symbols: set[tuple[str, str]], beside: Path) -> None:
-    """Links a library whose functions `symbols` do nothing, with another object or library."""
+def _link(folder: Path, library: str, symbols: set[tuple[str, str]], beside: Path | None = None) -> None:
+    """Links a library whose functions `symbols` do nothing, with another object or library if there is one."""
     code, versions = folder / "stubs.c", folder / "stubs.map"
     result = _NOT_SUPPORTED if library == RUNTIME else 0
     names = sorted({name for name, _ in symbols})
@@ -140,7 +174,8 @@ def _link(folder: Path, library: str, symbols: set[tuple[str, str]], beside: Pat
         "-x",
         "none",
     ]
-    subprocess.run([*build, str(beside), "-o", str(folder / library), f"-Wl,-soname,{library}", *script], check=True)
+    linked = [] if beside is None else [str(beside)]
+    subprocess.run([*build, *linked, "-o", str(folder / library), f"-Wl,-soname,{library}", *script], check=True)
     code.unlink()
     versions.unlink()
 

@@ -34,14 +34,16 @@ def test_the_script_of_versions_tests_files_that_are_there_on_the_lowest_that_ar
     assert len(tests) > 10 and all((ROOT / path).exists() for path in tests)
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    needed = config["options"]["install_requires"]
-    for package in ("torch", "transformers"):
-        found = subprocess.run(
-            ["sed", "-n", rf"s/^ *{package}>=\([0-9.]*\).*/\1/p", "setup.cfg"],
-            capture_output=True, text=True, check=True, cwd=ROOT,
-        ).stdout.split()  # fmt: skip
-        assert re.search(rf"^{package}>={re.escape(found[0])}\b", needed, re.MULTILINE)
-        assert r"s/^ *$1>=\([0-9.]*\).*/\1/p" in script
+    needed = [line for line in config["options"]["install_requires"].splitlines() if line and not line.startswith("#")]
+    # the script's own functions, without what it does
+    functions = script[script.index("required()") : script.index("check()")]
+    for command, expected in (
+        ("required", needed),
+        ("lowest torch; lowest transformers", [re.match(r"\w+>=([\d.]+)", line)[1] for line in needed[:2]]),
+        ("pinned torch newest; pinned torch 2.12; pinned transformers newest", [needed[0], "torch==2.12.*", needed[1]]),
+    ):
+        run = subprocess.run(["bash", "-euc", f"{functions}\n{command}"], capture_output=True, text=True, check=True, cwd=ROOT)
+        assert run.stdout.splitlines() == expected
 
 
 def test_shellcheck_finds_nothing_in_the_scripts() -> None:

@@ -25,6 +25,8 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
+# scripts import their neighbours
+sys.path.append(str(DOCS / "scripts"))
 PAGES = loaded("generated_pages")
 
 

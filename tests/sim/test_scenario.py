@@ -177,7 +177,7 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (replace(SMALL, dtype="int8"), "dtype 'int8' is not one of bfloat16, float32"),
         (replace(GPT, dtype="float32"), "--dtype has no effect"),
         (replace(SMALL, solver="magic"), "solver 'magic' is not one of auto"),
-        (replace(SMALL, degrees=(0, 1)), "must be positive"),
+        (replace(SMALL, degrees=(0, 1)), "give positive numbers of ranks"),
         (replace(SMALL, degrees=(1, 16)), "degree 16 needs 16 ranks"),
         (replace(SMALL, degrees=(3,), method="ulysses"), "degree 3 is neither a power of two"),
         (replace(SMALL, model="gpt-8b"), "gpt-7b"),

@@ -70,7 +70,7 @@ def test_a_well_packed_file_of_equal_lengths_is_read(tmp_path: Path) -> None:
         ("a.txt", "1\n" * 70_000 + "x\n", "line 70001: 'x' is not an integer"),
         ("a.txt", "1\n" + "9" * 500, "line 2: 99999"),
         ("a.txt", "length count\n5 " + "9" * 30, "line 2: the count is 99999"),
-        ("a.txt", "".join(f"{length} {2**40}\n" for length in range(2**31 - 3000, 2**31)), "are its counts right?"),
+        ("a.txt", "".join(f"{length} {2**40}\n" for length in range(2**31 - 3000, 2**31)), "check its counts"),
         ("a.csv:t", "t\n\x00\n", "line 2"),
     ],
 )

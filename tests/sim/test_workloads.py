@@ -105,7 +105,7 @@ BAD = {
     "text in a table": ("a.csv", "n,m\n1,2\nb,3\n", "n", "line 3: 'b' is not an integer"),
     "a gap in a table": ("a.csv", "m,n\n1,2\n3\n", "n", "line 3: '' is not an integer"),
     "broken line": ("a.jsonl", '{"t": 1}\n{"t": \n', "t", "line 2 is not JSON"),
-    "no rows": ("a.json", "3", "t", "holds int where a list of rows"),
+    "no rows": ("a.json", "3", "t", "holds int; a list of rows"),
     "column not named": ("a.jsonl", '{"t": 1}\n', "", "a.jsonl:input_ids"),
     "no parquet": ("a.parquet", "hello", "t", "is not a Parquet file"),
 }
@@ -146,8 +146,8 @@ def test_a_parquet_column_that_is_no_length_is_refused(tmp_path: Path) -> None:
         (".", "'.', which is a folder"),
         ("lognormal:7", "write lognormal:MU,SIGMA"),
         ("lognormal:7,x", "write lognormal:MU,SIGMA"),
-        ("lognormal:30,1", "mu must lie in 0..20"),
-        ("lognormal:7,nan", "sigma in 0..5"),
+        ("lognormal:30,1", "mu is not in 0..20"),
+        ("lognormal:7,nan", "sigma not in 0..5"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused(text: str, message: str) -> None:

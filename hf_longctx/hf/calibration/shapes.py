@@ -31,7 +31,10 @@ def model_config(name: str) -> PretrainedConfig:
         try:
             return AutoConfig.for_model(**json.loads(path.read_text()))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{path} is not the config.json of a causal language model: {error}") from None
+            raise ValueError(
+                f"{path} is not the config.json of a causal language model ({error}); give one of a class that "
+                f"docs/models.md calls exact"
+            ) from None
     if not name:
         return shaped_config(_SMALL)
     try:

@@ -382,7 +382,10 @@ def read_own(target: Tensor, found: Any) -> None:
     Raises ValueError if their shapes differ.
     """
     if (shape := torch.Size(found.get_shape())) != target.shape:
-        raise ValueError(f"the checkpoint has a weight of shape {tuple(shape)}, but the model one of {tuple(target.shape)}")
+        raise ValueError(
+            f"the checkpoint has a weight of shape {tuple(shape)}, but the model one of {tuple(target.shape)}; load it into the "
+            f"model from which it was saved"
+        )
     if not isinstance(target, DTensor):
         target.copy_(found[...])
     elif target.placements == (Shard(0),):

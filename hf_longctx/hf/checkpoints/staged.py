@@ -185,7 +185,8 @@ def raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str)
         dist.barrier()
     if errors := [found for found in gather_objects(error, control) if found]:
         raise RuntimeError(
-            f"the checkpoint in {folder} could not be written; the previous one is unchanged. Errors: {'; '.join(errors)}"
+            f"the checkpoint in {folder} could not be written, and the previous one is unchanged: {', '.join(errors)}; make "
+            f"room, or make the folder writable, and start again with resume_from_checkpoint=True"
         )
 
 

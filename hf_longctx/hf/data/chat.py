@@ -44,7 +44,7 @@ _ROLES = {
 }
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _REMEDY = (
-    "for a ChatML template (<|im_start|>) set chat_template to recipes/configs/chatml.jinja, which has markers; for another, "
+    "for a ChatML template (<|im_start|>) set chat_template to recipes/configs/chatml.jinja, which has markers, and for another "
     "install TRL 1.16, which brings training templates for the stock templates of many models, or copy the template to a file, "
     "put {% generation %} before the assistant's text and {% endgeneration %} after it (after the end token, too), and set "
     "chat_template to that file"
@@ -251,7 +251,10 @@ def _probe(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         rendered = render_chat(tokenizer, messages, None, "a test conversation")
     except DataError as error:
         if "syntax" in type(error.__cause__).__name__.lower():
-            raise DataError(f"the chat template of tokenizer {name} is not valid Jinja: {error.__cause__}") from None
+            raise DataError(
+                f"the chat template of tokenizer {name} is not valid Jinja ({error.__cause__}); correct it, or set chat_template "
+                f"to another file"
+            ) from None
         return
     marked = " ".join(rendered.text[start:stop] for start, stop in rendered.spans)
     if any(word in marked for word in _QUESTIONS) or not any(word in marked for word in _ANSWERS):

@@ -214,7 +214,7 @@ class ScannedRows:
     def _problem(self, number: int, found: str) -> str:
         return (
             f"{self.name} row {number} has changed: {found}. Plans are made from the lengths at the start, and every rank reads "
-            f"rows by itself, so each read of a row must give the same tokens: draw random augmentation once, for example with "
+            f"rows by itself, so each read of a row must give the same tokens; draw random augmentation once, for example with "
             f"dataset.map, or seed it by the row's number"
         )
 

@@ -93,16 +93,16 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
     has_labels = inputs.get("labels") is not None or (inputs.get(FUSED) and inputs.get("shift_labels") is not None)
     if inputs.get("input_ids") is None or not has_labels:
         raise ValueError(
-            f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels' or use "
-            f"DataCollatorWithFlattening; if the trainer took the labels out for compute_loss_func or a compute_loss of its own, "
-            f"{WAY_OUT}"
+            f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels', use "
+            f"DataCollatorWithFlattening, or, if the trainer took the labels out for compute_loss_func or a compute_loss of its "
+            f"own, {WAY_OUT}"
         )
     # for a fused head the trainer computes the mean over tokens itself
     if inputs.get("num_items_in_batch") is None and not inputs.get(FUSED):
         raise ValueError(
             "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would give equal weight "
             "to ranks instead of tokens; keep average_tokens_across_devices=True and the trainer's own get_batch_samples, with "
-            "'labels' in the batch; some multimodal classes take no such number, so call callback.attach(trainer) for them"
+            "'labels' in the batch, or call callback.attach(trainer) for a multimodal class, some of which take no such number"
         )
     if (count := inputs.get("num_items_in_batch")) is not None and not int(count):
         raise ValueError(

@@ -178,7 +178,9 @@ def longctx_attention(
     # positions that the forward of another class has chosen would be those of rows, and are refused below
     chosen = kwargs.pop(_CHOSEN, None) if (is_chosen := chooses_by_plan(module)) else None
     if is_chosen and chosen is None:
-        raise RuntimeError(f"{name} passes no chosen keys to attention; plans cannot run this version of transformers")
+        raise RuntimeError(
+            f"{name} passes no chosen keys to attention; use the newest version of transformers that docs/models.md names"
+        )
     for keyword, setting in kwargs.items():
         harmless = setting is None or keyword in _INERT or (keyword in _HARMLESS and setting is _HARMLESS[keyword])
         if not harmless and keyword not in (_WINDOW, _SINKS, _SOFTCAP):

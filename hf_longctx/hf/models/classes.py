@@ -284,7 +284,7 @@ def class_problem(model: nn.Module) -> str:
     if name in WRAPPED_MODELS:
         return _text_problem(model)
     if reason := wrapped_refusal(name):
-        return f"model class {name} is not supported: it {reason}. {_REMEDY[0].upper()}{_REMEDY[1:]}"
+        return f"model class {name} is not supported: it {reason}. Instead, {_REMEDY}"
     if head_kind(model) != "next_token":
         return _classifier_problem(model)
     refusal = refusal_of(name)

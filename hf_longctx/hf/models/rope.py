@@ -198,7 +198,9 @@ def _frequencies(module: Any, config: PretrainedConfig, layer_type: str) -> tupl
     # head size may depend on the layer type
     if layer_type and (layers := getattr(config, "per_layer_config", None)):
         config = layers[layer_type]
-    frequencies, _ = make(config, device="cpu", **({"layer_type": layer_type} if layer_type else {}))
+    # transformers 5.17 warns of a device among the arguments
+    with torch.device("cpu"):
+        frequencies, _ = make(config, **({"layer_type": layer_type} if layer_type else {}))
     return frequencies, kind
 
 

@@ -162,7 +162,7 @@ class NonfiniteGuard:
         has_overflow = math.isfinite(self.loss) and not any(any(each) for each in everyone)
         what = "but the norm of the gradients overflows" if has_overflow else "but gradients are not finite"
         what = what if math.isfinite(self.loss) else "which is not finite"
-        lines = [f"step {number}: the loss is {self.loss:g}, {what}; no weight was changed"]
+        lines = [f"step {number}: the loss is {self.loss:g}, {what}, so no weight was changed"]
         for each in self._plans:
             lengths = each.step.plan.lengths
             named = [f"{length} tokens" for length in lengths]
@@ -185,7 +185,9 @@ class NonfiniteGuard:
             )
         elif not bad_weights:
             names = list(dict.fromkeys(name for *_, names in everyone for name in names))
-            lines.append(f"all outputs of a forward are finite; gradients that are not: {listed(list(reversed(names)))}")
+            lines.append(
+                f"all outputs of a forward are finite, but there are gradients that are not: {listed(list(reversed(names)))}"
+            )
         return "\n".join(lines)
 
     def save(self, folder: Path, number: int) -> None:

@@ -96,7 +96,7 @@ class ParameterMixin(CheckpointMixin):
                 else "load the model in fp32, or set fp32_master_weights=False, which rounds every update to bf16"
             )
             raise ValueError(
-                f"no fp32 copies of weights can be kept: {reason}. Use another optimizer such as adamw_torch, {instead}"
+                f"no fp32 copies of weights can be kept: {reason}; use another optimizer such as adamw_torch, or {instead}"
             )
         shards = layer_shards(self.model)
         keep_master_weights(plain, on_host, home_of=None if shards is None else shards.home_of)

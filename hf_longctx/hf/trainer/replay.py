@@ -102,7 +102,9 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}; give the folder nonfinite-step-N that the run has written") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no saved step: {error}") from None
+        raise ValueError(
+            f"{file} is no saved step ({error}); give the folder nonfinite-step-N that the run has written"
+        ) from None
     if not isinstance(content, dict) or content.get("format") != 1 or "plans" not in content:
         raise ValueError(f"{file} is no saved step of format 1; give the folder nonfinite-step-N that the run has written")
     return content

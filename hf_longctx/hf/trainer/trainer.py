@@ -249,7 +249,10 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             loss = sum_over_ranks(loss, self.longctx_run.pool.everyone)[0] / self.longctx_run.pool.num_ranks
             batches = list(passes.second_pass())
         if not batches:
-            raise ValueError(f"the loss of {type(self).__name__} reads no log-probabilities of the model, so nothing is trained")
+            raise ValueError(
+                f"the loss of {type(self).__name__} reads no log-probabilities of the model, so nothing is trained; compute it "
+                f"from a forward of the model"
+            )
         for place, batch in enumerate(batches):
             is_last = place == len(batches) - 1
             part = loss if is_last else torch.zeros_like(loss)

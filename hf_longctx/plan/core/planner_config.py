@@ -77,11 +77,13 @@ class PlannerConfig:
         if self.tokens_per_rank < 1:
             raise ValueError(f"tokens_per_rank is {self.tokens_per_rank}; it must be at least 1")
         if not self.degrees or list(self.degrees) != sorted(set(self.degrees)) or self.degrees[0] < 1:
-            raise ValueError(f"degrees {self.degrees} must be positive, ascending and without repeats, for example (1, 2, 4)")
+            raise ValueError(
+                f"degrees {self.degrees} must be positive, ascending and without repeats; give, for example, (1, 2, 4)"
+            )
         if self.solver not in SOLVERS:
-            raise ValueError(f"solver {self.solver!r} is not one of {', '.join(SOLVERS)}")
+            raise ValueError(f"solver {self.solver!r} is not one of {', '.join(SOLVERS)}; choose one of these")
         if self.static_degree and self.static_degree not in self.degrees:
-            raise ValueError(f"static_degree {self.static_degree} is not among the degrees {self.degrees}")
+            raise ValueError(f"static_degree {self.static_degree} is not among the degrees {self.degrees}; choose one of these")
         if self.micro_batch_trials < 1:
             raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; it must be at least 1")
         if self.lend_stages and (len(self.stages) < 2 or len(self.stages[0]) > 1):

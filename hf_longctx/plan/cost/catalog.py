@@ -142,8 +142,8 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
             cuts_heads = known.startswith(_CUT)
             return replace(spec, bytes_per_element=bytes_per_element, capped_bytes=capped_bytes, cuts_heads=cuts_heads)
     close = difflib.get_close_matches(name.lower(), _MODELS, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}" if close else f"known are {', '.join(_MODELS)}"
-    raise ValueError(f"model {name!r} is not known; {hint}, or a path to config.json?")
+    near = " or ".join(close) if close else f"one of {', '.join(_MODELS)}"
+    raise ValueError(f"model {name!r} is not known; give {near}, or the path of a config.json")
 
 
 def is_named(name: str) -> bool:
@@ -196,4 +196,5 @@ def spec_name(spec: ModelSpec) -> str:
 
 def no_model(name: str) -> str:
     """The refusal of a name that is no model whose shape is known."""
-    return f"model {name!r} is neither a config.json, nor a folder with one, nor one of {', '.join(model_names())}"
+    known = ", ".join(model_names())
+    return f"model {name!r} is neither a config.json, nor a folder with one, nor one of {known}; give one of these"

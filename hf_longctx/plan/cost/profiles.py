@@ -135,7 +135,7 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: this is not a hardware profile in JSON: {error}") from None
+        raise ValueError(f"{file}: this is not a hardware profile in JSON ({error}); hf-longctx calibrate writes one") from None
     found = data.get("schema") if isinstance(data, dict) else data
     if type(found) is not int or found != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema is {found!r}; this version reads hardware profiles of schema {SCHEMA_VERSION}")
@@ -162,7 +162,9 @@ def read_profile(name_or_path: str | Path) -> HardwareProfile:
         if normal_name(known) == normal_name(name):
             return profile_from_json(text, f"{known}.json")
     if not Path(name).is_file():
-        raise ValueError(f"hardware {name!r} is neither a shipped profile ({', '.join(shipped)}) nor the path of a profile")
+        raise ValueError(
+            f"hardware {name!r} is neither a shipped profile ({', '.join(shipped)}) nor the path of a profile; give one of these"
+        )
     return profile_from_json(Path(name).read_text(encoding="utf-8"), name)
 
 

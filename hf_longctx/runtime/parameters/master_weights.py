@@ -60,7 +60,7 @@ def keep_master_weights(
     `why_no_master_weights` gives a reason against.
     """
     if reason := why_no_master_weights(optimizer):
-        raise ValueError(f"no fp32 copies of weights can be kept: {reason}")
+        raise ValueError(f"no fp32 copies of weights can be kept: {reason}; use another optimizer such as torch.optim.AdamW")
     if not has_master_weights(optimizer):
         host = None
         if on_host and updates_weight_by_weight(optimizer):
@@ -112,7 +112,9 @@ def _step_with(kept: _MasterWeights, optimizer: Optimizer) -> MethodType:
 
     def step(optimizer: Optimizer, closure: Any = None) -> Any:
         if closure is not None:
-            raise ValueError(f"{name} got a closure, whose gradients its fp32 copies of weights would not get")
+            raise ValueError(
+                f"{name} got a closure, whose gradients its fp32 copies of weights would not get; call step() without one"
+            )
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise ValueError(
                 f"{name} has a step hook (register_step_pre_hook, register_step_post_hook), which would see fp32 copies in place "

@@ -93,7 +93,10 @@ def shard_model(
     (`on_host/layer_shards.py`); raises ValueError if blocks have one rank, whose shards are whole.
     """
     if layers_on_host and block_mesh(mesh).size() == 1:
-        raise ValueError("shards of layers can lie on the host only if two or more ranks share the parameters")
+        raise ValueError(
+            "shards of layers can lie on the host only if two or more ranks share the parameters; use more ranks, or leave "
+            "layers_on_host out"
+        )
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -104,7 +107,10 @@ def shard_model(
         and all(name.startswith(f"{path}.") for parameter in module.parameters() for name in names[id(parameter)])
     ]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no layers of class {', '.join(layer_classes) or '(none named)'} to shard")
+        raise ValueError(
+            f"{type(model).__name__} has no layers of class {', '.join(layer_classes) or '(none named)'} to shard; name the "
+            f"class of its layers"
+        )
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
     layers = [layer for layer in layers if id(layer) not in inner]
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())

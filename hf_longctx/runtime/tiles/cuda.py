@@ -34,8 +34,9 @@ _LAST_BAD_CUDNN, _CUDNN_MAJORS = 91500, (9, 10)
 _RAGGED = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 # lengths of keys that plans have between two powers of two, where no mask hides some
 _KEYS_PER_OCTAVE = 16
-# pairs of queries and keys that repay a plan: those of a causal tile of 2048 tokens
-_LEAST_PAIRS = 2**21
+# pairs of queries and keys that repay a plan: those of a causal tile of 2048 tokens; where no mask hides some, both lengths vary,
+# and plans are used less often
+_LEAST_CAUSAL, _LEAST_PAIRS = 2**21, 2**25
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:
@@ -84,8 +85,9 @@ def planned_keys(num_keys: int) -> int:
 
 def repays_plan(num_queries: int, num_keys: int, causal: bool) -> bool:
     """Whether a plan of cuDNN for these lengths is used often enough, or for long enough, to repay its making."""
-    num_pairs = num_queries * num_keys // (2 if causal else 1)
-    return num_pairs >= _LEAST_PAIRS and (causal or planned_keys(num_keys) == num_keys)
+    if causal:
+        return num_queries * num_keys // 2 >= _LEAST_CAUSAL
+    return num_queries * num_keys >= _LEAST_PAIRS and planned_keys(num_keys) == num_keys
 
 
 def cudnn_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ def test_a_disk_that_fills_is_an_error_on_every_rank_and_the_old_files_stay(rank
     tiny_mixtral().save_pretrained(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
     for error in ranks(2).run(failed_save, str(tmp_path)):
-        assert "could not be written; the previous one is unchanged" in error and "No space left on device" in error
+        assert "could not be written, and the previous one is unchanged" in error and "No space left on device" in error
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert not list(tmp_path.glob("model-*.safetensors"))
 

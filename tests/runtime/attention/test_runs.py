@@ -119,15 +119,17 @@ def test_boundaries_are_made_once_for_all_layers(flash: FlashPacks) -> None:
 
 
 def test_runs_by_hand() -> None:
-    lengths = [8193, 100, 8192, 1, 8000, 9000, 30, 30]
+    packed = [100, *[2048] * 7, 1]
+    lengths = [2049, *packed, 2000, 9000, 30, 30]
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     documents = [Document(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     # a slice between short documents
-    documents[6] = Document(documents[6].start, documents[6].stop, Slice(6, 0, 0, 30, 90))
+    last = len(documents) - 2
+    documents[last] = Document(documents[last].start, documents[last].stop, Slice(last, 0, 0, 30, 90))
     runs = [([each.num_tokens for each in run.documents], run.is_packed) for run in packed_runs(documents)]
-    # 100 + 8192 + 1 and 8000 tokens with 128 rows more for each document are 16,805 rows
-    assert runs == [([8193], False), ([100, 8192, 1], True), ([8000], True), ([9000], False), ([30], False), ([30], True)]
-    assert packed_runs(documents)[1].lengths(8193 + 104) == [100, 4]
+    # with 128 rows more for each document these are 15,589 rows, and 2000 tokens more would be 17,717
+    assert runs == [([2049], False), (packed, True), ([2000], True), ([9000], False), ([30], False), ([30], True)]
+    assert packed_runs(documents)[1].lengths(2049 + 104) == [100, 4]
 
 
 def test_a_run_of_short_documents_has_a_bounded_number_of_rows() -> None:

@@ -192,5 +192,5 @@ def test_weights_come_back_after_an_error_and_what_cannot_be_is_refused(ranks) -
         assert [text.split(",")[0] for text in refused] == [
             "an earlier step failed",
             "the plan gathers all layers at once",
-            "shards of layers can lie on the host only if two or more ranks share the parameters",
+            "shards of layers can lie on the host only if two or more ranks share the parameters; use more ranks",
         ]

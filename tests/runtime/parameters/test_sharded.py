@@ -254,6 +254,6 @@ def test_what_does_not_fit_is_refused_by_name(ranks) -> None:
         assert found == [
             "the plan expects sharded parameters, but this model is not sharded; apply shard_model to it",
             "the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'",
-            "LlamaForCausalLM has no layers of class NoSuchLayer to shard",
+            "LlamaForCausalLM has no layers of class NoSuchLayer to shard; name the class of its layers",
             "shard_ranks is 3, which does not divide the 2 ranks of a stage (without stages: of the run); choose a divisor",
         ]

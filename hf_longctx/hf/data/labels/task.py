@@ -132,7 +132,10 @@ class HeadTask:
             return [f"{name} has a label that is missing or not finite; give finite numbers, or remove the row"]
         if self.problem == "multi_label_classification" and ((numbers < 0) | (numbers > 1)).any():
             wrong_one = numbers[(numbers < 0) | (numbers > 1)][0]
-            return [f"{name} has the label {wrong_one:g}, but multi_label_classification learns numbers from 0 to 1"]
+            return [
+                f"{name} has the label {wrong_one:g}, but multi_label_classification learns numbers from 0 to 1; give such "
+                f"numbers, or set problem_type of the config to 'regression'"
+            ]
         return []
 
     def label_place(self, ids: Any, start: int, stop: int) -> int:

@@ -93,7 +93,11 @@ def dropout_problems(model: nn.Module) -> list[str]:
 def _weight_problems(model: nn.Module) -> list[str]:
     """Why masks of attention weights cannot follow them, or what is wrong with their rates."""
     rates = weight_rates(base_of(model).config.get_text_config()) if hasattr(base_of(model), "config") else {}
-    problems = [f"{field} is {rate}, but must be from 0 to 1" for field, rate in rates.items() if not 0 <= rate <= 1]
+    problems = [
+        f"{field} is {rate}, but must be from 0 to 1; set it in the model's config"
+        for field, rate in rates.items()
+        if not 0 <= rate <= 1
+    ]
     first_names = {id(module): name for name, module in _weighing(model)}
     for name, module in base_of(model).named_modules(remove_duplicate=False):
         if first_names.get(id(module), name) != name:

@@ -147,8 +147,8 @@ def _indexer_forward(
         assert own.keys is not None
     else:
         raise RuntimeError(
-            f"{type(indexer).__name__} chose keys without asking the cache for those of earlier tokens; plans cannot run this "
-            f"version of transformers"
+            f"{type(indexer).__name__} chose keys without asking the cache for those of earlier tokens; use the newest "
+            f"version of transformers that docs/models.md names"
         )
 
     def choose(rows: slice, keys_1ND: Tensor, seen_1RN: Tensor) -> Tensor:

@@ -69,8 +69,8 @@ class OwnCall:
         """Raises RuntimeError unless the layer attended once."""
         if self.num_runs != 1:
             raise RuntimeError(
-                f"{type(self.layer).__name__} attended {self.num_runs} times in one forward, not once; plans cannot run this "
-                f"version of transformers"
+                f"{type(self.layer).__name__} attended {self.num_runs} times in one forward, not once; use the newest version of "
+                f"transformers that docs/models.md names"
             )
 
 

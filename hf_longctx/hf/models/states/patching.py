@@ -229,7 +229,7 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     if sorted(call.called) != sorted(expected):
         raise RuntimeError(
             f"{name} called {', '.join(call.called) or 'nothing'} in place of {', '.join(expected)}, so its states may be "
-            f"wrong; plans cannot run this version of transformers"
+            f"wrong; use the newest version of transformers that docs/models.md names"
         )
     longctx.calls.count += 1
     return output

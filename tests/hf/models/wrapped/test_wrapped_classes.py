@@ -54,7 +54,9 @@ def test_a_refused_class_is_refused_by_name_with_what_would_be_needed(reason: st
     # the check reads the class alone, and some of these cannot be made small
     model = type(name, (torch.nn.Module,), {})()
     problem = class_problem(model)
-    assert problem.startswith(f"model class {name} is not supported: it {reason}. Use a class that docs/models.md calls exact")
+    assert problem.startswith(
+        f"model class {name} is not supported: it {reason}. Instead, use a class that docs/models.md calls exact"
+    )
     assert "would" in reason
 
 

@@ -1,0 +1,263 @@
+"""Pages of all messages with which the package refuses something, by the subject that a reader has in mind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from error_messages import HOLE, Message, Search, parts
+
+from hf_longctx.hf.config import KINDS
+from hf_longctx.hf.start.settings.fields import SETTINGS
+
+DOCS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One page: its title, its first sentence, and its headings.
+
+    Each heading has the modules whose messages stand below it: a module, a folder of modules, or one function (MODULE:FUNCTION).
+    The longest name that fits a message counts.
+    """
+
+    title: str
+    about: str
+    headings: dict[str, str]
+
+
+SUBJECTS = {
+    "data": Subject(
+        "Errors about data",
+        "Datasets, conversations, streams and labels",
+        {
+            "Rows, labels and lengths": "hf/data hf/trainer/data_mixin hf/trainer/loaders hf/trainer/sets",
+            "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan_cache",
+            "Conversations and chat templates": "hf/data/chat",
+            "Streams": "hf/data/streams",
+            "Classifiers": "hf/data/labels hf/start/classifiers",
+        },
+    ),
+    "models": Subject(
+        "Errors about models",
+        "Model classes, adapters, positions, experts, hooks and the self-test",
+        {
+            "What a model may contain": "hf/models hf/start/model_checks",
+            "Model classes": "hf/models/classes hf/models/wrapped",
+            "Adapters and weights of four bits": "hf/models/adapters hf/models/quantised",
+            "Positions": "hf/models/rope hf/models/document_rope hf/start/arguments:fit_problems",
+            "Dropout": "hf/models/dropout runtime/dropout runtime/attention/context:weight_dropout",
+            "Layers with a state": "hf/models/states runtime/states",
+            "Experts": "hf/models/routers",
+            "Compiled layers and Liger's kernels": "hf/models/fused hf/start/layer_kernels runtime/fused",
+            "Hooks, replaced forwards and shared modules": "hf/start/user_code",
+            "Self-test": "hf/self_test",
+        },
+    ),
+    "settings": Subject(
+        "Errors about settings",
+        "Settings, launching, sharded parameters, optimizers and pipeline stages",
+        {
+            "Recipes": "recipes/settings",
+            "Settings": (
+                "hf/config hf/start/arguments hf/start/settings hf/start/settings/fields:SETTINGS "
+                "plan/core/planner_config:check_degrees"
+            ),
+            "Launching, ranks and versions": (
+                "hf/start/arguments:launch_problems hf/ranks hf/start/versions hf/start/settings/translate hf/trainer/start_mixin"
+            ),
+            "Sharded parameters and host memory": (
+                "hf/start/arguments:placement_problems hf/start/arguments:layer_weights_problems "
+                "hf/start/sharded_loading hf/checkpoints/deferred hf/trainer/run:_new_mesh runtime/parameters"
+            ),
+            "Optimizers": (
+                "hf/start/arguments:_low_bit_problems hf/trainer/parameter_mixin runtime/optimizers "
+                "runtime/parameters/master_weights"
+            ),
+            "Pipeline stages": (
+                "hf/start/arguments:stage_setting_problems hf/start/arguments:_state_setting_problems "
+                "hf/start/arguments:_interleave_problems hf/start/arguments:_lending_problems hf/start/stages "
+                "hf/checkpoints/stage_loading hf/models/cutting hf/models/parts hf/trainer/placement:check_trained "
+                "hf/trainer/run:_lone_stage_problems plan/pipeline/staged_step:check_stages"
+            ),
+        },
+    ),
+    "steps": Subject(
+        "Errors of plans and steps",
+        "Memory, plans that do not fit, and steps that fail",
+        {
+            "Memory and plans that do not fit": (
+                "hf/start/setup hf/start/budget plan/activations plan/groups plan/pipeline/pipeline_planner "
+                "plan/pipeline/activations plan/core/validate:validate_plan plan/planner "
+                "runtime/activations/host_tier runtime/core/host_copies runtime/execution/out_of_memory"
+            ),
+            "While it runs": (
+                "hf/planning hf/trainer runtime/activations runtime/attention/context:check_calls runtime/core "
+                "runtime/execution/checks runtime/execution/executor plan/solver"
+            ),
+        },
+    ),
+    "trainers": Subject(
+        "Errors about trainers",
+        "Losses, evaluation, the callback, and trainers of TRL",
+        {
+            "Losses": "hf/start/losses hf/start/arguments:override_problems hf/trainer/run:_warn_of_forward",
+            "Evaluation and metrics": (
+                "hf/evaluation hf/start/arguments:evaluation_problems hf/trainer/tokens hf/trainer/trainer:_evaluated "
+                "hf/trainer/trainer:predict"
+            ),
+            "The callback, and trainers with attached plans": "hf/stock hf/log_probs",
+            "Trainers of TRL": (
+                "hf/start/trl hf/log_probs/rewards hf/log_probs/two_passes hf/log_probs/trl_methods "
+                "hf/trainer/trainer:_step_in_two_passes"
+            ),
+        },
+    ),
+    "checkpoints": Subject(
+        "Errors about checkpoints",
+        "Saving, loading and resuming",
+        {
+            "Resume where the data stopped": "hf/data/resume",
+            "Checkpoints": (
+                "hf/checkpoints hf/start/arguments:async_problems hf/start/arguments:callback_problems "
+                "hf/trainer/checkpoint_mixin hf/trainer/placement hf/trainer/replicas "
+                "hf/trainer/parameter_mixin:_check_kind"
+            ),
+            "Why one cannot be resumed": (
+                "hf/checkpoints/choice:_size_findings hf/checkpoints/choice:_state_findings "
+                "hf/checkpoints/choice:_plain_findings hf/checkpoints/choice:_unsafe_findings hf/checkpoints/manifest"
+            ),
+        },
+    ),
+    "command-line": Subject(
+        "Errors of the command line",
+        "`hf-longctx` and its files",
+        {
+            "Options": "cli sim",
+            "Models and hardware": "plan/cost hf/calibration",
+            "Lengths": "sim/workloads sim/text_lines cli/token_counts",
+            "Packing from a script": "plan/chunks/packing",
+            "Folders of runs": "hf/trainer/replay page journal sim/run_replay cli/replay cli/report",
+        },
+    ),
+}
+# not on a page
+_LEFT_OUT = (
+    # parts of other messages
+    "hf/setting_kinds hf/start/settings/fields "
+    "hf/models/classes: hf/data/assistant_turns hf/models/activations hf/models/fused/bind "
+    "hf/models/heads/logits runtime/states/kernels runtime/parameters/master_weights:keep_master_weights "
+    "runtime/parameters/master_weights:why_no_master_weights runtime/tiles "
+    # torch's own words, files that were damaged on purpose, and what only code meets that makes plans or executors by hand
+    "__init__ hf/checkpoints/optimizers/trained_weights:check_sizes hf/data/streams/place "
+    "hf/checkpoints/unpickling plan/chunks plan/activations/shares:_check plan/core recipes/bench "
+    "plan/pipeline plan/pipeline/activations/fit_pipeline:make_room plan/prediction "
+    "runtime/activations/adapted_projection runtime/activations/engine "
+    "runtime/activations/head_pieces runtime/attention runtime/execution runtime/process_groups "
+    "sim/others sim/output "
+)
+# what is said before the table of a heading
+_NOTES = {
+    "Why one cannot be resumed": "Parts of `no checkpoint in ... can be resumed` and `... cannot be resumed`.",
+    "Self-test": "[The self-test](../self-test.md) says what it compares.",
+}
+
+
+def error_page(subject: str) -> str:
+    """The page of one subject: below every heading its messages, what they say was found and what they say to do."""
+    page = SUBJECTS[subject]
+    lines = [
+        f"# {page.title}",
+        "",
+        f"{page.about}: messages with which the package refuses something, or warns of it.",
+        "`…` stands for names and numbers of yours.",
+        "[When something is wrong](../guides/troubleshooting.md) explains the messages that need more words.",
+        "`python docs/scripts/generated_pages.py` writes this page from the source.",
+    ]
+    for heading in page.headings:
+        lines += ["", f"## {heading}", ""]
+        lines += [_NOTES[heading], ""] if heading in _NOTES else []
+        lines += _entries(placed()[subject, heading])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+@cache
+def placed() -> dict[tuple[str, str], list[Message]]:
+    """The messages of every heading of every subject; raises ValueError for a module, or an entry above, that has none."""
+    places = _places()
+    found: dict[tuple[str, str], list[Message]] = {place: [] for place in places.values() if place}
+    unused = set(places)
+    for message in [*_of_settings(), *Search(DOCS.parent, "hf_longctx", "recipes").messages()]:
+        name = place_of(message, places)
+        unused.discard(name)
+        # a warning that names no remedy says that nothing need be done
+        if (place := places[name]) and not (message.is_warning and not parts(message.text)[1]):
+            found[place].append(message)
+    if unused:
+        raise ValueError(f"docs/scripts/error_pages.py names {', '.join(sorted(unused))}, which has no message; remove it there")
+    return found
+
+
+def _of_settings() -> Iterator[Message]:
+    """What the tables of settings say about a wrong value, and about a field of `TrainingArguments` that is refused."""
+    for name, kind in KINDS.items():
+        try:
+            kind.checked(name, -1)
+        except ValueError as error:
+            said = re.sub(r"is -1(\.0)?( \(int\))?;", f"is {HOLE};", str(error))
+            yield Message(said, "hf_longctx/hf/config.py", "check", False)
+    for name, setting in SETTINGS.items():
+        if setting.values:
+            said = f"{name}={HOLE} is not supported yet; {setting.note}"
+            yield Message(said, "hf_longctx/hf/start/settings/fields.py", "SETTINGS", False)
+
+
+def place_of(message: Message, places: dict[str, tuple[str, str] | None]) -> str:
+    """The name, of a function, module or folder, by which a message has its place."""
+    module = message.file.removeprefix("hf_longctx/").removesuffix(".py")
+    for name in (f"{module}:{message.function}", module, *(str(folder) for folder in Path(module).parents)):
+        if name in places:
+            return name
+    raise ValueError(f"messages of {message.file} have no heading in docs/scripts/error_pages.py; add the module to one")
+
+
+def _places() -> dict[str, tuple[str, str] | None]:
+    """Subject and heading by name of a function, module or folder; None for those that are left out."""
+    places: dict[str, tuple[str, str] | None] = dict.fromkeys(_LEFT_OUT.split())
+    for subject, page in SUBJECTS.items():
+        places.update({name: (subject, heading) for heading, names in page.headings.items() for name in names.split()})
+    return places
+
+
+def _entries(messages: list[Message]) -> Iterator[str]:
+    """An entry for every text; what was found is a heading, because the site's search looks at headings first."""
+    files: dict[str, dict[str, None]] = {}
+    warnings = {message.text for message in messages if message.is_warning}
+    for message in messages:
+        files.setdefault(message.text, {})[message.file] = None
+    for text in files:
+        found, remedy = parts(text)
+        # without what was found, a message is known by its end
+        found, remedy = (found, remedy) if re.search(r"[a-z]", found) else (" ".join(text.split()), "")
+        links = ", ".join(f"[{Path(file).name}](../../{file})" for file in files[text])
+        kind = "A warning. " if text in warnings else ""
+        yield f"#### {_code(found)}"
+        yield ""
+        yield f"{kind}**What to do:** {_plain(remedy)} ({links})" if remedy else f"{kind}({links})"
+        yield ""
+
+
+def _code(text: str) -> str:
+    """A text as code."""
+    quotes = "`` " if "`" in text else "`"
+    return f"{quotes}{text}{quotes[::-1]}"
+
+
+def _plain(text: str) -> str:
+    """A text without meaning to Markdown but in backquotes."""
+    pieces = text.split("`")
+    pieces[::2] = [re.sub(r"([\\*_\[\]])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2]]
+    return "`".join(pieces)
