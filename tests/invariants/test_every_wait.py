@@ -10,12 +10,14 @@ from fake_cuda.test_waits import ONE_PROCESS, TWO_RANKS
 from hf_longctx.runtime.core.strides import dense_strides
 
 REMOVALS = [removal for removal, _ in (*ONE_PROCESS.values(), *TWO_RANKS.values())]
+# found once, since all files are read
+WAITS = list(waits())
 
 
-@pytest.mark.parametrize("module,text", sorted(set(waits())))
+@pytest.mark.parametrize("module,text", sorted(set(WAITS)))
 def test_a_test_needs_the_wait(module: str, text: str) -> None:
     rows = [removal for removal in REMOVALS if removal.module == module and text in removal.line]
-    assert len(rows) == list(waits()).count((module, text)), (
+    assert len(rows) == WAITS.count((module, text)), (
         f"tests/fake_cuda/test_waits.py takes {text} out of {module} {len(rows)} times; add what goes wrong without it"
     )
 

@@ -123,8 +123,13 @@ def is_under(name: str, parent: str) -> bool:
     return name == parent or name.startswith(f"{parent}.")
 
 
-def imports_of(source: str, path: str) -> Iterator[Import]:
+@cache
+def imports_of(source: str, path: str) -> tuple[Import, ...]:
     """Every import of a file: statements at any depth, relative ones, and texts that name a module of the package."""
+    return tuple(_imports_in(source, path))
+
+
+def _imports_in(source: str, path: str) -> Iterator[Import]:
     package = [PACKAGE, *module_of(path).split(".")][:-1]
     if path.endswith("__init__.py"):
         package = [PACKAGE, *module_of(path).split(".")]

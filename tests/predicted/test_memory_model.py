@@ -116,7 +116,8 @@ WIDE_MLP = Shape(inner=1024)
 WIDE_HEADS = Shape(inner=32, heads=8, head_dim=32, vocabulary=8)
 WIDE_HIDDEN = Shape(hidden=256, inner=64, heads=2, vocabulary=8)
 WIDE_LOSS = Shape(inner=32, vocabulary=1024)
-GROUPED = Shape(inner=32, heads=16, kv_heads=4, head_dim=32, vocabulary=8)
+# attention takes long, so there are few layers; a peak has the more workspace in it
+GROUPED = Shape(inner=32, heads=16, kv_heads=4, head_dim=32, vocabulary=8, layers=2)
 
 
 PLAIN = LayerPolicy()
@@ -196,11 +197,11 @@ CASES = {
     "tiles-hidden": (WIDE_HIDDEN, offloading(), 256, WHOLE),
     "attention-kept": (Shape(), offloading(recompute=0.0), 256, WHOLE),
     "host": (Shape(), offloading(host=1.0, recompute=0.0), 256, LONG),
-    "reruns": (Shape(layers=8), reruns(0.0), 256, LONG),
-    "reruns-hidden": (replace(WIDE_HIDDEN, layers=8), reruns(0.0), 256, WHOLE),
-    "reruns-host": (replace(WIDE_HIDDEN, layers=8), reruns(1.0), 256, WHOLE),
+    "reruns": (Shape(layers=4), reruns(0.0), 256, LONG),
+    "reruns-hidden": (replace(WIDE_HIDDEN, layers=4), reruns(0.0), 256, WHOLE),
+    "reruns-host": (replace(WIDE_HIDDEN, layers=4), reruns(1.0), 256, WHOLE),
     "reruns-mlp": (WIDE_MLP, reruns(0.0), 0, WHOLE),
-    "reruns-heads-alone": (replace(GROUPED, kv_heads=16, layers=8), reruns(0.0), 256, WHOLE),
+    "reruns-heads-alone": (replace(GROUPED, kv_heads=16, layers=4), reruns(0.0), 256, WHOLE),
     "split": (Shape(layers=8), offloading(host=0.5, recompute=0.25), 256, LONG),
     "mlp-kept": (Shape(), offloading(mlp=0.5), 64, WHOLE),
     "qkv-kept": (Shape(), offloading(recompute=0.0, qkv=0.0), 256, WHOLE),
@@ -212,13 +213,13 @@ CASES = {
     "recomputed-heads-alone": (replace(GROUPED, kv_heads=16), offloading(), 256, WHOLE),
     "pieces-2": (GROUPED, offloading(head_pieces=2), 256, WHOLE),
     "pieces-4": (GROUPED, offloading(head_pieces=4), 256, WHOLE),
-    "pieces-dense": (replace(GROUPED, kv_heads=16), offloading(head_pieces=8), 256, WHOLE),
+    "pieces-dense": (replace(GROUPED, kv_heads=16, layers=4), offloading(head_pieces=8), 256, WHOLE),
     "pieces-packed": (GROUPED, offloading(head_pieces=4), 256, PACKED),
     "pieces-qwen3": (replace(GROUPED, family="qwen3"), offloading(head_pieces=4), 256, WHOLE),
     "pieces-kept": (GROUPED, offloading(recompute=0.0, head_pieces=4), 256, WHOLE),
     "pieces-host": (GROUPED, offloading(host=1.0, recompute=0.5, head_pieces=2), 256, WHOLE),
     "pieces-hidden": (replace(WIDE_HIDDEN, heads=4), offloading(head_pieces=2), 256, WHOLE),
-    "pieces-reruns": (replace(GROUPED, layers=8), reruns(0.0, head_pieces=4), 256, WHOLE),
+    "pieces-reruns": (replace(GROUPED, layers=4), reruns(0.0, head_pieces=4), 256, WHOLE),
     "plain": (Shape(), PLAIN, 0, WHOLE),
     "plain-mlp": (WIDE_MLP, PLAIN, 0, WHOLE),
     "plain-packed": (Shape(), PLAIN, 0, PACKED),

@@ -94,6 +94,9 @@ def waits() -> Iterator[tuple[str, str]]:
 
 def waits_in(source: str, path: str) -> Iterator[str]:
     """Texts of the waits in a file's source."""
+    # most files have none, and reading all of them takes seconds
+    if not any(f".{name}" in source for name in _WAITS):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             folders = _WAITS.get(node.func.attr, ())

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -255,7 +256,10 @@ def self_tested(model: Any) -> str:
 
 
 def local_outcome(name: str, lora: Lora, expected: Step, is_brief: bool = False) -> Outcome:
-    """Outcome of the roads that need one process. expected: result of `reference`. is_brief: leaves the self-test out."""
+    """Outcome of the roads that need one process. expected: result of `reference`.
+
+    is_brief: leaves the self-test out, and a packed row and slices without stages and recomputation, unless these are refused.
+    """
     outcome = Outcome()
     model = build(name, lora)
     if problems := setup_problems(model, None, LongContextConfig(), 2, (1, 2)):
@@ -266,10 +270,11 @@ def local_outcome(name: str, lora: Lora, expected: Step, is_brief: bool = False)
         return patched(model_in_wide_floats(name, lora))
 
     with wide_floats():
-        outcome.run("packed", lambda: lone_step(new(), sliced_plan(LENGTHS, WHOLE)), expected)
-        outcome.run("slices", lambda: lone_step(new(), sliced_plan(LENGTHS, SLICES)), expected)
         outcome.run("recomputed", lambda: recomputed_step(new()), expected)
         outcome.run("stages", lambda: staged_step(new()), expected)
+        for road, richer, chunks in (("packed", "stages", WHOLE), ("slices", "recomputed", SLICES)):
+            if not is_brief or richer in outcome.refusals:
+                outcome.run(road, partial(lone_step, new(), sliced_plan(LENGTHS, chunks)), expected)
     if not is_brief:
         outcome.self_test = self_tested(patched(model))
     return outcome

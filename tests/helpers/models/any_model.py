@@ -169,6 +169,8 @@ _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decode
 _NOISE = ("dropout", "pdrop", "jitter", "layerdrop")
 _MOST_LAYERS = 6
 _MOST_PARAMETERS = 5_000_000
+# names and changes of models that were found to have no more, since counting takes as long as building
+_TINY: set[str] = set()
 
 
 @functools.cache
@@ -218,8 +220,12 @@ def _positions_of(text: Any) -> dict[str, Any]:
 
 
 def _causal_class(config_class: type[PretrainedConfig]) -> str:
-    """Name of the causal language model with this config; empty if there is none."""
-    return next((name for name in class_names() if getattr(transformers, name).config_class is config_class), "")
+    """Name of the causal language model with this config, in whose folder it is; empty if there is none."""
+    # to ask classes of all folders would import them, which takes every process ten seconds
+    package: Any = transformers
+    folder = config_class.__module__.removeprefix("transformers.").rpartition(".")[0]
+    near = (name for name in class_names() if package._class_to_module[name].rpartition(".")[0] == folder)
+    return next((name for name in near if getattr(transformers, name).config_class is config_class), "")
 
 
 def _small(config_class: Any, special: dict[str, Any]) -> PretrainedConfig:
@@ -268,12 +274,14 @@ def build_any(name: str, attention: str = "eager", seed: int = 0, is_random: boo
     model_class = getattr(transformers, name)
     config = tiny_config(model_class, **changes)
     config._attn_implementation = attention
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in model_class(config).parameters())
     if not is_random:
         return model_class(config)
-    if size > _MOST_PARAMETERS:
-        raise ValueError(f"{name} has {size} parameters, which is not tiny; give its sizes in _OF_CLASS")
+    if (kind := f"{name} {changes}") not in _TINY:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in model_class(config).parameters())
+        if size > _MOST_PARAMETERS:
+            raise ValueError(f"{name} has {size} parameters, which is not tiny; give its sizes in _OF_CLASS")
+        _TINY.add(kind)
     torch.manual_seed(seed)
     model = model_class(config).double()
     for parameter in model.parameters():

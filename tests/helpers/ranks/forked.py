@@ -86,6 +86,11 @@ class Program:
             raise TimeoutError(f"no end within {timeout_s:g} s")
         return self._process.exitcode
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, or None while the process runs."""
+        return self._process.exitcode
+
     def send(self, number: signal.Signals) -> None:
         """Sends the process a signal."""
         assert self._process.pid is not None

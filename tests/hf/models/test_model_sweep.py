@@ -73,10 +73,12 @@ def test_adapters_on_the_attention_of_a_tested_class_are_exact(ranks, name: str)
         adapted = get_peft_model(build_any(name).float(), LoraConfig(target_modules=["c_attn"]))
         assert problems_at_start(adapted) == ["LoraConfig fan_in_fan_out=True is not in the tested list; use False"]
         return
-    # the test above runs the self-test of every class, and those of the self-test run it under adapters
+    # the test above runs the self-test and plain slices of every class; tests of the self-test run it under adapters
     outcome = sweep(name, ranks(2), lora) if is_whole else local_outcome(name, lora, reference(name, lora), is_brief=True)
     assert {road: error for road, error in outcome.errors.items() if not error <= TOLERANCE} == {}
-    assert set(outcome.refusals) <= set(OPTIONAL) and {"packed", "slices"} <= set(outcome.errors)
+    assert set(outcome.refusals) <= set(OPTIONAL)
+    # a packed row and slices, each in the way that most can go wrong in
+    assert all(set(ways) & set(outcome.errors) for ways in (("packed", "stages"), ("slices", "recomputed")))
     assert not is_whole or outcome.self_test.startswith("self-test passed"), outcome.self_test
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ def planned_step(model: Any, rows: list[dict[str, Any]], plan: Any) -> tuple[flo
     return float(result.loss), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
+@functools.cache
 def is_supported(name: str) -> bool:
     with torch.device("meta"):
         try:

@@ -18,8 +18,8 @@ from hf_longctx.hf.models.classes import TESTED_MODELS, class_problem, refusal_o
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS, WRAPPED_REFUSALS, wrapped_refusal
 from hf_longctx.hf.models.wrapped.text import placeholder_ids
 
-# classes that the installed transformers has; older ones lack some
-HERE = [name for name in WRAPPED_MODELS if hasattr(transformers, name)]
+# classes that the installed transformers has, by name, since `hasattr` would import them; older versions lack some
+HERE = sorted({*WRAPPED_MODELS} & {*dir(transformers)})
 # fields with ids of tokens that a class compares with those of a row without replacing their embeddings: ends of images
 MARKS = re.compile(r"(vision|image|im|video|audio|low_res_image|frame)_(start|end|newline)_(token_)?id|user_token_id")
 

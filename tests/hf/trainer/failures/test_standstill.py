@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.ranks.forked import Program, free_port, rank_environment
@@ -113,51 +115,72 @@ def start(folder: Path, place: str, lost: int, num_ranks: int) -> list[Program]:
     ]
 
 
-# rank 0 also holds the store over which the others would learn who is lost
+# place, lost rank, number of ranks, and the step that the others name; rank 0 also holds the store over which the others would
+# learn who is lost
+CASES = [
+    ("begin", 1, 2, 1),
+    ("logging", 1, 3, 1),
+    ("callback", 1, 2, 2),
+    ("evaluation", 1, 2, 2),
+    ("saving", 0, 3, 2),
+    ("saving", 1, 2, 2),
+    ("writing behind", 1, 2, 2),
+    ("data", 1, 2, 1),
+    ("logging", 0, 2, 1),
+    ("backward", 1, 2, 2),
+    ("backward", 0, 3, 2),
+    # a stock trainer with the callback alone
+    ("alone, logging", 1, 2, 1),
+]
+# trainings that run side by side, since most of their time is a wait
+ABREAST = 3
+FIRST = range(0, len(CASES), ABREAST)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "lost", "num_ranks", "step"),
-    [
-        ("begin", 1, 2, 1),
-        ("logging", 1, 3, 1),
-        ("callback", 1, 2, 2),
-        ("evaluation", 1, 2, 2),
-        ("saving", 0, 3, 2),
-        ("saving", 1, 2, 2),
-        ("writing behind", 1, 2, 2),
-        ("data", 1, 2, 1),
-        ("logging", 0, 2, 1),
-        ("backward", 1, 2, 2),
-        ("backward", 0, 3, 2),
-        # a stock trainer with the callback alone
-        ("alone, logging", 1, 2, 1),
-    ],
-)
-def test_all_survivors_end_in_time_and_name_step_and_rank(
-    tmp_path: Path, place: str, lost: int, num_ranks: int, step: int
-) -> None:
-    ranks = start(tmp_path, place, lost, num_ranks)
+@pytest.mark.parametrize("first", FIRST, ids=["; ".join(case[0] for case in CASES[first:][:ABREAST]) for first in FIRST])
+def test_all_survivors_end_in_time_and_name_step_and_rank(tmp_path: Path, first: int) -> None:
+    cases = CASES[first : first + ABREAST]
+    folders = [tmp_path / str(number) for number in range(len(cases))]
+    for folder in folders:
+        folder.mkdir()
+    trainings = [start(folder, *case[:3]) for folder, case in zip(folders, cases, strict=True)]
+    survivors = {
+        (case, rank): each
+        for case, ranks in zip(cases, trainings, strict=True)
+        for rank, each in enumerate(ranks)
+        if rank != case[1]
+    }
+    ended: dict[tuple[Any, int], float] = {}
+    until_s = time.time() + 90
     try:
-        codes = {rank: each.wait(90) for rank, each in enumerate(ranks) if rank != lost}
-        took_s = time.time() - float((tmp_path / "stopped").read_text())
+        while len(ended) < len(survivors) and time.time() < until_s:
+            time.sleep(0.05)
+            ended |= {key: time.time() for key, each in survivors.items() if key not in ended and each.exit_code is not None}
     finally:
-        for each in ranks:
+        for each in itertools.chain(*trainings):
             each.kill()
-    assert all(codes.values())
-    for rank in codes:
-        found = re.findall(
-            r"step (\d+) could not finish on rank (\d+): (rank \d+) died", (tmp_path / f"stderr{rank}.txt").read_text()
-        )
-        assert found and {each[1:] for each in found} == {(str(rank), f"rank {lost}")}
-        assert abs(int(found[-1][0]) - step) <= 1
-    assert took_s < 2 * TIMEOUT_S
+    assert set(ended) == set(survivors)
+    for folder, case in zip(folders, cases, strict=True):
+        _, lost, num_ranks, step = case
+        stopped_s = float((folder / "stopped").read_text())
+        for rank in set(range(num_ranks)) - {lost}:
+            assert survivors[case, rank].exit_code, (case, rank)
+            errors = (folder / f"stderr{rank}.txt").read_text()
+            found = re.findall(r"step (\d+) could not finish on rank (\d+): (rank \d+) died", errors)
+            assert found and {each[1:] for each in found} == {(str(rank), f"rank {lost}")}, (case, errors)
+            assert abs(int(found[-1][0]) - step) <= 1, case
+            assert ended[case, rank] - stopped_s < 2 * TIMEOUT_S, case
 
 
-@pytest.mark.parametrize("place", ["slow saving", "slow writing"])
-def test_a_rank_that_writes_for_longer_than_the_time_out_is_waited_for(tmp_path: Path, place: str) -> None:
-    ranks = start(tmp_path, place, 0, 2)
+def test_a_rank_that_writes_for_longer_than_the_time_out_is_waited_for(tmp_path: Path) -> None:
+    folders = [tmp_path / place for place in ("slow saving", "slow writing")]
+    for folder in folders:
+        folder.mkdir()
+    trainings = [start(folder, folder.name, 0, 2) for folder in folders]
     try:
-        assert [each.wait(150) for each in ranks] == [0, 0], (tmp_path / "stderr1.txt").read_text()
+        for folder, ranks in zip(folders, trainings, strict=True):
+            assert [each.wait(150) for each in ranks] == [0, 0], (folder.name, (folder / "stderr1.txt").read_text())
     finally:
-        for each in ranks:
+        for each in itertools.chain(*trainings):
             each.kill()
