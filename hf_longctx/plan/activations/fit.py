@@ -28,7 +28,8 @@ class Trial:
 
     seconds: predicted for the group alone. over_bytes: bytes above the device limit on each stage, negative where room is left;
     over_host_bytes: bytes above the host limit. counted_s, counted_bytes: added seconds and device bytes that the policy program
-    expected. reason: why the program chose these policies; empty unless it was asked for.
+    expected. reason: why the program chose these policies; empty unless it was asked for. gathers_s: seconds that count for
+    gathers of weights which a whole chunk would not need.
     """
 
     group: SequenceGroup
@@ -38,6 +39,12 @@ class Trial:
     counted_s: float = 0.0
     counted_bytes: float = 0.0
     reason: str = ""
+    gathers_s: float = 0.0
+
+    @property
+    def all_s(self) -> float:
+        """Seconds by which trials are compared."""
+        return self.seconds + self.gathers_s
 
     @property
     def fits(self) -> bool:
@@ -110,7 +117,7 @@ class FittedGroups:
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
         key = group.shape, spans, tuple(stage.actions for stage in group.stages), variant
         if key not in self._known:
-            best = min(search(group), key=lambda trial: trial.seconds, default=None)
+            best = min(search(group), key=lambda trial: trial.all_s, default=None)
             if best is None:
                 raise ValueError(nothing_fits(group))
             self._known[key] = group, best.group
