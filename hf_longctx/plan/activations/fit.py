@@ -94,10 +94,15 @@ def search_room(
 
 
 class FittedGroups:
-    """Cache of groups that were made to fit: groups with equal lengths, chunks, shape and actions are solved once."""
+    """Cache of groups that were made to fit, or refused: groups with equal lengths, chunks, shape and actions are solved once.
+
+    Its length is the number of those that fit.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[SequenceGroup, SequenceGroup]] = {}
+        # refusals of groups for which nothing fits
+        self._refused: dict[Hashable, str] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -116,10 +121,13 @@ class FittedGroups:
         """
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
         key = group.shape, spans, tuple(stage.actions for stage in group.stages), variant
+        if key in self._refused:
+            raise ValueError(self._refused[key])
         if key not in self._known:
             best = min(search(group), key=lambda trial: trial.all_s, default=None)
             if best is None:
-                raise ValueError(nothing_fits(group))
+                self._refused[key] = nothing_fits(group)
+                raise ValueError(self._refused[key])
             self._known[key] = group, best.group
         return _like(group, *self._known[key])
 
