@@ -53,7 +53,7 @@ def memory_use(
     groups = [group for mb in plan.micro_batches for group in mb.groups if any(chunk.spans for chunk in group.chunks)]
     tiled = [group for group in groups if group.stages[0].activations and not _has_layers(group)]
     chosen = [group for group in groups if _has_layers(group)]
-    sliced = [group for group in chosen if len(group.chunks) > 1]
+    sliced = [group for group in chosen if _num_slices(group) > 1]
     recomputed, on_host = _shares(chosen, costs.model)
     reason = ""
     if budget is not None and groups:

@@ -28,7 +28,8 @@ class Trial:
 
     seconds: predicted for the group alone. over_bytes: bytes above the device limit on each stage, negative where room is left;
     over_host_bytes: bytes above the host limit. counted_s, counted_bytes: added seconds and device bytes that the policy program
-    expected. reason: why the program chose these policies; empty unless it was asked for.
+    expected. reason: why the program chose these policies; empty unless it was asked for. gathers_s: seconds that count for
+    gathers of weights which a whole chunk would not need.
     """
 
     group: SequenceGroup
@@ -38,6 +39,12 @@ class Trial:
     counted_s: float = 0.0
     counted_bytes: float = 0.0
     reason: str = ""
+    gathers_s: float = 0.0
+
+    @property
+    def all_s(self) -> float:
+        """Seconds by which trials are compared."""
+        return self.seconds + self.gathers_s
 
     @property
     def fits(self) -> bool:
@@ -87,10 +94,15 @@ def search_room(
 
 
 class FittedGroups:
-    """Cache of groups that were made to fit: groups with equal lengths, chunks, shape and actions are solved once."""
+    """Cache of groups that were made to fit, or refused: groups with equal lengths, chunks, shape and actions are solved once.
+
+    Its length is the number of those that fit.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[SequenceGroup, SequenceGroup]] = {}
+        # refusals of groups for which nothing fits
+        self._refused: dict[Hashable, str] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -109,10 +121,13 @@ class FittedGroups:
         """
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
         key = group.shape, spans, tuple(stage.actions for stage in group.stages), variant
+        if key in self._refused:
+            raise ValueError(self._refused[key])
         if key not in self._known:
-            best = min(search(group), key=lambda trial: trial.seconds, default=None)
+            best = min(search(group), key=lambda trial: trial.all_s, default=None)
             if best is None:
-                raise ValueError(nothing_fits(group))
+                self._refused[key] = nothing_fits(group)
+                raise ValueError(self._refused[key])
             self._known[key] = group, best.group
         return _like(group, *self._known[key])
 

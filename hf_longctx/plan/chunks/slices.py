@@ -6,6 +6,7 @@ Seq1F1B balances slices by operation counts (arXiv 2406.03488, section 3); here 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -52,17 +53,64 @@ def sliced_group(group: SequenceGroup, num_slices: int, rates: SpanRates) -> Seq
 
     All slices run forward, then backward in reverse order; after them each pack runs forward and backward.
     """
-    (chunk,) = group.chunks
-    longest = max(chunk.spans, key=lambda span: span.num_tokens)
-    bounds = slice_bounds(longest.num_tokens, num_slices, rates, rounds=True)
-    slices = [(Span(longest.sequence, longest.start + start, longest.start + stop),) for start, stop in pairwise(bounds)]
-    room = max(stop - start for start, stop in pairwise(bounds))
-    packs = _packs([span for span in chunk.spans if span != longest], room)
-    chunks = tuple(Chunk(index, spans) for index, spans in enumerate([*slices, *packs]))
-    order = [("F", i) for i in range(len(slices))] + [("B", i) for i in reversed(range(len(slices)))]
-    order += [(kind, i) for i in range(len(slices), len(chunks)) for kind in ("F", "B")]
+    (found,) = sliced_in_step([group], num_slices, rates)
+    return found
+
+
+def sliced_in_step(groups: Sequence[SequenceGroup], num_slices: int, rates: SpanRates) -> tuple[SequenceGroup, ...]:
+    """Cut groups of one chunk each as `sliced_group` does, with equally many slices and packs, so that all run one order.
+
+    The longest sequence of a group is cut if a rank's share of it is more than that of the largest slice of the group with the
+    longest one. Other groups run packs in place of slices, too. Dummy chunks fill up what is left: those before slices, so that
+    these start late and end early, and those of packs at the end.
+    """
+    longest = [max(group.chunks[0].spans, key=lambda span: span.num_tokens, default=None) for group in groups]
+    shares = [0.0 if span is None else span.num_tokens / group.degree for span, group in zip(longest, groups, strict=True)]
+    first = max(range(len(groups)), key=lambda place: shares[place])
+    span, degree = longest[first], groups[first].degree
+    if span is None:
+        raise ValueError("groups without sequences cannot be cut into slices")
+    room = max(span.num_tokens for (span,) in _slices(span, num_slices, rates))
+    cuts = []
+    for group, own in zip(groups, longest, strict=True):
+        own_room = room * group.degree // degree
+        slices = [] if own is None or own.num_tokens <= own_room else _slices(own, num_slices, rates)
+        cuts.append((slices, _packs([span for span in group.chunks[0].spans if not slices or span != own], own_room)))
+    num_slices = max(len(slices) for slices, _ in cuts)
+    num_packs = max((len(packs) for slices, packs in cuts if slices), default=0)
+    slots = [_slots(slices, packs, num_slices, num_packs) for slices, packs in cuts]
+    num_chunks = max(map(len, slots))
+    order = [("F", i) for i in range(num_slices)] + [("B", i) for i in reversed(range(num_slices))]
+    order += [(kind, i) for i in range(num_slices, num_chunks) for kind in ("F", "B")]
+    actions = tuple(Action(kind, groups[0].stages[0].stage, index) for kind, index in order)  # type: ignore[arg-type]
+    return tuple(_with_chunks(group, own, num_chunks, actions) for group, own in zip(groups, slots, strict=True))
+
+
+def _slices(span: Span, num_slices: int, rates: SpanRates) -> list[tuple[Span, ...]]:
+    bounds = slice_bounds(span.num_tokens, num_slices, rates, rounds=True)
+    return [(Span(span.sequence, span.start + start, span.start + stop),) for start, stop in pairwise(bounds)]
+
+
+def _slots(
+    slices: list[tuple[Span, ...]], packs: list[tuple[Span, ...]], num_slices: int, num_packs: int
+) -> list[tuple[Span, ...]]:
+    """Spans of the chunks of a group beside groups with `num_slices` slices and `num_packs` packs; () for a dummy chunk.
+
+    Without slices, packs run where others run packs, then in place of slices, then after all.
+    """
+    last, rest = packs[:num_packs], packs[num_packs:]
+    if not slices:
+        slices, rest = rest[:num_slices], rest[num_slices:]
+    dummies: list[tuple[Span, ...]] = [()]
+    return [*dummies * (num_slices - len(slices)), *slices, *last, *dummies * (num_packs - len(last)), *rest]
+
+
+def _with_chunks(
+    group: SequenceGroup, slots: list[tuple[Span, ...]], num_chunks: int, actions: tuple[Action, ...]
+) -> SequenceGroup:
+    filled = [*slots, *[()] * (num_chunks - len(slots))]
+    chunks = tuple(Chunk(index, spans) for index, spans in enumerate(filled))
     (stage,) = group.stages
-    actions = tuple(Action(kind, stage.stage, index) for kind, index in order)  # type: ignore[arg-type]
     return replace(group, chunks=chunks, stages=(replace(stage, actions=actions, activations=()),))
 
 

@@ -362,6 +362,27 @@ class StepPlan:
         """All `folded_layouts` in one line: "<32,8x4> <1x64> x3" for four micro-batches."""
         return " ".join(self.folded_layouts)
 
+    def in_step(self, micro_batch: MicroBatch) -> tuple[tuple[int, ...], ...]:
+        """Places of the groups of a micro-batch that must run one order of forwards and backwards; others are each alone.
+
+        With sharded parameters every forward and backward gathers weights over the ranks of a block, so that groups of one block
+        wait for one another at every action, and so do the groups of two blocks that a group spans.
+        """
+        groups = micro_batch.groups
+        if self.parameters != "sharded" or len(groups) == 1:
+            return tuple((place,) for place in range(len(groups)))
+        block_ranks = self.block_ranks
+        # a block's number stands for the first block that is in step with it
+        first = list(range(self.ranks_per_stage // block_ranks))
+        for group in groups:
+            own = {first[position // block_ranks] for position in group.positions}
+            if len(own) > 1:
+                first = [min(own) if each in own else each for each in first]
+        found: dict[int, list[int]] = {}
+        for place, group in enumerate(groups):
+            found.setdefault(first[group.positions[0] // block_ranks], []).append(place)
+        return tuple(map(tuple, found.values()))
+
     @property
     def forwards_first(self) -> bool:
         """Whether every rank runs all its forwards first, without waiting for a backward of another rank meanwhile."""

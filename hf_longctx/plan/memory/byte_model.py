@@ -105,6 +105,8 @@ class _Counted:
         self.outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
         # moments of a group on one stage, by the ids of its chunks and of the stage
         self.moments: dict[Hashable, tuple[tuple[Chunk, ...], StagePlan, RoundMoments]] = {}
+        # states of stages, and gradients that wait on them
+        self.stages: dict[Hashable, int] = {}
         # peaks of groups that keep everything, by shape and lengths
         self.kept: dict[tuple[GroupShape, tuple[int, ...]], int] = {}
 
@@ -135,13 +137,20 @@ class ByteModel:
 
     def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:
         """Bytes of the states on a rank of one stage of the plan."""
-        is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
-        return part_state_bytes(self.model, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
+        return self._of_stage(part_state_bytes, stage, plan)
 
     def stage_waiting(self, stage: StagePlan, plan: StepPlan) -> int:
         """Bytes of gradients that wait whole on a rank of one stage, from its first backward of a micro-batch to its last one."""
+        return self._of_stage(accumulated_bytes, stage, plan)
+
+    def _of_stage(self, count: Callable[..., int], stage: StagePlan, plan: StepPlan) -> int:
+        """Bytes that `count` finds on a rank of one stage of the plan, counted once for equal stages."""
         is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
-        return accumulated_bytes(self.model, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
+        part = stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks
+        known, key = self._counted.stages, (count, part)
+        if key not in known:
+            known[key] = count(self.model, *part)
+        return known[key]
 
     def most_states(
         self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, on_host: bool = False

@@ -143,18 +143,23 @@ class PipelineSearch:
         """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
         candidates = self.candidates.fastest(members)
         equal = [each for each in candidates if each.seconds <= _SEARCH.equal * candidates[0].seconds]
-        rows = []
+        rows: list[_Row] = []
         for candidate in equal:
             row = self._row(candidate)
             # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
             if self._fits(row.plan, row.run):
                 return row
             rows.append(row)
+            if len(rows) == 1 and not any(map(self._may_fit, equal)):
+                rows = []
+                break
         quickest = sorted(rows, key=lambda row: row.run.step_s)[: _SEARCH.most_fits]
         best = next(filter(None, map(self._made_to_fit, quickest)), None)
         for candidate in candidates[len(equal) :]:
             if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
+            if best is None and not self._may_fit(candidate):
+                continue
             row = self._row(candidate)
             fitting = row if self._fits(row.plan, row.run) else self._made_to_fit(row) if best is None else None
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_longctx.plan.core.sharding import is_lent, shard_tokens
-from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
+from hf_longctx.plan.prediction.in_step import in_step
 from hf_longctx.plan.prediction.lent_run import run_lent_pipeline
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache, near_ranks, run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, StageRun, near_ranks, run_pipeline
 from hf_longctx.timeline import TimelineEvent
 
 
@@ -66,8 +67,7 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
     """
     run = _Run(plan, costs, with_events, PredictionCache() if known is None else known)
     for micro_batch in plan.micro_batches:
-        for group in micro_batch.groups:
-            run.enter(group)
+        run.enter_all(micro_batch)
         run.leave_together()
     return run.result()
 
@@ -92,6 +92,21 @@ class _Run:
         # (shape, near ranks, is backward) -> seconds of an exchange, fixed and per token; many groups have equal keys
         self.exchanges: dict[tuple[GroupShape, int, bool], tuple[float, float]] = {}
 
+    def enter_all(self, micro_batch: MicroBatch) -> None:
+        """Runs all groups of a micro-batch; those of several chunks that share weights run in step.
+
+        One forward and one backward take about the same shares of every group's seconds, so that waits inside do not count.
+        """
+        groups = micro_batch.groups
+        has_several = self.plan.num_stages == 1 and any(len(group.chunks) > 1 for group in groups)
+        for places in self.plan.in_step(micro_batch) if has_several else [range(len(groups))]:
+            own = [groups[place] for place in places]
+            if has_several and len(own) > 1 and len(own[0].chunks) > 1:
+                self._enter_in_step(own)
+            else:
+                for group in own:
+                    self.enter(group)
+
     def enter(self, group: SequenceGroup) -> None:
         """Runs all actions of a group; each stage starts when the last of its ranks is free."""
         per_stage = self.plan.ranks_per_stage
@@ -104,13 +119,25 @@ class _Run:
             return
         run = run_lent_pipeline if is_lent(group) and len(group.stages) > 1 else run_pipeline
         for of_stage, stage_run in zip(ranks, run(self.plan, group, self.costs, starts, self.known), strict=True):
-            self._add(of_stage, stage_run.times, stage_run.exchange_s)
-            for rank in of_stage:
-                self.tokens[rank] = max(self.tokens[rank], stage_run.peak_tokens)
-                self.peak_bytes[rank] = max(self.peak_bytes[rank], stage_run.peak_bytes)
-                self.host_bytes[rank] = max(self.host_bytes[rank], stage_run.host_bytes)
-            for action, time, inside_s in zip(stage_run.actions, stage_run.times, stage_run.exchange_s, strict=True):
-                self._record(group, of_stage, action, time, inside_s)
+            self._add_run(group, of_stage, stage_run)
+
+    def _enter_in_step(self, groups: Sequence[SequenceGroup]) -> None:
+        """Runs groups on one stage that gather weights together in every action, and so wait for one another."""
+        start_s = max(self.clocks[position] for group in groups for position in group.positions)
+        runs = [run_pipeline(self.plan, group, self.costs, [0.0], self.known)[0] for group in groups]
+        for group, run in zip(groups, in_step(runs, start_s), strict=True):
+            self.in_flight[0] = max(self.in_flight[0], most_in_flight(group.stages[0].actions))
+            self._add_run(group, group.positions, run)
+
+    def _add_run(self, group: SequenceGroup, ranks: Sequence[int], run: StageRun) -> None:
+        """Adds the run of one stage of a group to its ranks."""
+        self._add(ranks, run.times, run.exchange_s)
+        for rank in ranks:
+            self.tokens[rank] = max(self.tokens[rank], run.peak_tokens)
+            self.peak_bytes[rank] = max(self.peak_bytes[rank], run.peak_bytes)
+            self.host_bytes[rank] = max(self.host_bytes[rank], run.host_bytes)
+        for action, time, inside_s in zip(run.actions, run.times, run.exchange_s, strict=True):
+            self._record(group, ranks, action, time, inside_s)
 
     def _enter_kept(self, group: SequenceGroup, start_s: float) -> None:
         """Runs a chunk that keeps everything by formulas for the whole model; most groups without stages need no event loop."""

@@ -101,16 +101,16 @@ class MemoryLimitedStep:
         """Least seconds that a slot of a rank costs: the fixed ones of a group, and the gathers of a micro-batch.
 
         Slices, and packs after them, share a micro-batch, so that each costs only the gathers of a further chunk. But then all
-        gradients wait whole on the device, and a slot lacks their room, worth its share of the seconds.
+        gradients wait whole on the device, and a slot lacks their room, worth its share of the seconds, as far as slices do
+        not need less beside layers.
         """
         problem, fixed_s = self.problem, min(self.problem.group_s)
         whole_s = fixed_s + problem.micro_batch_s
         if not self._is_sliceable:
             return whole_s
         further_s = fixed_s + COUNTED_SHARE * (round_gather_s(self.costs, 2) - round_gather_s(self.costs, 1))
-        waiting = ByteModel(self.costs.model).accumulated(self.costs.parameters, self.costs.shard_ranks)
         room = self.budget.device_bytes + max(self._other_room(degree, by_link) for degree in problem.degrees)
-        return min(whole_s, further_s + whole_s * waiting / max(1, room))
+        return min(whole_s, further_s + whole_s * self._lacking_bytes / max(1, room))
 
     def fullness(self) -> Fullness:
         """The number of micro-batches that probably takes the fewest seconds, if all ranks hold equally much."""
@@ -182,10 +182,29 @@ class MemoryLimitedStep:
     @property
     def _is_sliceable(self) -> bool:
         """Whether slices could be tried for a sequence of the step."""
-        # ranks that share parameters run one order of actions, so that only a group of whole blocks of shards may have slices
-        blocks = self.costs.shards or self.problem.num_ranks
-        fewest = max(self.problem.degrees[0], blocks if self.costs.parameters == "sharded" else 1)
-        return max(self.problem.lengths) >= 2 * LEAST_SLICE_TOKENS * fewest
+        return max(self.problem.lengths) >= 2 * LEAST_SLICE_TOKENS * self.problem.degrees[0]
+
+    @cached_property
+    def _waiting_bytes(self) -> int:
+        """Bytes of gradients that wait whole on a rank while slices, or chunks beside them, run."""
+        return ByteModel(self.costs.model).accumulated(self.costs.parameters, self.costs.shard_ranks)
+
+    @cached_property
+    def _spared_bytes(self) -> float:
+        """Most bytes beside layers that slices of any sequence spare on a rank."""
+        problem = self.problem
+        most = max(min(problem.capacity, -(-max(problem.lengths) // degree)) for degree in problem.degrees)
+        return max(0.0, self._beside(most) - self._beside(min(most, _SHORTEST_SLICE)))
+
+    @property
+    def _lacking_bytes(self) -> float:
+        """Bytes by which slices have less room than whole chunks."""
+        return self._waiting_bytes - (self._spared_bytes if self._slices_lack_room else 0.0)
+
+    @property
+    def _slices_lack_room(self) -> bool:
+        """Whether gradients that wait take more than slices spare, so that no group has more room than with a whole chunk."""
+        return self._waiting_bytes >= self._spared_bytes
 
     def _outside_bytes(self, degree: int) -> FloatArray:
         """Least bytes that a group with each sequence needs beside what layers hold, when the last of its forwards ends.
@@ -193,7 +212,7 @@ class MemoryLimitedStep:
         Its backward comes next, also where it is that of the last slice. More tokens need more bytes.
         """
         tokens = np.maximum(1, np.array(self.problem.lengths) // degree)
-        if self._is_sliceable:
+        if self._is_sliceable and not self._slices_lack_room:
             tokens = np.minimum(tokens, _SHORTEST_SLICE)
         sizes = np.unique(np.geomspace(tokens.min(), tokens.max(), _NUM_SIZES).astype(np.int64))
         beside = np.array([self._beside(int(size)) for size in sizes])

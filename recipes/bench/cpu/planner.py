@@ -1,6 +1,6 @@
 """Measures how long planning takes, how far plans are from optimal, and what each idea beyond FlexSP gains.
 
-    python recipes/bench/cpu/planner.py [times] [policies] [thread] [stages] [problems] [ablation] [--model gpt-7b]
+    python recipes/bench/cpu/planner.py [times] [policies] [thread] [stages] [slices] [problems] [ablation] [--model gpt-7b]
         [--lengths commoncrawl] [--batches 8] [--problems-file tests/plan/microbatch_problems.json] [--require] [--profile]
 
 Prints the named tables, or all of them. Costs, lengths and memory are those of GPT-7B on A100-40GB in `papers/flexsp.py`. Times
@@ -23,6 +23,10 @@ step" is this share of the plan's time on a core of its own, divided by the pred
 stages: whole steps of 512 sequences on 32 GPUs (llama-3.1-8b on h100, log-normal lengths up to 64K tokens), first with
 everything kept, then with less and less memory for activations on the device and on the host; with the step's predicted seconds.
 With replicated weights activations have all of this memory; with gathered ones, gradients that wait whole take part of it.
+
+slices: the longest sequence of a group of four ranks that fits beside two groups of two, with a quarter of its tokens each, where
+all eight GPUs share weights (LoRA of rank 16 on mixtures of experts, whose layers need much room for all tokens at once): in one
+chunk, and in slices in step; with the predicted seconds of each step.
 
 problems: single micro-batches of 64 GPUs, compared with the configuration-LP bound, which no grouping can beat, and with what
 integer programming found in a minute.
@@ -54,17 +58,21 @@ from statistics import mean, median
 import numpy as np
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape, Parameters, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.greedy import group_micro_batch
+from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.lora import lora_adapters
+from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
-from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.planner import build_plan, plan_step
+from hf_longctx.plan.prediction.planning import Planning
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 from hf_longctx.sim.scenario import Request, build_scenario
 from hf_longctx.sim.workloads import read_workload
@@ -73,7 +81,7 @@ from hf_longctx.sim.workloads import read_workload
 SIZES = ((64, 512, 100.0), (256, 2048, 400.0), (1024, 4096, 1000.0))
 LIMIT = 384_000
 REPEATS = 5
-TABLES = ("times", "policies", "thread", "stages", "problems", "ablation")
+TABLES = ("times", "policies", "thread", "stages", "slices", "problems", "ablation")
 
 # GPUs and milliseconds allowed for a step of agent trajectories
 TRAJECTORIES = ((8, 100.0), (64, 300.0), (128, 500.0))
@@ -88,6 +96,9 @@ REFERENCE_MS = 40.0
 ROOMS: tuple[tuple[float | None, float], ...] = ((None, 0), (40, 0), (12, 0), (6, 0), (12, 32), (6, 32))
 STAGES = (2, 4, 8)
 STAGE_PARAMETERS: tuple[Parameters, ...] = ("replicated", "gathered_per_round")
+
+# mixtures of experts, and GiB for activations on a GPU and on the host
+EXPERTS, SLICE_ROOMS = ("gpt-oss-20b", "gemma-4-26b-a4b"), ((8, 0), (8, 64), (30, 64))
 
 # constants of the single micro-batches, in ms, MB and tokens: FlexSP's for GPT-7B up to 192K and 384K tokens
 PAIR_MS, TOKEN_MS, GROUP_MS, MB_PER_TOKEN, MB_EXCHANGED = 5.128e-6, 0.18396, 629.3563, 4.480442, 2.0
@@ -265,6 +276,44 @@ def print_stages() -> list[str]:
     return faults
 
 
+def print_slices() -> list[str]:
+    """Prints the table of slices in step; returns nothing, because it has no limits."""
+    hardware = read_profile("h100").spec
+    print(f"{'model':>16} {'memory':>16} {'one chunk':>12} {'s':>6} {'slices':>12} {'s':>6} {'more tokens':>12}")
+    for name in EXPERTS:
+        model, cluster = named_model(name), ClusterSpec(8, 8, hardware)
+        model = replace(model, adapters=lora_adapters(model, 16))
+        costs = CostModel(model, cluster, default_coefficients(model, cluster), parameters="sharded", shard_ranks=8)
+        for device_gib, host_gib in SLICE_ROOMS:
+            budget = ByteModel(model).budget(device_gib << 30, host_gib << 30, 1024, is_shared=True)
+            (whole, whole_s), (longest, longest_s) = (longest_beside(costs, budget, may_slice) for may_slice in (False, True))
+            memory = f"{device_gib} GiB" + (f" + {host_gib} host" if host_gib else "")
+            cells = f"{whole:>12,} {whole_s:>6.1f} {longest:>12,} {longest_s:>6.1f} {longest / whole - 1:>12.0%}"
+            print(f"{name:>16} {memory:>16} {cells}", flush=True)
+    return []
+
+
+def longest_beside(costs: CostModel, budget: ActivationBudget, may_slice: bool) -> tuple[int, float]:
+    """Most tokens, to 1 %, of a group of four ranks beside others of two that share its weights, and seconds of the step."""
+    layout = [[PlacedGroup(0, 4, (0,)), PlacedGroup(4, 2, (1,)), PlacedGroup(6, 2, (2,))]]
+
+    def made(num_tokens: int) -> StepPlan | None:
+        lengths = num_tokens, num_tokens // 4, num_tokens // 4
+        plan = build_plan(0, lengths, layout, {degree: GroupShape(degree, degree) for degree in (1, 2, 4)}, costs)
+        try:
+            return RoomMaker(costs, budget, may_slice).for_plan(plan)
+        except ValueError:
+            return None
+
+    fits, too_long = 1_000, 4_000_000
+    while too_long - fits > fits // 100:
+        tried = (fits + too_long) // 2
+        fits, too_long = (tried, too_long) if made(tried) else (fits, tried)
+    plan = made(fits)
+    assert plan is not None
+    return fits, Planning(costs, PlannerConfig(fits, (1, 2, 4), activations=budget)).counted_s(plan)
+
+
 def print_problems(path: Path) -> list[str]:
     """Prints the table of single micro-batches; returns what is above its limit."""
     print(f"{'problem':>18} {'sequences':>9} {'bound s':>8} {'ours s':>7} {'gap':>6} {'best integer program':>21} {'ms':>5}")
@@ -378,6 +427,8 @@ def main() -> int:
             faults += print_thread()
         elif table == "stages":
             faults += print_stages()
+        elif table == "slices":
+            faults += print_slices()
         elif table == "problems":
             faults += print_problems(options.problems_file)
         else:

@@ -5,21 +5,27 @@ All in fp64, on gloo ranks.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from helpers.models.any_model import wide_floats
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
 from helpers.models.tiny_models import ModelCase, build_model
-from helpers.plans.layouts import plan_of
+from helpers.plans.layouts import plan_of, tiny_costs
 from helpers.plans.policies import offloading, same_policy
 from helpers.plans.sliced_plans import cut, forward_then_back, sliced_plan
 from helpers.ranks.rank_pool import RankPool
 from helpers.ranks.rank_steps import step_on_rank
 
+from hf_longctx.plan.chunks.slices import sliced_in_step
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, Chunk, LayerPolicy, MicroBatch, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 
 LENGTHS = [37, 9, 5, 20, 1]
 # slices of one token, and of fewer than a ring has pieces, leave ranks without tokens of a slice; whole documents beside the last
@@ -102,6 +108,40 @@ def test_slices_beside_other_groups_match(ranks) -> None:
     # the two others share parameters with each other alone
     sharded = validate_plan(replace(in_ring, parameters="sharded", shard_ranks=2))
     check(ranks(4), [(LLAMA, plan), (LLAMA, in_ring), (LLAMA, sharded)])
+
+
+def kept_beside_others() -> StepPlan:
+    """Groups of 2, 1 and 1 ranks that share weights, one chunk each, before anything makes room."""
+    return replace(plan_of([[(2, (0, 4)), (1, (1, 2)), (1, (3,))]], LENGTHS, 4), parameters="sharded")
+
+
+def test_groups_that_share_weights_match_where_only_slices_fit(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    # slices of the documents of this test, and not of 2K tokens
+    monkeypatch.setattr("hf_longctx.plan.chunks.slices.LEAST_SLICE_TOKENS", 3)
+    kept, costs = kept_beside_others(), replace(tiny_costs(4), parameters="sharded")
+    plans = []
+    for device_bytes in range(10_000, 200_000, 1_000):
+        budget = ActivationBudget(0, device_bytes, tile_tokens=0)
+        with suppress(ValueError):
+            plans.append(validate_plan(RoomMaker(costs, budget).for_plan(kept)))
+            with pytest.raises(ValueError, match="do not fit"):
+                RoomMaker(costs, budget, allows_slices=False).for_plan(kept)
+            break
+    (plan,) = plans
+    long, *others = plan.micro_batches[0].groups
+    assert plan.layout == "<2,1,1>" and len({len(group.chunks) for group in (long, *others)}) == 1
+    assert sum(span.sequence == 0 for chunk in long.chunks for span in chunk.spans) > 1
+    # some group would not have been cut, and runs beside dummy chunks
+    assert any(not chunk.spans for group in others for chunk in group.chunks)
+    assert any(policy.layers for policy in long.stages[0].activations)
+    check(ranks(4), [(LLAMA, plan), (WINDOW, plan), (OTHERS[0], plan)])
+
+
+def test_experts_that_are_spread_meet_in_slices_in_step(ranks) -> None:
+    """Ranks also exchange tokens of experts in every layer, those with dummy chunks too, and balance the experts."""
+    cut = sliced_in_step(kept_beside_others().micro_batches[0].groups, 3, SpanRates(1.0, 1.0))
+    plan = validate_plan(replace(kept_beside_others(), micro_batches=(MicroBatch(cut),)))
+    check(ranks(4), [(ModelCase("qwen3_moe_dense", balance=0.1, spread=True), plan)])
 
 
 def test_gradients_that_later_slices_do_not_leave_are_noticed(ranks) -> None:

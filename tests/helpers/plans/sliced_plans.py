@@ -1,4 +1,6 @@
-"""Plans of slices, hand-written and random: one micro-batch with one group, whose sequences are cut into chunks."""
+"""Plans of slices, hand-written and random: one micro-batch with one group, whose sequences are cut into chunks; and the
+gathers of weights that ranks with chunks take part in.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from helpers.plans.layouts import plan_of
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Span, StepPlan
+from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 
 Rows = list[dict[str, list[int]]]
@@ -43,6 +45,30 @@ def sliced_plan(
     )
     plan = replace(plan, micro_batches=(MicroBatch((group,)),))
     return validate_plan(plan) if validated else plan
+
+
+def gathers_of(rounds: Sequence[tuple[SequenceGroup, StagePlan]]) -> list[tuple[int, str]]:
+    """Collectives of a rank over its block with sharded parameters on one stage, as FSDP2 does them: (micro-batch, unit or sum).
+
+    A forward gathers every layer. Embedding and head are one unit, gathered by the first forward and by each that follows a
+    backward, which frees it; other backwards gather it again. A backward gathers the layers in reverse. The last one of a
+    micro-batch sums the gradients of each.
+    """
+    found: list[tuple[int, str]] = []
+    for number, (_, stage) in enumerate(rounds):
+        layers, is_held = range(stage.num_layers), False
+        left = sum(action.kind == "B" for action in stage.actions)
+        for action in stage.actions:
+            if not is_held:
+                found.append((number, "outside"))
+            is_held = action.kind == "F"
+            left -= action.kind == "B"
+            for layer in layers if action.kind == "F" else reversed(layers):
+                found.append((number, f"layer {layer}"))
+                if not left:
+                    found.append((number, f"sum of layer {layer}"))
+        found.append((number, "sum of outside"))
+    return found
 
 
 @st.composite

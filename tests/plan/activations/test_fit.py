@@ -78,12 +78,20 @@ def test_equal_groups_are_solved_once_for_their_own_sequences_and_ranks() -> Non
     assert (len(solved), len(known)) == (5, 5)
 
 
-def test_a_group_for_which_nothing_fits_is_refused_and_not_stored() -> None:
-    known = FittedGroups()
-    for _ in range(2):
+def test_a_group_for_which_nothing_fits_is_refused_without_another_search() -> None:
+    known, solved = FittedGroups(), []
+
+    def search(group: SequenceGroup) -> list[Trial]:
+        solved.append(group)
+        return []
+
+    for group in (group_of(0, 1), group_of(4, 2, position=1)):
         with pytest.raises(ValueError, match="2 chunks do not fit"):
-            known.fit(group_of(0, 1), lambda group: [], nothing_fits)
-    assert len(known) == 0
+            known.fit(group, search, nothing_fits)
+    assert (len(solved), len(known)) == (1, 0)
+    with pytest.raises(ValueError, match="2 chunks do not fit"):
+        known.fit(group_of(0, 1), search, nothing_fits, variant="sliced")
+    assert len(solved) == 2
 
 
 @pytest.mark.parametrize("keeps_attention", [False, True])

@@ -1,17 +1,19 @@
-"""Slices take equal time and cover the sequence, a sliced group is a valid plan, and SPPO's numbers of slices are met."""
+"""Slices take equal time and cover the sequence, sliced groups are valid plans in one order, and SPPO's numbers are met."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
+from helpers.plans.sliced_plans import gathers_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.slices import slice_bounds, slice_counts, sliced_group
+from hf_longctx.plan.chunks.slices import slice_bounds, slice_counts, sliced_group, sliced_in_step
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.sharding import length_step
-from hf_longctx.plan.core.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 
 K = 1024
@@ -87,6 +89,69 @@ def test_slices_run_backward_last_first_and_packs_behind_them() -> None:
         (Span(0, 0, 7), Span(2, 0, 30)),
     ]
     assert " ".join(map(str, group.stages[0].actions)) == "0F0 0F1 0B1 0B0 0F2 0B2"
+
+
+@st.composite
+def micro_batches(draw: st.DrawFn) -> tuple[list[int], list[SequenceGroup]]:
+    """Lengths, and groups of one chunk each, some of them without sequences."""
+    degrees = draw(st.lists(st.sampled_from([1, 1, 2, 4]), min_size=1, max_size=4))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 30), st.integers(1, 9000)), min_size=1, max_size=8))
+    owners = [draw(st.integers(0, len(degrees) - 1)) for _ in lengths]
+    groups, first = [], 0
+    for number, degree in enumerate(degrees):
+        spans = tuple(Span(i, 0, length) for i, length in enumerate(lengths) if owners[i] == number)
+        stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
+        shape = GroupShape(degree, degree)
+        groups.append(SequenceGroup.of(shape, range(first, first + degree), (Chunk(0, spans),), (stage,)))
+        first += degree
+    return lengths, groups
+
+
+@given(micro_batches(), st.integers(1, 8), st.sampled_from([0.0, 1e-9]))
+def test_groups_cut_in_step_run_one_order_over_the_same_tokens(
+    drawn: tuple[list[int], list[SequenceGroup]], count: int, pair_s: float
+) -> None:
+    lengths, groups = drawn
+    cut = sliced_in_step(groups, count, SpanRates(pair_s, 1e-6))
+    num_ranks = sum(group.degree for group in groups)
+    plan = StepPlan(0, tuple(lengths), 1, num_ranks, "sharded", (MicroBatch(cut),), shard_ranks=num_ranks)
+    validate_plan(plan)
+    rounds = [plan.for_rank(rank).rounds for rank in range(num_ranks)]
+    assert all(gathers_of(own) == gathers_of(rounds[0]) for own in rounds)
+    # groups keep their ranks and sequences
+    for group, made in zip(groups, cut, strict=True):
+        assert (made.positions, made.shape, made.num_tokens) == (group.positions, group.shape, group.num_tokens)
+    # on no rank is a cut sequence in shares above those of the largest slice, nor is a pack, unless one sequence is more
+    shares = [(made.degree, chunk) for made in cut for chunk in made.chunks if chunk.spans]
+    slices = [chunk.num_tokens / degree for degree, chunk in shares if is_slice(chunk.spans[0], lengths)]
+    room = max(slices, default=math.inf)
+    assert all(chunk.num_tokens <= room * degree for degree, chunk in shares if len(chunk.spans) > 1)
+    for made in cut:
+        first, *_ = sorted((span for chunk in made.chunks for span in chunk.spans), key=lambda s: -lengths[s.sequence]) or [None]
+        if first is not None and lengths[first.sequence] > (room + 1) * made.degree:
+            assert is_slice(first, lengths)
+
+
+def is_slice(span: Span, lengths: list[int]) -> bool:
+    return span.num_tokens < lengths[span.sequence]
+
+
+def test_a_group_beside_slices_runs_packs_where_others_do_and_dummies_elsewhere() -> None:
+    stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
+
+    def group(first: int, lengths: dict[int, int]) -> SequenceGroup:
+        return SequenceGroup((first,), "local", (Chunk(0, tuple(Span(i, 0, n) for i, n in lengths.items())),), (stage,))
+
+    groups = [group(0, {0: 90, 1: 30}), group(1, {2: 20, 3: 20, 4: 20}), group(2, {5: 40, 6: 40})]
+    cut = sliced_in_step([*groups, group(3, {})], 3, SpanRates(0.0, 1.0))
+    sequences = [[tuple(span.sequence for span in chunk.spans) for chunk in each.chunks] for each in cut]
+    assert sequences == [
+        [(0,), (0,), (0,), (1,)],
+        [(), (3,), (4,), (2,)],
+        [(5,), (5,), (5,), (6,)],
+        [(), (), (), ()],
+    ]
+    assert {" ".join(map(str, each.stages[0].actions)) for each in cut} == {"0F0 0F1 0F2 0B2 0B1 0B0 0F3 0B3"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ Layer-first keeps a group's one chunk: every layer runs over all its tokens once
 is kept, offloaded or recomputed. Slice-first cuts the longest sequence into slices with a K/V book, so that a layer works on
 fewer tokens at a time; the program then chooses for whole slices. Each answer is predicted as the run of a pipeline of one stage,
 and each group gets the way with the fewest predicted seconds among those whose bytes fit.
+
+Groups whose ranks gather weights together run one order of actions. So they are all cut, into equally many slices, or none is.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.activations.slot_table import SlotTable
 from hf_longctx.plan.activations.slots import Slot, chunk_slot
-from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
+from hf_longctx.plan.chunks.slices import slice_counts, sliced_group, sliced_in_step
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.layer_kinds import ATTENTION
 from hf_longctx.plan.core.planner_config import ActivationBudget
@@ -28,17 +30,18 @@ from hf_longctx.plan.core.types import (
     GroupShape,
     LayerPolicy,
     LayerRange,
-    MicroBatch,
     SequenceGroup,
     StepPlan,
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
+from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.memory.round_bytes import RoundBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.pipeline.activations.cells import recomputed_layer
+from hf_longctx.plan.prediction.in_step import in_step
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_alone
 from hf_longctx.plan.prediction.planning import Planning
 
@@ -144,6 +147,8 @@ class RoomMaker:
         self._known = FittedGroups() if fitted is None else fitted
         # bytes that groups of a degree, whole or in slices, need beside what their layers hold, as far as trials have told
         self._beside_room: dict[tuple[int, bool], float] = {}
+        # seconds of the gathers of a micro-batch by its number of chunks
+        self._round_gathers_s: dict[int, float] = {}
         self._accumulated_bytes = self._byte_model.accumulated(costs.parameters, costs.shard_ranks)
         self._limit_bytes = self._byte_model.states(costs.parameters, costs.shard_ranks) + budget.device_bytes
 
@@ -152,21 +157,22 @@ class RoomMaker:
 
         Raises ValueError naming the first group for which nothing fits.
         """
-        # ranks that share parameters run one order of actions, so that others would gather them for every slice
-        shared = plan.block_ranks if plan.parameters == "sharded" else 0
         micro_batches = tuple(
-            replace(
-                micro_batch,
-                groups=tuple(
-                    self.for_group(group, self.allows_slices and not (shared and _meets_others(group, micro_batch, shared)))
-                    for group in micro_batch.groups
-                ),
-            )
-            for micro_batch in plan.micro_batches
+            replace(each, groups=self._side_by_side(each.groups, plan.in_step(each))) for each in plan.micro_batches
         )
         if self.costs.model.experts.are_spread:
             micro_batches = tuple(replace(each, groups=replayed_together(each.groups)) for each in micro_batches)
         return replace(plan, micro_batches=micro_batches)
+
+    def _side_by_side(self, groups: Sequence[SequenceGroup], in_step: Sequence[Sequence[int]]) -> tuple[SequenceGroup, ...]:
+        """The groups of a micro-batch with room. in_step: places of those that run one order of actions."""
+        found = list(groups)
+        for places in in_step:
+            own = [groups[place] for place in places]
+            made = self._together(own) if len(own) > 1 else [self.for_group(own[0], self.allows_slices)]
+            for place, group in zip(places, made, strict=True):
+                found[place] = group
+        return tuple(found)
 
     @property
     def _solves(self) -> bool:
@@ -179,20 +185,89 @@ class RoomMaker:
         # groups of equal tokens need different bytes: exchanges and attention of several documents have workspace of their own
         if is_small and self._byte_model.kept_peak(group) <= self.budget.device_bytes:
             return group
-        return self._known.fit(group, partial(self._fitting, allows_slices), self._nothing_fits, allows_slices)
+        search = partial(self._fitting, partial(self._fitting_shape, allows_slices))
+        return self._known.fit(group, search, self._nothing_fits, allows_slices)
 
-    def _fitting(self, allows_slices: bool, group: SequenceGroup) -> list[Trial]:
-        """Trials that fit: in the group's shape, or else in the first other shape of its ranks that holds the chunk.
+    def _together(self, groups: Sequence[SequenceGroup]) -> Sequence[SequenceGroup]:
+        """Makes room for groups that run one order of actions: all keep their one chunk, or all are cut in step.
+
+        Raises ValueError naming the first group whose chunk does not fit, if slices do not fit either.
+        """
+        error: ValueError | None = None
+        whole: list[SequenceGroup] = []
+        try:
+            whole = [self.for_group(group, False) for group in groups]
+        except ValueError as reason:
+            error = reason
+        is_crowded = self._accumulated_bytes > _SEARCH.most_waiting * self.budget.device_bytes
+        if whole and (is_crowded or not self.allows_slices or not any(group.stages[0].activations for group in whole)):
+            return whole
+        best, best_s = whole, self._together_s(whole) if whole else math.inf
+        busy = [group for group in groups if group.num_tokens]
+        tries = self.allows_slices and (self._solves or not whole)
+        for count in sorted({count for group in busy for count in self._slice_counts(group)} if tries else ()):
+            if max(self._least_sliced_s(group, count) for group in busy) >= best_s:
+                break
+            made = self._in_step(sliced_in_step(groups, count, self._rates), best_s)
+            if not made:
+                continue
+            seconds = self._together_s(made)
+            if seconds >= best_s:
+                # more slices need less room, which no longer pays for their gathers
+                break
+            best, best_s = made, seconds
+        if error is not None and not best:
+            raise error
+        return best
+
+    def _in_step(self, sliced: Sequence[SequenceGroup], limit_s: float) -> list[SequenceGroup]:
+        """Makes room for groups of several chunks; none where one does not fit, or takes `limit_s` or more by itself."""
+        found = list(sliced)
+        # those that may take longest first
+        for place in sorted(range(len(sliced)), key=lambda place: -self._kept_s(sliced[place])):
+            if self._least_s(sliced[place], self._slice_way(sliced[place])[0]) >= limit_s:
+                return []
+            try:
+                search = partial(self._fitting, self._fitting_cut)
+                found[place] = self._known.fit(sliced[place], search, lambda group: f"{group.num_tokens} tokens in slices")
+            except ValueError:
+                return []
+        return found
+
+    def _together_s(self, groups: Sequence[SequenceGroup]) -> float:
+        """Seconds of groups that wait for one another at every action, with gathers that a whole chunk would not need."""
+        runs = [run_alone(group, self.costs, self._predictions) for group in groups]
+        seconds = max(run.times[-1][1] for run in in_step(runs))
+        exchange_s = max(sum(run.exchange_s) for run in runs)
+        return seconds + self._gathers_s(len(groups[0].chunks), seconds, exchange_s)
+
+    def _gathers_s(self, num_chunks: int, seconds: float = math.inf, exchange_s: float = 0.0) -> float:
+        """Seconds that count for gathers of weights which one chunk would not need, beside `seconds` with these exchanges.
+
+        All fit beside infinitely many seconds, which gives the least that counts.
+        """
+        if num_chunks == 1:
+            return 0.0
+        for count in (1, num_chunks):
+            if count not in self._round_gathers_s:
+                self._round_gathers_s[count] = round_gather_s(self.costs, count)
+        once_s, all_s = self._round_gathers_s[1], self._round_gathers_s[num_chunks]
+        # gathers that keep links busy after all computing count in full
+        after_s = max(0.0, exchange_s + all_s - seconds)
+        return after_s + COUNTED_SHARE * (all_s - after_s) - COUNTED_SHARE * once_s
+
+    def _fitting(self, fitting_shape: Callable[[SequenceGroup], list[Trial]], group: SequenceGroup) -> list[Trial]:
+        """Trials that fit: in the group's shape, or else in the first other shape of its ranks that holds its chunks.
 
         A ring that fits in slices alone is compared with that other shape, since every slice sends earlier ones around again.
         """
-        found = self._fitting_shape(allows_slices, group)
+        found = fitting_shape(group)
         if any(trial.group.shape.num_blocks == 1 or len(trial.group.chunks) == 1 for trial in found):
             return found
         # rings are chosen by seconds alone, but need more bytes than Ulysses
         others = group_shapes(group.degree, self.costs.method, self.costs.model, self.costs.cluster)
         reshaped = (SequenceGroup.of(shape, group.positions, group.chunks, group.stages) for shape in others)
-        fitting = (self._fitting_shape(allows_slices, other) for other in reshaped if other.shape != group.shape)
+        fitting = (fitting_shape(other) for other in reshaped if other.shape != group.shape)
         return found + next(filter(None, fitting), [])
 
     def _fitting_shape(self, allows_slices: bool, group: SequenceGroup) -> list[Trial]:
@@ -211,7 +286,7 @@ class RoomMaker:
             return found
         if allows_slices and is_sliceable and (self._solves or not found):
             for count, cut in self._sliced(group):
-                best_s = min((trial.seconds for trial in found), default=math.inf)
+                best_s = min((trial.all_s for trial in found), default=math.inf)
                 if self._least_sliced_s(group, count) >= best_s:
                     break
                 sliced = cut()
@@ -221,6 +296,13 @@ class RoomMaker:
                     continue
                 found += first_fitting([partial(self._programmed, sliced, table, layers)], self._lean(sliced), self._trial)
         return found
+
+    def _fitting_cut(self, group: SequenceGroup) -> list[Trial]:
+        """Trials of a group of several chunks that fit: with everything kept in tiles, or else with policies."""
+        slots, layers = self._slice_way(group)
+        tiled = with_layers(group, {}, self.budget.tile_tokens)
+        programs: list[Program] = [lambda: [self._trial(tiled)], partial(self._programmed, group, SlotTable(slots), layers)]
+        return first_fitting(programs, self._lean(group), self._trial)
 
     def _kept_s(self, group: SequenceGroup) -> float:
         """Seconds of a group that keeps everything."""
@@ -236,19 +318,21 @@ class RoomMaker:
         """
         if not self.costs.model.states.is_empty:
             return 0.0
-        return self._kept_s(group) + (count - 1) * self.costs.group_s(group.shape)
+        return self._kept_s(group) + (count - 1) * self.costs.group_s(group.shape) + self._gathers_s(count)
 
     def _least_s(self, sliced: SequenceGroup, slots: Sequence[Slot]) -> float:
         """Seconds of slices that no policy of their program can beat, even if they had all of the device.
 
         Packs run after the backward of all slices, so their bytes are not added to these.
         """
-        first = sliced.chunks[0].spans[0].sequence
-        own = [slot for slot, chunk in zip(slots, sliced.chunks, strict=True) if chunk.spans[0].sequence == first]
+        # dummy chunks have no sequence
+        sequences = [chunk.spans[0].sequence if chunk.spans else -1 for chunk in sliced.chunks]
+        first = next((sequence for sequence in sequences if sequence >= 0), -1)
+        own = [slot for slot, sequence in zip(slots, sequences, strict=True) if sequence == first]
         rate = self.costs.cluster.hardware.copy_bytes_per_s
         room_bytes = max(0.0, float(self.budget.device_bytes - self._beside_bytes(sliced)))
         added_s = SlotTable(own).least_cost_s(room_bytes, float(self.budget.host_bytes), 1 / rate)
-        return self._kept_s(sliced) + added_s
+        return self._kept_s(sliced) + added_s + self._gathers_s(len(sliced.chunks))
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
         (chunk,) = group.chunks
@@ -273,15 +357,20 @@ class RoomMaker:
         kinds = self.costs.model.layer_kinds(LayerRange(0, num_layers)) or (ATTENTION,) * num_layers
         return [seconds.slot(chunk.index, kind) for kind in kinds], layers
 
+    @cached_property
+    def _rates(self) -> SpanRates:
+        """Seconds of a forward and a backward by tokens and pairs, by which slices are cut."""
+        forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
+        return SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s, self.costs.attention_pairs())
+
+    def _slice_counts(self, group: SequenceGroup) -> Iterator[int]:
+        """Numbers of slices to try for the group's longest sequence, fewest first."""
+        counts = slice_counts(max(span.num_tokens for span in group.chunks[0].spans), group.degree)
+        return (count for count in _SEARCH.slice_counts if count in counts)
+
     def _sliced(self, group: SequenceGroup) -> Iterator[tuple[int, Callable[[], SequenceGroup]]]:
         """Ever larger numbers of slices, each with the function that cuts the group's longest sequence into so many."""
-        (chunk,) = group.chunks
-        forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
-        pairs = self.costs.attention_pairs()
-        rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s, pairs)
-        longest = max(span.num_tokens for span in chunk.spans)
-        counts = slice_counts(longest, group.degree)
-        return ((count, partial(sliced_group, group, count, rates)) for count in _SEARCH.slice_counts if count in counts)
+        return ((count, partial(sliced_group, group, count, self._rates)) for count in self._slice_counts(group))
 
     def _slice_way(self, sliced: SequenceGroup) -> tuple[Sequence[Slot], _Layers]:
         """One slot per chunk for all of its layers, and the function that turns their shares into policies."""
@@ -304,8 +393,9 @@ class RoomMaker:
     def _program(self, group: SequenceGroup, table: SlotTable, layers: _Layers, explains: bool = False) -> Trial | None:
         """The group with the program's policies, and the reason if `explains`; None where no answer of the program fits."""
         alike = group.degree, len(group.chunks) > 1
-        # another group's room is off by up to 2 % of the device, which plans of sharded runs accept to be made faster
-        if alike not in self._beside_room or self.costs.parameters == "replicated":
+        # another group's room is off by up to 2 % of the device, which plans of sharded runs accept to be made faster, but not
+        # where groups that were cut in step have chunks of all sizes
+        if alike not in self._beside_room or self.costs.parameters == "replicated" or len(group.chunks) > 1:
             needed = self._bytes(self._lean_group(group, 0))
             # workspace beside saved tensors hardly depends on the policy
             self._beside_room[alike] = float(self._beside_bytes(group) + needed.peak - needed.saved)
@@ -390,7 +480,9 @@ class RoomMaker:
         if max(over_bytes, over_host_bytes) > 0:
             return Trial(group, math.inf, (float(over_bytes),), over_host_bytes)
         run = run_alone(group, self.costs, self._predictions)
-        return Trial(group, run.times[-1][1], (float(run.peak_bytes - self._limit_bytes),), over_host_bytes)
+        seconds = run.times[-1][1]
+        gathers_s = self._gathers_s(len(group.chunks), seconds, sum(run.exchange_s))
+        return Trial(group, seconds, (float(run.peak_bytes - self._limit_bytes),), over_host_bytes, gathers_s=gathers_s)
 
     def _beside_bytes(self, group: SequenceGroup) -> int:
         """Bytes of gradients that wait whole for the last backward of a group of several chunks."""
@@ -399,13 +491,6 @@ class RoomMaker:
     def _bytes(self, group: SequenceGroup) -> RoundBytes:
         # ranks of a group hold as much as the first, which holds the most
         return self._byte_model.moments(group, group.stages[0]).most
-
-
-def _meets_others(group: SequenceGroup, micro_batch: MicroBatch, block_ranks: int) -> bool:
-    """Whether a block of `block_ranks` ranks has ranks of the group and of another one."""
-    blocks = {position // block_ranks for position in group.positions}
-    others = (other for other in micro_batch.groups if other is not group)
-    return any(position // block_ranks in blocks for other in others for position in other.positions)
 
 
 def _all_or_none(share: TensorShare) -> TensorShare:

@@ -134,9 +134,14 @@ class PipelineRoom:
             counted_s=counted_s,
         )
 
+    def _short_trial(self, group: SequenceGroup) -> Trial:
+        """The `trial` of a group, without its run, and so without seconds, if the bytes of its chunks alone exceed the limits."""
+        over_bytes = tuple(next(iter(of_stage)) for of_stage in self._over_bytes(group, [group]))
+        return Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self.trial(group)
+
     def _fitting(self, group: SequenceGroup) -> list[Trial]:
         """Trials that fit, found in the order that the module describes."""
-        plain = self.trial(group)
+        plain = self._short_trial(group)
         if plain.fits:
             return [plain]
         self._least = []
@@ -153,27 +158,43 @@ class PipelineRoom:
         """Bytes above the limit on each stage of a group without policies in the least memory.
 
         Every layer of every chunk is recomputed, as if the host had all of its bytes for each of them, or none is: chunks of few
-        tokens hold little, and need less workspace without replays and tiles. When actions run does not matter: copies on their
-        way would only add bytes.
+        tokens hold little, and need less workspace without replays and tiles.
         """
+        return tuple(min(of_stage) for of_stage in self._over_bytes(group, self._least_ways(group)))
+
+    def _least_ways(self, group: SequenceGroup) -> list[SequenceGroup]:
+        """The group under each of the policies of `least_over_bytes`."""
         model, tile_tokens = self.costs.model, self.budget.tile_tokens
         least = lean_group(group, model, tile_tokens, lambda *_: self.budget.host_bytes)
-        ways = least, with_layers(group, {}, tile_tokens), group
-        tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
-        found = []
+        return [least, with_layers(group, {}, tile_tokens), group]
+
+    def _over_bytes(self, group: SequenceGroup, ways: Sequence[SequenceGroup]) -> Iterator[Iterator[float]]:
+        """Bytes above the limit for every stage under each of the policies of `ways`, counted when asked for.
+
+        When actions run does not matter: copies on their way would only add bytes.
+        """
+        model, tokens = self.costs.model, max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
         for place, room_bytes in enumerate(self.room_bytes):
-            waiting = self._byte_model.stage_waiting(group.stages[place], self.plan)
-            needed = min(self._byte_model.moments(group, way.stages[place], waiting=waiting).most.peak for way in ways)
-            found.append(needed + message_bytes(model, group.stages[place], len(group.stages), tokens) - room_bytes)
-        return tuple(found)
+            stage = group.stages[place]
+            waiting = self._byte_model.stage_waiting(stage, self.plan)
+            beside = message_bytes(model, stage, len(group.stages), tokens) - room_bytes
+            peaks = (self._byte_model.moments(group, way.stages[place], waiting=waiting).most.peak for way in ways)
+            yield (peak + beside for peak in peaks)
 
     def is_hopeless(self, group: SequenceGroup) -> bool:
-        """Whether no policy makes the group fit."""
-        return max(self.least_over_bytes(group)) > _SEARCH.hopeless * self.limit_bytes
+        """Whether no policy makes the group fit: some stage needs clearly more in every way."""
+        key, most = (id(group.chunks), id(group.stages)), _SEARCH.hopeless * self.limit_bytes
+        if key not in self.predictions.hopeless:
+            is_hopeless = any(
+                all(over > most for over in of_stage) for of_stage in self._over_bytes(group, self._least_ways(group))
+            )
+            # the group is stored too, so that its ids are not reused
+            self.predictions.hopeless[key] = group, is_hopeless
+        return self.predictions.hopeless[key][1]
 
     def _least_trial(self, group: SequenceGroup) -> Trial:
         """Predicts a group in least memory, and keeps the prediction for a refusal."""
-        self._least.append(self.trial(group))
+        self._least.append(self._short_trial(group))
         return self._least[-1]
 
     def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:

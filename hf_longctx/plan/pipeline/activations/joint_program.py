@@ -191,8 +191,8 @@ class _JointProgram:
             start = self._dive(program, relaxed.values, time_limit_s)
             gap = max(_SEARCH.gap, tolerance_s / self.second_unit / max(1e-9, relaxed.bound))
             is_near = start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9
-            if start is not None and (is_near or len(program.costs) > _SEARCH.few_columns):
-                return self._choice(start, relaxed.bound, "rounding")
+            if is_near or len(program.costs) > _SEARCH.few_columns:
+                return None if start is None else self._choice(start, relaxed.bound, "rounding")
             limits = SearchLimits(time_limit_s, gap, most_nodes=_SEARCH.most_nodes)
             found = solve_integer_program(program, whole, limits, start)
         except SolverError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from helpers.plans.sliced_plans import gathers_of
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
@@ -257,9 +258,11 @@ def test_slices_come_where_a_layer_does_not_fit_as_a_whole() -> None:
         RoomMaker(costs, config.activations, allows_slices=False).for_plan(kept)
 
 
-@pytest.mark.parametrize("parameters,shard_ranks,cuts", [("replicated", 4, True), ("sharded", 2, True), ("sharded", 4, False)])
-def test_a_group_is_cut_beside_others_unless_they_would_gather_for_every_slice(
-    parameters: str, shard_ranks: int, cuts: bool
+@pytest.mark.parametrize(
+    "parameters,shard_ranks,is_alone", [("replicated", 4, True), ("sharded", 2, True), ("sharded", 4, False)]
+)
+def test_a_group_is_cut_alone_or_in_step_with_those_that_share_its_weights(
+    parameters: str, shard_ranks: int, is_alone: bool
 ) -> None:
     costs = replace(costs_of(MODEL, 4, parameters=parameters), shard_ranks=shard_ranks)
     config = config_of(costs, 512 << 20, tile_tokens=0)
@@ -267,14 +270,65 @@ def test_a_group_is_cut_beside_others_unless_they_would_gather_for_every_slice(
     length = 2 * (config.tokens_per_rank + 4_000)
     layout = [[PlacedGroup(0, 2, (0,)), PlacedGroup(2, 1, (1,)), PlacedGroup(3, 1, (2,))]]
     kept = build_plan(0, [length, 500, 500], layout, {1: GroupShape(1), 2: GroupShape(2, 2)}, costs)
-    maker = RoomMaker(costs, config.activations)
-    if not cuts:
-        with pytest.raises(ValueError, match="do not fit"):
-            maker.for_plan(kept)
-        return
-    plan = validate_plan(maker.for_plan(kept))
+    with pytest.raises(ValueError, match="do not fit"):
+        RoomMaker(costs, config.activations, allows_slices=False).for_plan(kept)
+    plan = validate_plan(RoomMaker(costs, config.activations).for_plan(kept))
     assert plan.layout == "<2,1,1>"
-    assert [len(group.chunks) > 1 for group in plan.micro_batches[0].groups] == [True, False, False]
+    long, *short = plan.micro_batches[0].groups
+    assert len(long.chunks) > 1 and all(chunk.spans for chunk in long.chunks)
+    # short documents are never cut, but run beside dummy chunks
+    assert all(sum(bool(chunk.spans) for chunk in group.chunks) == 1 for group in short)
+    assert [len(group.chunks) for group in short] == [1 if is_alone else len(long.chunks)] * 2
+    check_memory(
+        replace(plan, estimate=replace(plan.estimate, peak_bytes=max(evaluate_plan(plan, costs).peak_bytes))),
+        costs,
+        config.activations,
+    )
+
+
+@st.composite
+def crowded_plans(draw: st.DrawFn) -> tuple[StepPlan, CostModel, ActivationBudget]:
+    """Random groups side by side whose weights are sharded in blocks, with room for about what the largest has in slices."""
+    num_ranks, tile_tokens = draw(st.sampled_from([(2, 0), (4, 0), (4, 0), (4, 512)]))
+    blocks = draw(st.sampled_from([size for size in (2, 4) if num_ranks % size == 0]))
+    costs = replace(costs_of(MODEL, num_ranks, parameters="sharded"), shard_ranks=blocks)
+    config = config_of(costs, draw(st.sampled_from([256, 400, 512])) << 20, draw(st.sampled_from([0, 1 << 26])), tile_tokens)
+    assert config.activations is not None
+    layout, lengths = [], []
+    for _ in range(draw(st.integers(1, 2))):
+        groups, first = [], 0
+        while first < num_ranks:
+            degree = draw(st.sampled_from([d for d in (1, 1, 2, 4) if first % d == 0 and first + d <= num_ranks]))
+            # some a little longer than what fits whole
+            shares = draw(st.lists(st.sampled_from([0.01, 0.1, 0.5, 1.02, 1.1]), min_size=first == 0, max_size=3))
+            own = [int(degree * config.tokens_per_rank * share / (1 + (place > 0) * 3)) for place, share in enumerate(shares)]
+            if own:
+                groups.append(PlacedGroup(first, degree, tuple(range(len(lengths), len(lengths) + len(own)))))
+            lengths += own
+            first += degree
+        layout.append(groups)
+    shapes = {degree: GroupShape(degree, degree) for degree in (1, 2, 4)}
+    return build_plan(0, lengths, layout, shapes, costs), costs, config.activations
+
+
+@given(crowded_plans())
+@settings(max_examples=60, deadline=None)
+def test_ranks_of_a_block_gather_weights_in_one_order(drawn: tuple[StepPlan, CostModel, ActivationBudget]) -> None:
+    kept, costs, budget = drawn
+    try:
+        plan = RoomMaker(costs, budget).for_plan(kept)
+    except ValueError:
+        # without slices there is no more room
+        with pytest.raises(ValueError, match="do not fit"):
+            RoomMaker(costs, budget, allows_slices=False).for_plan(kept)
+        return
+    run = evaluate_plan(plan, costs)
+    plan = validate_plan(replace(plan, estimate=replace(plan.estimate, peak_bytes=max(run.peak_bytes))))
+    check_memory(plan, costs, budget)
+    orders = [gathers_of(plan.for_rank(rank).rounds) for rank in range(plan.num_ranks)]
+    for rank, order in enumerate(orders):
+        assert order == orders[rank // plan.block_ranks * plan.block_ranks]
+    event("in step" if any(len(group.chunks) > 1 for each in plan.micro_batches for group in each.groups) else "whole")
 
 
 def test_slices_of_a_ring_fit_on_each_of_its_ranks() -> None:

@@ -19,7 +19,7 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.cells import GroupCells
-from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
+from hf_longctx.plan.pipeline.activations.fit_pipeline import FitConstants, PipelineRoom, make_room
 from hf_longctx.plan.pipeline.activations.joint_program import Moments
 from hf_longctx.plan.pipeline.orders import Schedule, pipelined
 from hf_longctx.plan.pipeline.stage_layers import layer_ranges
@@ -277,10 +277,17 @@ def test_no_policy_fits_a_group_that_is_called_hopeless(
     budget = ActivationBudget(0, max(1, int(share * needed)), host_bytes, 1024)
     room = PipelineRoom(plan, costs, budget)
     is_hopeless = room.is_hopeless(group)
+    # all stages are counted here, in every way
+    assert is_hopeless == (max(room.least_over_bytes(group)) > FitConstants().hopeless * room.limit_bytes)
     with pytest.MonkeyPatch.context() as patch:
+        # and every run is predicted
+        patch.setattr(PipelineRoom, "_short_trial", PipelineRoom.trial)
         patch.setattr(PipelineRoom, "is_hopeless", lambda *_: False)
         try:
-            room.for_group(group)
+            slow = PipelineRoom(plan, costs, budget).for_group(group)
         except ValueError:
+            with pytest.raises(ValueError, match=r"needs .* GiB on a rank"):
+                room.for_group(group)
             return
     assert not is_hopeless
+    assert room.for_group(group) == slow

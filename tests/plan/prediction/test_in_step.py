@@ -1,0 +1,77 @@
+"""Groups whose ranks gather weights together wait for one another at every action; others do not."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.plans.cost_models import HARDWARE, MODEL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.chunks.slices import sliced_in_step
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.types import Action, GroupShape, MicroBatch, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.groups.placement import PlacedGroup
+from hf_longctx.plan.planner import build_plan
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.in_step import in_step
+from hf_longctx.plan.prediction.pipeline_run import StageRun
+
+ORDER = tuple(map(Action.parse, ["0F0", "0F1", "0B1", "0B0"]))
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_every_action_waits_for_the_slowest_group(drawn: list[list[tuple[int, int]]]) -> None:
+    """Each group waits for copies, then runs, four times."""
+    runs = []
+    for waits in drawn:
+        clock, times = 0.0, []
+        for wait_s, run_s in waits:
+            times.append((clock + wait_s, clock + wait_s + run_s))
+            clock += wait_s + run_s
+        runs.append(StageRun(ORDER, tuple(times), (0.0,) * 4, 7, 8, 9))
+    found, clock = in_step(runs, 5.0), 5.0
+    for place in range(4):
+        for run, waits in zip(found, drawn, strict=True):
+            wait_s, run_s = waits[place]
+            assert run.times[place] == (clock + wait_s, clock + wait_s + run_s)
+        clock += max(sum(waits[place]) for waits in drawn)
+    assert max(run.times[-1][1] for run in found) == clock
+
+
+def plan_in_step(lengths: tuple[int, int, int], shard_ranks: int) -> tuple[StepPlan, CostModel]:
+    """Three groups on four ranks, in step though only the two of one rank share weights if blocks have two ranks."""
+    cluster = ClusterSpec(4, 4, HARDWARE)
+    costs = CostModel(
+        MODEL, cluster, default_coefficients(MODEL, cluster), "ulysses", parameters="sharded", shard_ranks=shard_ranks
+    )
+    layout = [[PlacedGroup(0, 2, (0,)), PlacedGroup(2, 1, (1,)), PlacedGroup(3, 1, (2,))]]
+    plan = build_plan(0, lengths, layout, {1: GroupShape(1), 2: GroupShape(2, 2)}, costs)
+    groups = sliced_in_step(plan.micro_batches[0].groups, 3, SpanRates(1e-9, 1e-6))
+    return validate_plan(StepPlan(0, lengths, 1, 4, "sharded", (MicroBatch(groups),), shard_ranks=shard_ranks)), costs
+
+
+@given(st.tuples(*[st.integers(30, 3000)] * 3), st.sampled_from([2, 4]))
+@settings(deadline=None, max_examples=40)
+def test_a_step_takes_the_slowest_pass_of_every_slot(lengths: tuple[int, int, int], shard_ranks: int) -> None:
+    plan, costs = plan_in_step(lengths, shard_ranks)
+    run, layers = evaluate_plan(plan, costs), costs.model.num_layers
+    passes = [
+        [
+            (costs.forward_s if action.kind == "F" else costs.backward_s)(group.chunks[action.chunk], group.shape, layers)
+            for action in group.stages[0].actions
+        ]
+        for group in plan.micro_batches[0].groups
+    ]
+    blocks = [passes] if shard_ranks == 4 else [passes[:1], passes[1:]]
+    block_s = [sum(map(max, zip(*block, strict=True))) for block in blocks]
+    assert run.step_s - run.once_s == pytest.approx(max(block_s), rel=1e-9)
+    # waits are no work
+    for group, own in zip(plan.micro_batches[0].groups, passes, strict=True):
+        for position in group.positions:
+            assert run.ranks[position].busy_s == pytest.approx(sum(own), rel=1e-9)
+    # events of a group do not overlap, and end with the step
+    ends = [event.stop_s for event in run.events]
+    assert max(ends) == pytest.approx(max(block_s), rel=1e-9)
