@@ -78,7 +78,8 @@ class LongContextConfig:
         metadata={
             "help": "Tokens per tile of the MLP and the norms in chunks that do not keep everything; output head and loss run in "
             "tiles of at most 2,048, so that logits never exist as a whole. 0: no tiles. Default: 8,192, 4,096 or 2,048, the "
-            "most of which a tile takes little of the memory; where a sequence would not fit otherwise, 2,048."
+            "most of which a tile takes little of the memory. Where a sequence fits only if layers keep nothing but their "
+            "inputs, tiles have at most 2,048."
         },
     )
     tokens_per_step: int | None = field(

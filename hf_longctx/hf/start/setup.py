@@ -350,9 +350,7 @@ class _SetupBasis:
         )
         room_tokens = tokens_per_rank * degrees[-1]
         if is_pipeline:
-            room_tokens = _longest_planned(min(self.max_length, room_tokens * len(ranges)), costs, planner)
-        elif activations is not None and room_tokens < self.max_length and config.tokens_per_rank is None:
-            planner, room_tokens = _with_slices(planner, room_tokens, self.max_length, costs)
+            room_tokens = _longest_in_stages(min(self.max_length, room_tokens * len(ranges)), costs, planner)
         placeholders = absent_token_ids(base_of(self.model))
         return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
 
@@ -405,20 +403,12 @@ class _SetupBasis:
         return fitting
 
 
-def _with_slices(planner: PlannerConfig, room_tokens: int, max_length: int, costs: CostModel) -> tuple[PlannerConfig, int]:
-    """The planner and the tokens of the longest sequence, where slices hold more of one than `room_tokens` in one chunk."""
-    degree = planner.degrees[-1]
-    wide = replace(planner, tokens_per_rank=-(-max_length // degree))
-    longest = _longest_planned(max_length, costs, wide, room_tokens)
-    return (replace(planner, tokens_per_rank=-(-longest // degree)), longest) if longest > room_tokens else (planner, room_tokens)
+def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
+    """Tokens of the longest sequence that a pipeline has room for, at most `most_tokens`; found by planning sequences, to 1 %.
 
-
-def _longest_planned(most_tokens: int, costs: CostModel, planner: PlannerConfig, fits: int = 0) -> int:
-    """Tokens of the longest sequence that can be planned, at most `most_tokens`; found by planning sequences, to 1 %.
-
-    fits: tokens that are known to fit. Raises ValueError if there is no room for a single token.
+    Raises ValueError if there is no room for a single token.
     """
-    too_long = most_tokens + 1
+    fits, too_long = 0, most_tokens + 1
     tried = most_tokens
     while too_long - fits > max(1, fits // _ROOM_PRECISION):
         try:

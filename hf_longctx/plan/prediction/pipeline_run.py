@@ -80,7 +80,7 @@ class PredictionCache:
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
         # whether no policy makes a pipeline fit, by ids of chunks and stages
-        self.hopeless: dict[tuple[int, int], tuple[SequenceGroup, bool]] = {}
+        self.hopeless: dict[tuple[int, int, GroupShape], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 
     def byte_model(self, model: ModelSpec) -> ByteModel:

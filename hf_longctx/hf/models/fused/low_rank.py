@@ -39,4 +39,6 @@ def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) ->
         return (y + second(low) * adapter.scaling).to(y.dtype)
     # a hook may have kept y, and so may another forward of the module below
     is_new = type(base) is nn.Linear and "forward" not in vars(base) and not is_hooked(base)
-    return add_low_rank(y, low, second.weight.to(low.dtype), adapter.scaling, in_place=is_new and y.is_contiguous())
+    # with a bias, torch returns a view, whose gradient would be copied
+    in_place = is_new and y.is_contiguous() and not y._is_view()
+    return add_low_rank(y, low, second.weight.to(low.dtype), adapter.scaling, in_place)

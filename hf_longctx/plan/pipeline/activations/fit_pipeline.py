@@ -183,7 +183,7 @@ class PipelineRoom:
 
     def is_hopeless(self, group: SequenceGroup) -> bool:
         """Whether no policy makes the group fit: some stage needs clearly more in every way."""
-        key, most = (id(group.chunks), id(group.stages)), _SEARCH.hopeless * self.limit_bytes
+        key, most = (id(group.chunks), id(group.stages), group.shape), _SEARCH.hopeless * self.limit_bytes
         if key not in self.predictions.hopeless:
             is_hopeless = any(
                 all(over > most for over in of_stage) for of_stage in self._over_bytes(group, self._least_ways(group))

@@ -65,6 +65,10 @@ def test_exact_in_fp64_and_closed_again() -> None:
     fused.bind(model)
     layer = model.base_model.model.down_proj
     assert "forward" in vars(layer)
+    # one node, also behind a bias
+    inputs_of = {"gate_proj": inputs(torch.float64), "down_proj": inputs(torch.float64).repeat(1, 1, 2)}
+    nodes = [getattr(model.base_model.model, name)(x).grad_fn.name() for name, x in inputs_of.items()]
+    assert nodes == ["_AddLowRankBackward", "_AddLowRankBackward"]
     for found, right in zip(results(model, torch.float64), expected, strict=True):
         assert relative_error(found, right) <= 1e-14
     fused.close()
