@@ -274,15 +274,11 @@ def plain_adapter(layer: Any) -> Adapter | None:
 
     None if a hook would see what these get or return. The module below the adapter may be of any kind.
     """
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(active) != 1 or layer.disable_adapters or layer.merged or active[0] in layer.lora_variant:
+    found = _active_adapters(layer)
+    if isinstance(found, str) or len(found) != 1:
         return None
-    (name,) = active
-    first, second, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    if any(isinstance(plain_projection(each), str) for each in (first, second)) or dropout_problem(dropout):
-        return None
-    is_added = first.bias is None and second.bias is None
-    return Adapter(first, second, dropout, float(layer.scaling[name])) if is_added else None
+    (adapter,) = found
+    return adapter if adapter.first.bias is None and adapter.second.bias is None else None
 
 
 def copies_input(layer: Any, hidden: torch.dtype, is_autocast: bool) -> bool:
@@ -322,6 +318,12 @@ def read_projection(module: Any) -> Projection | str:
     base = plain_projection(layer.base_layer)
     if problem := changed_problem(layer) or (base if isinstance(base, str) else ""):
         return problem
+    found = _active_adapters(layer)
+    return found if isinstance(found, str) else Projection(layer.base_layer, found)
+
+
+def _active_adapters(layer: Any) -> tuple[Adapter, ...] | str:
+    """The active adapters of a projection, or why one of them does more than LoRA with plain matrices."""
     if layer.merged:
         return "has adapters that are merged into its weight"
     adapters = []
@@ -336,7 +338,7 @@ def read_projection(module: Any) -> Projection | str:
                 return f"has an adapter that {found}"
         casts = getattr(layer, "cast_input_dtype_enabled", True)
         adapters.append(Adapter(first, second, dropout, float(layer.scaling[name]), casts))
-    return Projection(layer.base_layer, tuple(adapters))
+    return tuple(adapters)
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:

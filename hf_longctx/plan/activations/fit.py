@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, ActivationPolicy, LayerPolicy, SequenceGroup
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup, small_tile
 from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
 
 Room = TypeVar("Room")
@@ -191,4 +191,4 @@ def lean_group(
                     policy = lean_policy(model, num_tokens, size[2], tile_tokens, *ways)
                     known[size] = in_pieces(policy, head_pieces).layers
                 layers[stage.stage, chunk.index, part] = known[size]
-    return with_layers(group, layers, min(tile_tokens, LEAST_TILE_TOKENS))
+    return with_layers(group, layers, small_tile(tile_tokens))

@@ -151,6 +151,11 @@ LEAST_TILE_TOKENS = 2048
 TILE_SIZES = (8192, 4096, LEAST_TILE_TOKENS)
 
 
+def small_tile(tile_tokens: int) -> int:
+    """Tokens per tile of the loss, and of everything where memory is short, beside `tile_tokens` elsewhere; 0: untiled."""
+    return min(tile_tokens, LEAST_TILE_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationPolicy:
     """Policies of one chunk on one model part, layer by layer; layers beyond the list keep everything.
@@ -167,7 +172,7 @@ class ActivationPolicy:
     @property
     def loss_tile_tokens(self) -> int:
         """Tokens per tile of the loss; 0: untiled."""
-        return min(self.tile_tokens, LEAST_TILE_TOKENS)
+        return small_tile(self.tile_tokens)
 
 
 @dataclass(frozen=True, slots=True)

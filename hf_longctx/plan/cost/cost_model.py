@@ -483,9 +483,12 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     found = with_adapters(found, model)
     if not hardware.elementwise_bytes_per_s:
         return found
-    added = (model.num_layers * each / hardware.elementwise_bytes_per_s for each in elementwise_bytes(model))
+    forward_bytes, backward_bytes = elementwise_bytes(model)
+    layer_byte_s = model.num_layers / hardware.elementwise_bytes_per_s
     return replace(
-        found, forward=_with_elementwise(found.forward, next(added)), backward=_with_elementwise(found.backward, next(added))
+        found,
+        forward=_with_elementwise(found.forward, layer_byte_s * forward_bytes),
+        backward=_with_elementwise(found.backward, layer_byte_s * backward_bytes),
     )
 
 

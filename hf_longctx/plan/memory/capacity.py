@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, TENSOR_CLASSES, ActivationPolicy, LayerPolicy, Parameters, TensorShare
+from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, Parameters, TensorShare, small_tile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.saved_tensors import class_bytes
@@ -25,11 +25,9 @@ def lean_policy(
 ) -> ActivationPolicy:
     """The policy with the least device memory for a chunk with `num_tokens` tokens on a rank: only layer inputs are kept.
 
-    Tiles have at most `LEAST_TILE_TOKENS` tokens.
-
-    As many inputs as fit go to the host, those of the first layers first, since their backward runs last. keeps_attention:
-    attention outputs are kept and offloaded with the inputs, so that attention is not run again. reruns: only every second layer
-    keeps its input, and runs once more to make the input of the next one.
+    Tiles are small (`small_tile`). As many inputs as fit go to the host, those of the first layers first, since their backward runs
+    last. keeps_attention: attention outputs are kept and offloaded with the inputs, so that attention is not run again. reruns:
+    only every second layer keeps its input, and runs once more to make the input of the next one.
     """
     num_layers = num_layers or model.num_layers
     input_bytes = class_bytes(model, "layer_input") * num_tokens
@@ -54,7 +52,7 @@ def lean_policy(
     layers = [known[part] for part in parts]
     if reruns:
         layers[1::2] = [LayerPolicy(tuple(again))] * (num_layers // 2)
-    return ActivationPolicy(0, 0, tuple(layers), min(tile_tokens, LEAST_TILE_TOKENS))
+    return ActivationPolicy(0, 0, tuple(layers), small_tile(tile_tokens))
 
 
 def in_pieces(policy: ActivationPolicy, head_pieces: int) -> ActivationPolicy:

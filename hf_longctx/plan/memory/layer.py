@@ -18,7 +18,7 @@ from itertools import pairwise
 from hf_longctx.plan.core.layer_kinds import ATTENTION
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import PACKED_ROWS, heads_at_once, packed_rows
-from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, TENSOR_CLASSES, LayerPolicy, TensorClass
+from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass, small_tile
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
     gate_bytes,
@@ -543,7 +543,7 @@ class OutsideBytes:
     def __init__(self, model: ModelSpec, load: Load, tile_tokens: int) -> None:
         e, d, wide = model.bytes_per_element, model.hidden_size, max(4, model.bytes_per_element)
         tokens, vocabulary = load.num_tokens, model.head_outputs
-        tile_tokens = min(tile_tokens, LEAST_TILE_TOKENS)
+        tile_tokens = small_tile(tile_tokens)
         # bytes of cosines and sines, token ids and labels
         rotated = sum({own.head_dim for own in model.heads}) or model.head_dim
         self.shared = tokens * (2 * e * rotated + 16 + own_input_bytes(model) + shared_kv_bytes(model))

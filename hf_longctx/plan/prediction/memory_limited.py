@@ -30,7 +30,7 @@ from hf_longctx.plan.activations.prices import MemoryPrices
 from hf_longctx.plan.chunks.slices import LEAST_SLICE_TOKENS
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.planner_config import ActivationBudget
-from hf_longctx.plan.core.types import LEAST_TILE_TOKENS
+from hf_longctx.plan.core.types import small_tile
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
 from hf_longctx.plan.groups.problem import GroupingProblem
@@ -121,7 +121,7 @@ class MemoryLimitedStep:
         cheapest = np.where(fits, problem.seconds * degrees, np.inf).argmin(axis=0)
         forward_s = float((self.forward_s * degrees)[cheapest, np.arange(len(problem.lengths))].sum()) / num_ranks
         tokens = sum(problem.lengths) / num_ranks
-        room = max(1.0, budget.device_bytes - self._beside(max(1, min(budget.tile_tokens, LEAST_TILE_TOKENS))))
+        room = max(1.0, budget.device_bytes - self._beside(max(1, small_tile(budget.tile_tokens))))
         total = tokens * float(prices.num_bytes.sum() + prices.pair_bytes.sum())
         order = np.argsort(prices.seconds / prices.num_bytes, kind="stable")
         sizes, seconds = tokens * prices.num_bytes[order], tokens * prices.seconds[order]

@@ -79,7 +79,7 @@ class PredictionCache:
         # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
-        # whether no policy makes a pipeline fit, by ids of chunks and stages
+        # whether no policy makes a pipeline fit, by ids of chunks and stages, and by shape
         self.hopeless: dict[tuple[int, int, GroupShape], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 

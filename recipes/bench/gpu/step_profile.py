@@ -13,14 +13,13 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hf_longctx.recipes.bench.gpu import trainings
-from hf_longctx.recipes.bench.gpu.trainings import Job, train
 
 _PARTS = 40
 # lengths of pauses, in microseconds
@@ -131,19 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Trains two steps and prints what the device did in the second."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--method", default="hf_longctx", choices=trainings.METHODS, help="default: hf_longctx")
-    parser.add_argument("--model", default=Job.model, help="a named shape of the catalogue (default: llama-3.1-8b)")
-    parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
-    parser.add_argument("--limit", type=int, default=Job.limit, help="tokens of the longest document (default: 32768)")
-    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a step, at least (default: 131072)")
-    parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU if there is no GPU")
+    trainings.add_job_arguments(parser)
+    parser.set_defaults(layers=32, tokens=131072)
     options = parser.parse_args(arguments)
-    if not (options.toy or torch.cuda.is_available()):
-        print("skipped: torch sees no CUDA device (--toy runs small sizes on the CPU)")
+    if (job := trainings.job_of(options, steps=1)) is None:
         return 0
-    job = Job(options.model, options.layers, options.limit, options.tokens, steps=1, is_toy=options.toy)
-    if options.toy:
-        job = replace(job, layers=2, limit=256, tokens=1024)
-    print(train(job, options.method, Profiled()))
+    print(trainings.train(job, options.method, Profiled()))
     return 0
 
 

@@ -108,22 +108,14 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns 1 if losses differ."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=Job.model, help="a named shape of the catalogue (default: llama-3.1-8b)")
-    parser.add_argument("--layers", type=int, default=Job.layers, help="layers of the model (default: 16)")
-    parser.add_argument("--limit", type=int, default=Job.limit, help="tokens of the longest document (default: 32768)")
-    parser.add_argument("--tokens", type=int, default=Job.tokens, help="tokens of a step, at least (default: 196608)")
+    add_job_arguments(parser)
     parser.add_argument("--steps", type=int, default=Job.steps, help="steps that count (default: 2)")
     parser.add_argument("--methods", nargs="+", default=[], metavar="WORD", help="methods whose names have one of these words")
     parser.add_argument("--json", type=Path, default=None, help="also append each row to this file, as soon as it is there")
-    parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU if there is no GPU")
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if not (options.toy or torch.cuda.is_available()):
-        print("skipped: torch sees no CUDA device (--toy runs small sizes on the CPU)")
+    if (job := job_of(options, options.steps)) is None:
         return 0
-    job = Job(options.model, options.layers, options.limit, options.tokens, options.steps, options.toy)
-    if options.toy:
-        job = replace(job, layers=2, limit=256, tokens=1024)
     if options.run:
         print(MARK + json.dumps(asdict(train(job, options.run))))
         return 0
@@ -145,6 +137,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"losses differ by more than {TOLERANCE:.0%}: the methods do not compute the same thing")
         return 1
     return 0
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of a job, which `job_of` reads."""
+    parser.add_argument("--model", default=Job.model, help="a named shape of the catalogue (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=Job.layers, help="layers of the model (default: %(default)s)")
+    parser.add_argument("--limit", type=int, default=Job.limit, help="tokens of the longest document (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=Job.tokens, help="tokens of a step, at least (default: %(default)s)")
+    parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU if there is no GPU")
+
+
+def job_of(options: argparse.Namespace, steps: int) -> Job | None:
+    """The job that was asked for; None, and a line that says so, where no GPU can run it."""
+    if not (options.toy or torch.cuda.is_available()):
+        print("skipped: torch sees no CUDA device (--toy runs small sizes on the CPU)")
+        return None
+    job = Job(options.model, options.layers, options.limit, options.tokens, steps, options.toy)
+    return replace(job, layers=2, limit=256, tokens=1024) if options.toy else job
 
 
 def in_process(method: str, arguments: Sequence[str]) -> Row:

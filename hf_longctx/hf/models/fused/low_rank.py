@@ -29,9 +29,9 @@ def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) ->
     device = x.device.type
     is_autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_autocast else first.weight.dtype
-    # the output has the dtype of the weight, or under autocast that of autocast
-    kept = dtype if is_autocast or base.weight.dtype == dtype else None
-    if x.dtype != kept or isinstance(second.weight, DTensor) or x.dim() < 2 or not x.numel() or global_hooks():
+    # without autocast the output has the dtype of the frozen weight
+    is_one_dtype = x.dtype == dtype and (is_autocast or base.weight.dtype == dtype)
+    if not is_one_dtype or isinstance(second.weight, DTensor) or x.dim() < 2 or not x.numel() or global_hooks():
         return own(x)
     y: Tensor = base(x)
     low = first(adapter.dropout(x))
