@@ -25,9 +25,9 @@ def lean_policy(
 ) -> ActivationPolicy:
     """The policy with the least device memory for a chunk with `num_tokens` tokens on a rank: only layer inputs are kept.
 
-    Tiles are small (`small_tile`). As many inputs as fit go to the host, those of the first layers first, since their backward runs
-    last. keeps_attention: attention outputs are kept and offloaded with the inputs, so that attention is not run again. reruns:
-    only every second layer keeps its input, and runs once more to make the input of the next one.
+    Tiles are small (`small_tile`). As many inputs as fit go to the host, those of the first layers first, since their backward
+    runs last. keeps_attention: attention outputs are kept and offloaded with the inputs, so that attention is not run again.
+    reruns: only every second layer keeps its input, and runs once more to make the input of the next one.
     """
     num_layers = num_layers or model.num_layers
     input_bytes = class_bytes(model, "layer_input") * num_tokens
