@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers.measures.allocations import measure
+from helpers.measures.late_copies import SlowlyLeaving
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import OTHER_FAMILIES
 from helpers.plans.policies import offloading
@@ -31,7 +32,6 @@ from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead, loss_of
-from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.core.loss import Targets, summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
@@ -138,7 +138,8 @@ def measured(
     """
     model = shape.build(dtype)
     head = OutputHead(output_head(model), final_norm(model), logit_change(model)) if loss_tile else None
-    tier = HostTier(2**27, PlainCopies())
+    copies = SlowlyLeaving()
+    tier = HostTier(2**27, copies)
     engine = None if policy is None else ActivationEngine(layer_modules(model), tier)
 
     def forward(documents: tuple[int, ...]) -> Tensor:
@@ -160,9 +161,9 @@ def measured(
     # garbage of other tests' models must not go while bytes are counted
     gc.collect()
     forward_peak, held, loss = measure(lambda: forward(documents))
-    host = tier.stored_bytes
+    host, leaving = tier.stored_bytes, copies.leaving.num_bytes
     backward_peak, _, _ = measure(loss.backward)
-    return held, host, forward_peak, held + backward_peak
+    return held - leaving, host, forward_peak, held + backward_peak
 
 
 def predicted(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.measures.allocations import measure
+from helpers.measures.late_copies import SlowlyLeaving
 from helpers.plans.policies import offloading
 from helpers.ranks.rank_steps import group_pool
 from torch import Tensor
@@ -24,7 +25,6 @@ from hf_longctx.plan.memory.round_bytes import chunk_load
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention.kv_book import KVBook
-from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.execution.executor import no_mask
 
@@ -62,7 +62,7 @@ def measured_peaks(degree: int, is_recomputed: bool, num_slices: int = 1) -> tup
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     group, policy, books = ring(degree, num_slices), policy_of(is_recomputed), [KVBook(), KVBook()]
-    engine = None if policy is None else ActivationEngine(layer_modules(model), HostTier(2**20, PlainCopies()))
+    engine = None if policy is None else ActivationEngine(layer_modules(model), HostTier(2**20, SlowlyLeaving()))
     ids, labels = (torch.randint(0, VOCABULARY, (1, TOKENS_PER_RANK)) for _ in range(2))
 
     def forward(index: int, book: KVBook) -> Tensor:

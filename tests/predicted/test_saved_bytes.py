@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers.measures.flash_packs import flash_on_the_cpu
+from helpers.measures.late_copies import SlowlyLeaving
 from helpers.models.tiny_models import in_four_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -41,7 +42,6 @@ from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.attention.runs import documents_of
-from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -194,7 +194,7 @@ def test_policies_hold_exactly_what_is_predicted(
 ) -> None:
     model = build("qwen3", dtype, 3)
     patch_model(model)
-    engine = ActivationEngine(layer_modules(model), HostTier(2**24, PlainCopies()))
+    engine = ActivationEngine(layer_modules(model), HostTier(2**24, SlowlyLeaving()))
     chosen = ActivationPolicy(0, 0, (policy(host, recompute, mlp),) * 3, 64)
     activations = engine.begin(chosen)
     group = SequenceGroup((0,), "local", (), ())
@@ -225,7 +225,7 @@ def test_slices_under_policies_hold_what_whole_sequences_do_and_the_book_keys_an
 ) -> None:
     model = build("qwen3", dtype, 3)
     patch_model(model)
-    engine = ActivationEngine(layer_modules(model), HostTier(2**24, PlainCopies()))
+    engine = ActivationEngine(layer_modules(model), HostTier(2**24, SlowlyLeaving()))
     # a slice alone, then the tail of its sequence with a whole one
     tail = 300
     chunks = (
@@ -285,7 +285,7 @@ def layer_bytes_of_norm(dtype: torch.dtype) -> int:
 def test_the_engine_lets_go_of_everything_when_backward_is_done() -> None:
     model = build("llama", torch.float32, 3)
     patch_model(model)
-    tier = HostTier(2**24, PlainCopies())
+    tier = HostTier(2**24, SlowlyLeaving())
     engine = ActivationEngine(layer_modules(model), tier)
     activations = engine.begin(ActivationPolicy(0, 0, (policy(0.5, 0.25, 0.5),) * 3, 64))
     context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, NUM_TOKENS),)))
@@ -303,7 +303,7 @@ def test_the_engine_lets_go_of_everything_when_backward_is_done() -> None:
 def test_layer_inputs_on_the_host_are_gone_from_the_device(host: float, num_alive: int) -> None:
     model = build("llama", torch.float32, 3)
     patch_model(model)
-    engine = ActivationEngine(layer_modules(model), HostTier(2**24, PlainCopies()))
+    engine = ActivationEngine(layer_modules(model), HostTier(2**24, SlowlyLeaving()))
     activations = engine.begin(ActivationPolicy(0, 0, (policy(host, 0.0, 1.0),) * 3, 64))
     context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, NUM_TOKENS),)))
     outputs: list[weakref.ref[Tensor]] = []

@@ -100,7 +100,7 @@ class _Counted:
         # layers, each with its row in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
         self.layers: dict[tuple[int, int, int, LayerKind], tuple[LayerBytes, int]] = {}
         self.rows: dict[tuple[int, int, int, tuple[LayerKind, ...]], list[int]] = {}
-        self.table: IntArray = np.empty((0, 5), dtype=np.int64)
+        self.table: IntArray = np.empty((0, 6), dtype=np.int64)
         self.new_rows: list[tuple[int, ...]] = []
         self.outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
         # moments of a group on one stage, by the ids of its chunks and of the stage
@@ -189,10 +189,12 @@ class ByteModel:
         fitting = (tile for tile in TILE_SIZES if tile * token_bytes <= device_bytes // 32)
         return next(fitting, LEAST_TILE_TOKENS)
 
-    def chunk(self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
+    def chunk(
+        self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0, sent_before: int = 0
+    ) -> ChunkBytes:
         """Bytes that one chunk holds and works with under `policy`; without a policy everything is kept.
 
-        loss_tile_tokens: tokens per tile of the loss alone, for a policy without tiles.
+        loss_tile_tokens: tokens per tile of the loss alone, for a policy without tiles. sent_before: see `chunk_numbers`.
         """
         tile_tokens = policy.tile_tokens if policy else 0
         policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
@@ -203,11 +205,12 @@ class ByteModel:
         counted = {key: LAYER_NUMBERS(self._counted_layer(load, layer, tile_tokens, key[1])) for key, layer in distinct.items()}
         outside = OutsideBytes(self.model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
         # calibration measures a model of embedding and head alone
-        layers = [counted[key] for key in each] or [(0,) * 5]
+        layers = [counted[key] for key in each] or [(0,) * 6]
         found = chunk_numbers(
             np.array([layers], dtype=np.int64),
             np.array([OUTSIDE_NUMBERS(outside)], dtype=np.int64),
             np.array([load.receives]),
+            sent_before,
         )
         return ChunkBytes(*found[0].tolist())
 

@@ -53,6 +53,10 @@ class PiecedLayerBytes(LayerBytes):
         # while the last piece runs: the outputs of those before it, and the sum over them, which is the layer's output
         d, *_ = self._sizes
         others = self._outputs - class_bytes(self._piece.model, "attention_output") * self.tokens
+        host_start, host_stop = self._cuts["attention_output"]
+        if host_stop > host_start:
+            # they are on their way to the host, which `sent` counts
+            others = 0
         return self._piece._mixing_forward() + d * self.tokens + max(0, others) + self._cut_bytes - self._piece._cut_bytes
 
     def _attention_backward(self) -> int:

@@ -84,8 +84,9 @@ class LayerBytes:
     """Bytes of one layer under one policy.
 
     held, held_host: bytes held from forward to backward, on the device and on the host; input_host: the part of held_host that is
-    the layer's input. forward: most bytes while this layer runs forward, beyond those held by earlier layers. backward: most
-    bytes during its replay and backward, beyond those that the layers up to this one hold and those that arrive from the host.
+    the layer's input. sent: bytes of the tensors that go to the host, whole or in part. forward: most bytes while this layer runs
+    forward, beyond those held by earlier layers. backward: most bytes during its replay and backward, beyond those that the
+    layers up to this one hold and those that arrive from the host.
     """
 
     kind = ATTENTION
@@ -103,6 +104,7 @@ class LayerBytes:
         self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
         self.input_host = round(self._input_share.host * self.tokens) * class_bytes(model, "layer_input")
+        self.sent = self._sent() if self.held_host else 0
         adapters = 0 if self.is_plain else self._adapters()
         self.forward = self._forward() + adapters
         moments = self._result_backward(), self._mlp_backward(), self._norm_backward(), self._attention_backward()
@@ -212,6 +214,15 @@ class LayerBytes:
             device += (self.tokens - host_stop) * token_bytes
         # the next layer's replay gets it, too
         return device + self.model.index.passed_bytes * self.tokens, host
+
+    def _sent(self) -> int:
+        """Bytes of tensors that are alive until their part for the host has left; an MLP makes its own in tiles, or in parts."""
+        sent = 0
+        for name in TENSOR_CLASSES:
+            host_start, host_stop = self._cuts[name]
+            if host_stop > host_start:
+                sent += class_bytes(self.model, name, self.kind) * (host_stop - host_start if name == "mlp" else self.tokens)
+        return sent
 
     def _recomputed(self, name: TensorClass) -> int:
         """Number of tokens for which a tensor class is recomputed."""

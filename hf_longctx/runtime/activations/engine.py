@@ -184,6 +184,11 @@ class LayerSlot:
                 for saved in record.on_host:
                     saved.home.prefetch()
 
+    def begin(self) -> None:
+        """Says that the layer's first run comes now."""
+        if self._tier is not None:
+            self._tier.begin_layer()
+
     def set_replay(self, is_replay: bool) -> None:
         """Tells all records of the slot whether the layer is being replayed."""
         self.projections.is_replay = is_replay
@@ -499,6 +504,7 @@ class _LayerBinding:
                 f"layer {self.index}: the layer input is recomputed, but the chunk has slices, whose keys and values another run "
                 f"of the layer before would write again; keep the layer input, or offload it to the host"
             )
+        slot.begin()
         layer_forward = _forward_with(function, context, slot)
         contexts = partial(_both_contexts, self, slot, context.tokens)
         # preserve_rng_state=False: nothing in a layer is random, since dropout draws by token

@@ -4,13 +4,18 @@ The activation engine owns one tier per rank; the records of layers store into i
 
 A slab is one allocation, cut into blocks whose sizes are multiples of 64 bytes. (The pinned allocator of torch up to 2.11 would
 round sizes up to powers of two.) Layers and steps ask for the same sizes again and again, so a freed block is usually reused for
-its own size; free neighbours are merged only when nothing fits. A slab may be smaller than the memory that a rank may use: what
-does not fit then gets pieces of pageable memory beside it, since pinning inside a step would let other ranks wait.
+its own size; free neighbours are merged only when nothing fits. A tensor that fits into no block is stored in several, so no
+memory is lost to gaps. A slab may be smaller than the memory that a rank may use: what does not fit then gets pieces of pageable
+memory beside it, since pinning inside a step would let other ranks wait.
 
 Copies go through a `CopyEngine` (`runtime/core/host_copies.py`). They keep this order: a copy to the host starts after the
 computation that was queued before it; a copy back starts after the copy to the host; a copy into a reused block starts after the
 copy that brought the old tensor back from that block; a reader waits for the copy back. A block is free once nobody refers to its
 `HostTensor`.
+
+A layer saves its tensors in bursts, mostly in its MLP, and their copies take about as long as the whole layer computes. So the
+tensors on their way may take as many bytes as one layer sends: fewer, and the device would wait in the bursts and its link would
+idle between them.
 """
 
 from __future__ import annotations
@@ -56,27 +61,48 @@ class HostSlab:
         offset, memory = self._pieces[place]
         return memory[run.offset - offset :][: run.num_bytes]
 
-    def take(self, num_bytes: int) -> _Run:
-        """A run for `num_bytes`, taken from the smallest free run that fits. Raises ValueError if none does."""
-        size = block_bytes(num_bytes)
-        if self._free[-1:] and self._free[-1].num_bytes < size:
+    def take(self, num_rows: int, row_bytes: int) -> list[tuple[int, _Run]]:
+        """Runs for rows of `row_bytes`, each with its number of rows: the smallest free run that holds all, or else several.
+
+        Raises ValueError, and takes nothing, if there is too little memory.
+        """
+        if not self._holds(num_rows * row_bytes):
             self._merge()
-        if not self._free[-1:] or self._free[-1].num_bytes < size:
-            self._add_piece(size)
-        place = bisect_left(self._free, size, key=_size)
-        fitting = self._free.pop(place)
+        found: list[tuple[int, _Run]] = []
+        while num_rows:
+            count = num_rows if self._holds(num_rows * row_bytes) else self._free[-1].num_bytes // row_bytes if self._free else 0
+            if not count:
+                self._add_piece(num_rows * row_bytes, found)
+                count = num_rows
+            found.append((count, self._cut(block_bytes(count * row_bytes))))
+            num_rows -= count
+        return found
+
+    def _holds(self, num_bytes: int) -> bool:
+        """Whether one free run has so many bytes."""
+        return bool(self._free) and self._free[-1].num_bytes >= num_bytes
+
+    def _cut(self, size: int) -> _Run:
+        """The first `size` bytes of the smallest free run that has them."""
+        fitting = self._free.pop(bisect_left(self._free, size, key=_size))
         if rest := fitting.num_bytes - size:
             self.give(_Run(fitting.offset + size, rest, ()), fitting.tickets)
         return _Run(fitting.offset, size, fitting.tickets)
 
-    def _add_piece(self, size: int) -> None:
-        """Adds pageable memory with a run of `size` bytes; raises ValueError if the slab may not have so much more."""
-        left_bytes = self.most_bytes - self.capacity_bytes - self.beside_bytes
+    def _add_piece(self, size: int, taken: list[tuple[int, _Run]]) -> None:
+        """Adds pageable memory for `size` bytes; raises ValueError if the slab may not have so much more.
+
+        taken: runs of the same tensor, which are given back then.
+        """
+        size, left_bytes = block_bytes(size), self.most_bytes - self.capacity_bytes - self.beside_bytes
         if size > left_bytes:
-            free_bytes = sum(run.num_bytes for run in self._free)
+            for _, run in taken:
+                self.give(run, run.tickets)
+            free_bytes, taken_bytes = sum(run.num_bytes for run in self._free), sum(run.num_bytes for _, run in taken)
             raise ValueError(
-                f"{size / 2**20:.3f} MiB of saved tensors do not fit into the host slab: {free_bytes / 2**20:.3f} of its "
-                f"{(self.capacity_bytes + self.beside_bytes) / 2**20:.3f} MiB are free, in smaller pieces; raise host_gib"
+                f"{(size + taken_bytes) / 2**20:.3f} MiB of saved tensors do not fit into the host slab: "
+                f"{free_bytes / 2**20:.3f} of its {(self.capacity_bytes + self.beside_bytes) / 2**20:.3f} MiB are free; raise "
+                f"host_gib"
             )
         num_bytes = max(size, min(_PIECE_BYTES, left_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
         last_offset, last = self._pieces[-1]
@@ -121,58 +147,96 @@ class HostTier:
     def __init__(self, capacity_bytes: int, copies: CopyEngine, is_pinned: bool = False, most_bytes: int = 0) -> None:
         self.slab, self.copies = HostSlab(capacity_bytes, is_pinned, most_bytes), copies
         self.stored_bytes = self.peak_bytes = 0
+        # bytes of what this layer has sent, and the most that any has since the tier was empty
+        self._layer_bytes = self._most_layer_bytes = 0
 
     @classmethod
     def on(cls, device: torch.device, capacity_bytes: int, most_bytes: int = 0) -> HostTier:
         """A tier for tensors of `device`; most_bytes: see `HostSlab`."""
         return cls(capacity_bytes, copies_of(device), device.type == "cuda", most_bytes)
 
+    def begin_layer(self) -> None:
+        """Says that what is stored from now on belongs to another layer."""
+        self._layer_bytes = 0
+        if not self.stored_bytes:
+            self._most_layer_bytes = 0
+
     def store(self, tensor: Tensor) -> HostTensor:
-        """Starts a copy of `tensor` to the host; the caller may drop `tensor` at once."""
-        return HostTensor(self, tensor)
+        """Starts a copy of `tensor` to the host; the caller may drop `tensor` at once.
+
+        Raises ValueError if there is too little memory.
+        """
+        self._layer_bytes += tensor.untyped_storage().nbytes()
+        self._most_layer_bytes = max(self._most_layer_bytes, self._layer_bytes)
+        return HostTensor(self, tensor, self._most_layer_bytes)
 
 
 class HostTensor:
-    """A tensor in the slab; its block is freed when nobody refers to the object any more."""
+    """A tensor in the slab; its blocks are freed when nobody refers to the object any more.
 
-    def __init__(self, tier: HostTier, source: Tensor) -> None:
-        self._tier, self._device = tier, source.device
-        self._returning: tuple[Tensor, Ticket] | None = None
-        self._tickets: tuple[Ticket, ...] = ()
-        self.num_bytes = source.numel() * source.element_size()
-        self._run = tier.slab.take(self.num_bytes)
-        memory = tier.slab.memory_of(self._run)[: self.num_bytes]
-        home, strides = memory.view(source.dtype), dense_strides(source)
+    room_bytes: see `CopyEngine`.
+    """
+
+    def __init__(self, tier: HostTier, source: Tensor, room_bytes: int) -> None:
+        self._tier, self._device, self.num_bytes = tier, source.device, source.nbytes
+        self._returning: tuple[Tensor, list[Ticket]] | None = None
         # dimensions keep their order in memory where that takes one plain copy
-        self._home = home.as_strided(source.shape, strides) if has_strides(source, strides) else home.view(source.shape)
-        self._arrival = tier.copies.to_host(source.detach(), self._home, self._run.tickets)
+        strides = dense_strides(source)
+        self._strides = strides if has_strides(source, strides) else dense_strides(source.new_empty(source.shape, device="meta"))
+        self._shape, self._dtype = source.shape, source.dtype
+        axis = max(range(source.dim()), key=lambda axis: (source.shape[axis] > 1, self._strides[axis]))
+        num_rows, start = source.shape[axis], 0
+        parts: list[_Part] = []
+        for count, run in tier.slab.take(num_rows, source.nbytes // max(1, num_rows)) if source.nbytes else ():
+            rows = source.detach().narrow(axis, start, count)
+            home = tier.slab.memory_of(run)[: rows.nbytes].view(source.dtype).as_strided(rows.shape, self._strides)
+            # copies to the host come in order, so the last one is behind the others
+            is_last = start + count == num_rows
+            arrival = tier.copies.to_host(rows, home, run.tickets, is_kept=not is_last, room_bytes=room_bytes)
+            parts.append(_Part((axis, start, count), run, home, arrival))
+            start += count
+        self._parts = parts
         tier.stored_bytes += self.num_bytes
         tier.peak_bytes = max(tier.peak_bytes, tier.stored_bytes)
 
     def prefetch(self) -> None:
         """Starts the copy back to the device, unless it has been started."""
         if self._returning is None:
-            target = torch.empty_like(self._home, device=self._device)
-            ticket = self._tier.copies.to_device(self._home, target, (self._arrival,))
-            self._returning = (target, ticket)
-            self._tickets = (ticket,)
+            target = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+            for part in self._parts:
+                part.back = self._tier.copies.to_device(part.home, target.narrow(*part.place), (part.arrival,))
+            self._returning = (target, [part.back for part in self._parts])
 
     def fetch(self) -> Tensor:
         """The tensor back on its device. The caller owns it; a second call copies again."""
         self.prefetch()
         assert self._returning is not None
-        (target, ticket), self._returning = self._returning, None
-        self._tier.copies.wait(ticket)
+        (target, tickets), self._returning = self._returning, None
+        for ticket in tickets:
+            self._tier.copies.wait(ticket)
         return target
 
     def __del__(self) -> None:
         # the attribute is missing if the slab was full
-        if hasattr(self, "_arrival"):
+        if not hasattr(self, "_parts"):
+            return
+        for part in self._parts:
             if self._returning is not None:
                 # nobody has waited for the copy back into memory that is free from now on
-                self._tier.copies.wait(self._returning[1])
-            self._tier.slab.give(self._run, self._tickets)
-            self._tier.stored_bytes -= self.num_bytes
+                self._tier.copies.wait(part.back)
+            self._tier.slab.give(part.run, () if part.back is None else (part.back,))
+        self._tier.stored_bytes -= self.num_bytes
+
+
+@dataclass(slots=True)
+class _Part:
+    """Rows of a stored tensor in one run: (dimension, first row, number of rows), and their latest copies out and back."""
+
+    place: tuple[int, int, int]
+    run: _Run
+    home: Tensor
+    arrival: Ticket
+    back: Ticket = None
 
 
 class SplitTensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
-# tensors on their way to the host that are kept on the device; while two leave, the next layer computes
+# tensors that may be on their way to the host at once, where the caller does not say how many bytes
 _MOST_LEAVING = 2
 # threads that touch the pages of a slab, each so many bytes at a time
 _TOUCHING_THREADS, _TOUCHED_BYTES = 8, 2**28
@@ -33,11 +33,15 @@ class CopyEngine(Protocol):
     """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`.
 
     is_kept: the caller drops the source after `wait` only, or drops the copy with it, so the device need not wait to let it go.
+    room_bytes: most bytes of the storages of sources that may be on their way to the host at once, if this one is not larger
+    (default: two sources of any size).
 
     Copies to the host are made in the order of the calls, so a block that nobody fetched can be written again.
     """
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False) -> Ticket: ...
+    def to_host(
+        self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False, room_bytes: int | None = None
+    ) -> Ticket: ...
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
 
@@ -51,7 +55,9 @@ class CopyEngine(Protocol):
 class PlainCopies:
     """Copies at once; for tensors on the CPU."""
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False) -> Ticket:
+    def to_host(
+        self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False, room_bytes: int | None = None
+    ) -> Ticket:
         target.copy_(source)
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
@@ -65,7 +71,7 @@ class PlainCopies:
 
 
 class Leaving:
-    """Tensors on their way from the device. Each is kept until its copy is done, or until `wait` has let the device wait for it.
+    """Tensors on their way from the device. Each is kept until `wait` has let the device wait for its copy.
 
     So their memory is used again in the order of the device's own work. With `record_stream` instead, it would be free only when
     the host finds the copy done: a host that runs ahead would fill the device's memory with tensors that have left it.
@@ -74,18 +80,31 @@ class Leaving:
     def __init__(self, wait: Callable[[Ticket], None]) -> None:
         self._wait = wait
         self._kept: deque[tuple[Tensor, Ticket]] = deque()
+        self.num_bytes = 0
 
-    def add(self, source: Tensor, ticket: Ticket) -> None:
-        """Keeps `source`, and no more than the last few before it."""
-        while len(self._kept) >= _MOST_LEAVING:
-            self._wait(self._kept[0][1])
-            self._kept.popleft()
+    def add(self, source: Tensor, ticket: Ticket, room_bytes: int | None = None) -> None:
+        """Keeps `source`, and as many of those before it as the room allows; see `CopyEngine`."""
+        # a view keeps its whole storage
+        more_bytes = source.untyped_storage().nbytes()
+        while self._kept and self._is_full(more_bytes, room_bytes):
+            self._drop_first()
         self._kept.append((source, ticket))
+        self.num_bytes += more_bytes
 
-    def drop_finished(self) -> None:
-        """Drops the tensors at the front whose copies are done."""
-        while self._kept and self._kept[0][1].query():
-            self._kept.popleft()
+    def drop_all(self) -> None:
+        """Lets the device wait for all copies."""
+        while self._kept:
+            self._drop_first()
+
+    def _is_full(self, more_bytes: int, room_bytes: int | None) -> bool:
+        if room_bytes is None:
+            return len(self._kept) >= _MOST_LEAVING
+        return self.num_bytes + more_bytes > room_bytes
+
+    def _drop_first(self) -> None:
+        source, ticket = self._kept.popleft()
+        self._wait(ticket)
+        self.num_bytes -= source.untyped_storage().nbytes()
 
 
 class StreamCopies:
@@ -96,14 +115,17 @@ class StreamCopies:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._leaving = Leaving(self.wait)
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False) -> Ticket:
+    def to_host(
+        self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False, room_bytes: int | None = None
+    ) -> Ticket:
         ticket = self._copy(self._out, source, target, after)
         if not is_kept:
-            self._leaving.add(source, ticket)
+            self._leaving.add(source, ticket, room_bytes)
         return ticket
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        self._leaving.drop_finished()
+        # what left before is gone before other tensors come
+        self._leaving.drop_all()
         return self._copy(self._back, source, target, after)
 
     def wait(self, ticket: Ticket) -> None:

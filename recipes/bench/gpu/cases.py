@@ -266,7 +266,7 @@ def planned(layer: LayerPolicy | None, is_sliced: bool = False) -> Callable[[Any
         # a probe on fewer tokens uses the shares of the whole document
         layers = (layer,) * spec.num_layers if layer is not None else split_layers(case, case.num_tokens)
         num_slices = max(2, -(-num_tokens // case.slice_tokens)) if is_sliced else 1
-        plan = document_plan(num_tokens, layers, case.tile_tokens, num_slices)
+        plan = document_plan(num_tokens, layers, own_tile(case), num_slices)
         predicted = predicted_bytes(plan, spec)
         tier = slab_for(predicted[1], case, ids_1T.device) if predicted[1] else None
         document = PlannedDocument.of(model, ids_1T, plan, tier)
@@ -306,7 +306,7 @@ def split_layers(case: Case, num_tokens: int) -> tuple[LayerPolicy, ...]:
     spec, costs = case.spec, case_costs(case)
     copy_rate = costs.cluster.hardware.copy_bytes_per_s
     limits = MemoryLimits(device_room(case, num_tokens), 0.98 * case.host_gib * 2**30, copy_rate)
-    policy, _ = plan_activations(costs, Chunk(0, (Span(0, 0, num_tokens),)), GroupShape(1), limits, case.tile_tokens)
+    policy, _ = plan_activations(costs, Chunk(0, (Span(0, 0, num_tokens),)), GroupShape(1), limits, own_tile(case))
     return policy.layers or (LayerPolicy(),) * spec.num_layers
 
 
@@ -331,9 +331,20 @@ def device_room(case: Case, num_tokens: int) -> float:
         return 1.5 * checkpointed_layer_bytes(spec) * spec.num_layers * num_tokens
     layers = (replayed(),) * spec.num_layers
     load = Load.document(num_tokens, spec.num_layers)
-    workspace = ByteModel(spec).chunk(load, ActivationPolicy(0, 0, layers, case.tile_tokens)).workspace
-    total = case.cap_gib * 2**30 or device_total()
-    return max(0.0, USABLE_SHARE * total - state_bytes(case) - workspace)
+    workspace = ByteModel(spec).chunk(load, ActivationPolicy(0, 0, layers, own_tile(case))).workspace
+    return max(0.0, usable_bytes(case) - workspace)
+
+
+def usable_bytes(case: Case) -> float:
+    """Bytes of the device beside the states."""
+    return USABLE_SHARE * (case.cap_gib * 2**30 or device_total()) - state_bytes(case)
+
+
+def own_tile(case: Case) -> int:
+    """Tokens per tile of our norms and MLPs: as many as a run would take, or the toy's."""
+    if case.is_toy or not torch.cuda.is_available():
+        return case.tile_tokens
+    return ByteModel(case.spec).tile_tokens(int(usable_bytes(case)))
 
 
 def state_bytes(case: Case) -> int:

@@ -1,4 +1,4 @@
-"""Copies between device and host that come as late as their contract allows."""
+"""Copies between device and host that come as late as their contract allows, or whose sources stay as long as on CUDA."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+from hf_longctx.runtime.core.host_copies import Leaving, PlainCopies
 
 
 class LateCopies:
@@ -18,7 +20,9 @@ class LateCopies:
     def __init__(self, out_is_late: bool) -> None:
         self.out_is_late = out_is_late
 
-    def to_host(self, source: Tensor, target: Tensor, after: tuple[Any, ...], is_kept: bool = False) -> Any:
+    def to_host(
+        self, source: Tensor, target: Tensor, after: tuple[Any, ...], is_kept: bool = False, room_bytes: int | None = None
+    ) -> Any:
         kept = source if is_kept else source.clone()
         ticket = Late(lambda: target.copy_(kept), after)
         if not self.out_is_late:
@@ -34,6 +38,24 @@ class LateCopies:
 
     def wait_on_host(self, ticket: Any) -> None:
         ticket.run()
+
+
+class SlowlyLeaving(PlainCopies):
+    """Copies at once, but keeps sources as long as copies on CUDA do."""
+
+    def __init__(self) -> None:
+        self.leaving = Leaving(lambda ticket: None)
+
+    def to_host(
+        self, source: Tensor, target: Tensor, after: tuple[Any, ...], is_kept: bool = False, room_bytes: int | None = None
+    ) -> Any:
+        super().to_host(source, target, after)
+        if not is_kept:
+            self.leaving.add(source, None, room_bytes)
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+        self.leaving.drop_all()
+        super().to_device(source, target, after)
 
 
 class Late:

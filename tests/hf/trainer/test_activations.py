@@ -279,9 +279,10 @@ def slabs_of_steps(folder: str, is_stock: bool) -> list[int]:
             tier = runtime._tier
             sizes.append(tier.slab.capacity_bytes)
             if state.global_step == 1 and rank == 1:
-                run = tier.slab.take(tier.slab.capacity_bytes + 64)
+                taken = tier.slab.take(1, tier.slab.capacity_bytes + 64)
                 assert tier.slab.beside_bytes
-                tier.slab.give(run, ())
+                for _, run in taken:
+                    tier.slab.give(run, ())
 
     quick = {"max_steps": 3, "per_device_train_batch_size": 2}
     if is_stock:

@@ -93,11 +93,11 @@ def test_dimensions_of_a_stored_tensor_keep_their_order_in_memory() -> None:
 
 def test_a_slab_in_many_pieces_is_searched_by_size() -> None:
     slab = HostSlab(2**24, is_pinned=False)
-    runs = [slab.take(64 * (1 + number % 40)) for number in range(10_000)]
+    runs = [slab.take(1, 64 * (1 + number % 40))[0][1] for number in range(10_000)]
     for run in runs[::2]:
         slab.give(run, ())
     with patch.object(host_tier, "_size", wraps=host_tier._size) as sizes:
-        taken = slab.take(64 * 21)
+        ((_, taken),) = slab.take(1, 64 * 21)
     assert taken.num_bytes == 64 * 21
     # two bisections at most, not one look at each of 5,000 pieces
     assert sizes.call_count <= 40
@@ -176,7 +176,7 @@ def interleaved_reuse(tier: HostTier) -> tuple[Tensor, Tensor]:
     first = tier.store(stored)
     first.prefetch()
     # on CUDA `fetch` lets the device wait, not the host
-    (target, ticket), first._returning = first._returning, None
+    (target, (ticket,)), first._returning = first._returning, None
     del first
     second = tier.store(torch.full((100,), -1.0))
     tier.copies.wait(ticket)
@@ -204,37 +204,101 @@ def test_planted_read_before_the_copy_is_done_is_noticed(monkeypatch: pytest.Mon
     assert not step.error() <= TOLERANCE
 
 
-class Pending:
-    """A ticket of a copy that is done or not."""
+def leave(sizes: list[int], room_bytes: int | None) -> tuple[Leaving, list[weakref.ref[Tensor]], list[int]]:
+    """Sends tensors of these bytes; returns also references to them, and which copies the device has waited for."""
+    sources: list[weakref.ref[Tensor]] = []
+    waited: list[int] = []
 
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def query(self) -> bool:
-        return self.is_done
-
-
-def test_a_tensor_that_leaves_is_kept_until_the_device_waits_for_its_copy() -> None:
-    sources, tickets, alive_at_wait = [], [Pending() for _ in range(5)], []
-
-    def wait(ticket: Pending) -> None:
-        alive_at_wait.append(sources[tickets.index(ticket)]() is not None)
+    def wait(ticket: int) -> None:
+        assert sources[ticket]() is not None
+        waited.append(ticket)
 
     leaving = Leaving(wait)
-    for ticket in tickets[:4]:
-        source = torch.zeros(3)
+    for ticket, size in enumerate(sizes):
+        source = torch.zeros(size, dtype=torch.uint8)
         sources.append(weakref.ref(source))
-        leaving.add(source, ticket)
+        leaving.add(source, ticket, room_bytes)
         del source
-    assert alive_at_wait == [True, True]
-    assert [source() is None for source in sources] == [True, True, False, False]
-    # in the order of their copies
-    tickets[3].is_done = True
-    leaving.drop_finished()
-    assert sources[2]() is not None
-    tickets[2].is_done = True
-    leaving.drop_finished()
-    assert [source() is None for source in sources] == [True] * 4
+    return leaving, sources, waited
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room_bytes", "expected"),
+    [
+        ([3, 3, 3, 3], None, [0, 1]),
+        # one layer after the other, of 100 bytes each: the device waits for what left one layer ago
+        ([10, 30, 60, 10, 30, 60], 100, [0, 1, 2]),
+        ([60, 10, 10, 10, 10], 100, []),
+        # one that is larger than the room waits for all others
+        ([40, 40, 150, 1], 100, [0, 1, 2]),
+    ],
+)
+def test_tensors_that_leave_are_kept_until_the_device_waits_for_their_copies(
+    sizes: list[int], room_bytes: int | None, expected: list[int]
+) -> None:
+    leaving, sources, waited = leave(sizes, room_bytes)
+    assert waited == expected
+    assert [place for place, source in enumerate(sources) if source() is None] == expected
+    assert leaving.num_bytes == sum(sizes) - sum(sizes[place] for place in waited)
+    leaving.drop_all()
+    assert waited == list(range(len(sizes))) and leaving.num_bytes == 0
+    assert not any(source() is not None for source in sources)
+
+
+def test_a_tier_gives_tensors_that_leave_the_room_of_the_layer_that_sends_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[int | None] = []
+    to_host = PlainCopies.to_host
+    monkeypatch.setattr(
+        PlainCopies, "to_host", lambda *arguments, is_kept, room_bytes: (rooms.append(room_bytes), to_host(*arguments))[1]
+    )
+    tier, held = HostTier(2**12, PlainCopies()), []
+    for layer in ([64, 128], [128], [64, 128, 64], []):
+        tier.begin_layer()
+        held += [tier.store(torch.zeros(size, dtype=torch.uint8)) for size in layer]
+    assert rooms == [64, 192, 192, 192, 192, 256]
+    held.clear()
+    tier.begin_layer()
+    tier.store(torch.zeros(32, dtype=torch.uint8))
+    assert rooms[-1] == 32
+
+
+def test_layers_begin_anew_in_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    begin_layer, store = HostTier.begin_layer, HostTier.store
+    monkeypatch.setattr(HostTier, "begin_layer", lambda tier: (log.append("layer"), begin_layer(tier))[1])
+    monkeypatch.setattr(HostTier, "store", lambda tier, tensor: (log.append("store"), store(tier, tensor))[1])
+    step = Step(HostTier(2**20, PlainCopies()))
+    step.forward((split_layer(),) * 2)[0].backward()
+    # layer input, output and LSE of each layer; replays store nothing
+    assert log == ["layer", "store", "store", "store"] * 2
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_tensor_that_fits_into_no_block_is_stored_in_several(late: bool, transposed: bool) -> None:
+    # blocks of 64 bytes with every second one free hold whole rows of 48 bytes
+    tier = HostTier(64 * 16, LateCopies(late))
+    small = [tier.store(torch.zeros(16)) for _ in range(16)]
+    del small[::2]
+    rows = torch.arange(6 * 12.0).view(6, 12)
+    tensor = rows.T if transposed else rows
+    stored = tier.store(tensor)
+    assert len(stored._parts) == 6 and tier.stored_bytes == 8 * 64 + 6 * 48
+    found = stored.fetch()
+    assert torch.equal(found, tensor) and found.stride() == tensor.stride()
+    assert [int(each.fetch().sum()) for each in small] == [0] * 8
+    del stored, small
+    assert tier.stored_bytes == 0 and tier.store(torch.ones(256)).fetch().sum() == 256
+
+
+def test_a_tensor_for_which_blocks_do_not_suffice_takes_none() -> None:
+    tier = HostTier(64 * 4, PlainCopies())
+    held = [tier.store(torch.zeros(64, dtype=torch.uint8)) for _ in range(4)]
+    del held[::2]
+    with pytest.raises(ValueError, match=r"0.000 MiB of saved tensors do not fit .* are free; raise host_gib"):
+        tier.store(torch.zeros(3, 64, dtype=torch.uint8))
+    again = [tier.store(torch.ones(64, dtype=torch.uint8)) for _ in range(2)]
+    assert tier.stored_bytes == 4 * 64 and all(each.fetch().sum() == 64 for each in again)
 
 
 def test_blocks_are_not_rounded_to_powers_of_two() -> None:
@@ -255,9 +319,7 @@ def test_freed_neighbours_are_merged_when_nothing_fits() -> None:
 def test_a_full_slab_says_what_is_missing() -> None:
     tier = HostTier(1024, PlainCopies())
     held = tier.store(torch.zeros(1000, dtype=torch.uint8))
-    with pytest.raises(
-        ValueError, match=r"do not fit into the host slab: .* of its 0.001 MiB are free, in smaller pieces; raise host_gib"
-    ):
+    with pytest.raises(ValueError, match=r"do not fit into the host slab: .* of its 0.001 MiB are free; raise host_gib"):
         tier.store(torch.zeros(100, dtype=torch.uint8))
     assert tier.stored_bytes == held.num_bytes
 
@@ -270,10 +332,10 @@ def test_a_full_slab_gets_pieces_beside_it_up_to_its_limit() -> None:
     with pytest.raises(ValueError, match=r"0.000 MiB of saved tensors do not fit .* raise host_gib"):
         tier.store(torch.zeros(129, dtype=torch.uint8))
     del held
-    # freed runs of two pieces are not merged into one
+    # freed runs of the slab and its pieces are not merged into one, so a tensor takes several
     with pytest.raises(ValueError, match="do not fit"):
-        tier.store(torch.zeros(385, dtype=torch.uint8))
-    assert tier.store(torch.zeros(384, dtype=torch.uint8)).num_bytes == 384
+        tier.store(torch.zeros(513, dtype=torch.uint8))
+    assert len(tier.store(torch.zeros(8, 64, dtype=torch.uint8))._parts) == 2
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

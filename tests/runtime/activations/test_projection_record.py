@@ -319,7 +319,8 @@ def test_planted_reuse_before_the_copy_back_is_noticed(monkeypatch: pytest.Monke
 
     def stored_and_given_back(tier: HostTier, tensor: Tensor) -> Any:
         stored = store(tier, tensor)
-        tier.slab.give(stored._run, ())
+        for part in stored._parts:
+            tier.slab.give(part.run, ())
         return stored
 
     assert wrong_after(monkeypatch, HostTier, "store", stored_and_given_back)

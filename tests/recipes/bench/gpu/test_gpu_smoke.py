@@ -93,9 +93,8 @@ def test_a_row_of_the_table_with_a_wrong_gradient_fails() -> None:
 def test_blocks_of_the_slab_that_overlap_fail_the_tier() -> None:
     take = host_tier.HostSlab.take
 
-    def overlapping(slab: Any, num_bytes: int) -> Any:
-        run = take(slab, num_bytes)
-        return replace(run, offset=0)
+    def overlapping(slab: Any, num_rows: int, row_bytes: int) -> Any:
+        return [(count, replace(run, offset=0)) for count, run in take(slab, num_rows, row_bytes)]
 
     with patch.object(host_tier.HostSlab, "take", overlapping):
         error, _ = smoke_memory.check_tier(TOKENS, CPU)
