@@ -145,14 +145,15 @@ class LongContextConfig:
             "stages. Needs stages, adapters (LoRA) and replicated parameters."
         },
     )
-    compile_layers: bool = field(
-        default=False,
+    compile_layers: bool | None = field(
+        default=None,
         metadata={
             "help": "`torch.compile` makes one kernel each of RMSNorm, the gated activation of MLPs and the rotary "
             "embedding, in the classes that compute these as Llama or Gemma do (a line at start counts them); other modules, "
-            "hooked MLPs and mixed dtypes run their own code. Needs a C++ compiler on CPU and Triton on a GPU: without, a "
-            "warning says so and layers run their own code. Kernels are compared with the model's own code at start. What it "
-            "may gain (docs/performance.md) is not measured on a GPU. Not for the callback without attach."
+            "hooked MLPs and mixed dtypes run their own code. Default: on CUDA, unless Liger makes them (docs/performance.md "
+            "says what it gains). Needs a C++ compiler on CPU and Triton on a GPU: without, a warning says so and layers run "
+            "their own code. Kernels are compared with the model's own code at start, which takes some seconds. Not for the "
+            "callback without attach."
         },
     )
     parameters: Literal["replicated", "sharded", "gathered_per_round"] = field(
@@ -405,7 +406,7 @@ KINDS: dict[str, Kind] = {
     "stages": NumStages(),
     "interleave": Whole(1, "give the layer ranges of every pipeline stage, 1 for one each", most=2**20),
     "lend_stages": Flag(),
-    "compile_layers": Flag(),
+    "compile_layers": Flag(is_optional=True),
     "parameters": Word(PARAMETERS),
     "shard_ranks": Whole(2, "give at least 2 ranks, or parameters='replicated'", is_optional=True, most=2**20),
     "expert_ranks": Whole(2, "give at least 2 ranks, or leave it out", is_optional=True, most=2**20),

@@ -84,10 +84,15 @@ class Word:
 class Flag:
     """True or False, and nothing that merely counts as one of them."""
 
-    def checked(self, name: str, value: object) -> bool:
+    is_optional: bool = False
+
+    def checked(self, name: str, value: object) -> bool | None:
         """The value; raises ValueError naming the setting."""
+        if value is None and self.is_optional:
+            return None
         if not isinstance(value, bool):
-            raise ValueError(f"{name} is {shown(value)} ({type(value).__name__}); give True or False")
+            more = ", or leave it out" if self.is_optional else ""
+            raise ValueError(f"{name} is {shown(value)} ({type(value).__name__}); give True or False{more}")
         return value
 
 

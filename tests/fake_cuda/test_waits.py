@@ -41,19 +41,15 @@ ONE_PROCESS: dict[str, tuple[Removal, Callable[[FakeDevice], int]]] = {
     ),
     "a reader's stream waits": (_COPIES("torch.cuda.current_stream(self._device).wait_event(ticket)"), wrong_values),
     "a tensor that leaves is kept": (_COPIES("self._kept.append((source, ticket))"), wrong_values),
-    "the device waits before a tensor that leaves is dropped": (_COPIES("self._wait(self._kept[0][1])"), wrong_values),
-    "only tensors that have left are dropped early": (
-        _COPIES("while self._kept and self._kept[0][1].query():", "while self._kept:"),
-        wrong_values,
-    ),
-    "a copy back follows the copy to the host": (
-        _HOST("(self._home, target, (self._arrival,))", "(self._home, target, ())"),
+    "the device waits before a tensor that leaves is dropped": (_COPIES("self._wait(ticket)"), wrong_values),
+    "a tensor in several blocks is kept until all copies have been made": (
+        _HOST("is_kept=not is_last", "is_kept=True"),
         wrong_values,
     ),
     "a reader waits for the copy back": (_HOST("self._tier.copies.wait(ticket)"), wrong_values),
-    "a copy back that nobody read is waited for": (_HOST("self._tier.copies.wait(self._returning[1])"), wrong_values),
+    "a copy back that nobody read is waited for": (_HOST("self._tier.copies.wait(part.back)"), wrong_values),
     "a freed block remembers its copy back": (
-        _HOST("self._tier.slab.give(self._run, self._tickets)", "self._tier.slab.give(self._run, ())"),
+        _HOST("give(part.run, () if part.back is None else (part.back,))", "give(part.run, ())"),
         wrong_values,
     ),
     "a free run remembers its copies": (

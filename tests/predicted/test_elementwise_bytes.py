@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import peft
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models.fused.find import FusableModule
+from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import default_coefficients
-from hf_longctx.plan.cost.elementwise import elementwise_bytes
+from hf_longctx.plan.cost.elementwise import elementwise_bytes, replayed_bytes
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.lora import lora_adapters
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.core.host_copies import PlainCopies
+from hf_longctx.runtime.execution.executor import no_mask
+from hf_longctx.runtime.fused.compiled import CompiledFunction
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOKENS = 256
 PRODUCTS = ("mm", "attention", "embedding", "linear")
@@ -42,11 +54,48 @@ class MovedBytes(TorchDispatchMode):
         return out
 
 
-def counted(num_layers: int, dtype: torch.dtype, adapted: bool) -> tuple[int, int]:
-    """Bytes of a forward and of a backward of a model with these layers."""
+class Kernels(FusedLayers):
+    """Kernels of norms, gates or rotary embeddings, whose inputs and outputs alone are counted."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__("compile" if kinds else "", backend="eager")
+        self.kinds = kinds
+
+    def _takes(self, found: FusableModule) -> bool:
+        return found.kind in self.kinds
+
+
+def counts_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `MovedBytes` count what compiled functions read and write, and nothing that they do inside."""
+    for name in ("forward", "backward"):
+        run = getattr(CompiledFunction, name)
+
+        def ends_alone(self: CompiledFunction, *inputs: Any, run: Any = run) -> Any:
+            mode = _get_current_dispatch_mode()
+            assert isinstance(mode, MovedBytes)
+            with _disable_current_modes():
+                out = run(self, *inputs)
+            mode.total += sum(x.nbytes for x in tree_leaves((inputs, out)) if isinstance(x, torch.Tensor))
+            return out
+
+        monkeypatch.setattr(CompiledFunction, name, ends_alone)
+
+
+def counted(
+    num_layers: int,
+    dtype: torch.dtype,
+    adapted: bool,
+    kinds: tuple[str, ...] = (),
+    policy: LayerPolicy | None = None,
+    inner: int = 224,
+) -> tuple[int, int]:
+    """Bytes of a forward and of a backward of a model with these layers.
+
+    kinds: of functions that are kernels. policy: that of all layers; None without plans.
+    """
     config = LlamaConfig(
         hidden_size=64,
-        intermediate_size=224,
+        intermediate_size=inner,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=1,
@@ -56,23 +105,67 @@ def counted(num_layers: int, dtype: torch.dtype, adapted: bool) -> tuple[int, in
     if adapted:
         model = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM"))
         model.enable_input_require_grads()
-        FusedLayers("").bind(model)
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64)
-    with torch.autocast("cpu", torch.bfloat16, enabled=adapted and dtype == torch.bfloat16), MovedBytes() as forward:
-        logits = model(input_ids=ids, use_cache=False).logits
+        Kernels(kinds).bind(model)
+    ids, given = torch.zeros(1, TOKENS, dtype=torch.int64), {}
+    running: Any = nullcontext()
+    if policy is not None:
+        model.train()
+        patch_model(model)
+        engine = ActivationEngine(layer_modules(model), HostTier(2**24, PlainCopies()))
+        activations = engine.begin(ActivationPolicy(0, 0, (policy,) * num_layers, TOKENS // 4))
+        chunk, group = Chunk(0, (Span(0, 0, TOKENS),)), SequenceGroup((0,), "local", (), ())
+        context = replace(GroupPool((1,), timeout_s=1.0).context(group, chunk), activations=activations)
+        given, running = {"longctx": context, "attention_mask": no_mask(ids.device)}, activations.running()
+    with torch.autocast("cpu", torch.bfloat16, enabled=adapted and dtype == torch.bfloat16), MovedBytes() as forward, running:
+        logits = model(input_ids=ids, use_cache=False, **given).logits
     with MovedBytes() as backward:
         logits.float().sum().backward()
     return forward.total, backward.total
 
 
+def of_a_layer(*settings: Any, **more: Any) -> list[float]:
+    """Bytes of a token in one layer, forward and backward."""
+    return [(many - few) / 3 / TOKENS for few, many in zip(*(counted(count, *settings, **more) for count in (2, 5)), strict=True)]
+
+
+def spec_of(dtype: torch.dtype, adapted: bool, inner: int = 224, kinds: tuple[str, ...] = ()) -> ModelSpec:
+    model = replace(named_model("llama-3.1-8b", dtype.itemsize), hidden_size=64, intermediate_size=inner)
+    fuses = {"fuses_norms": "norm" in kinds, "fuses_gates": "gated" in kinds, "fuses_rotary": "rotary" in kinds}
+    return replace(model, adapters=lora_adapters(model, 1) if adapted else model.adapters, **fuses)
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_of_a_layer_are_those_that_torch_moves(dtype: torch.dtype, adapted: bool) -> None:
-    short, long = counted(2, dtype, adapted), counted(5, dtype, adapted)
-    model = replace(named_model("llama-3.1-8b", dtype.itemsize), hidden_size=64, intermediate_size=224)
-    model = replace(model, adapters=lora_adapters(model, 1)) if adapted else model
-    for expected, few, many in zip(elementwise_bytes(model), short, long, strict=True):
-        assert (many - few) / 3 / TOKENS == pytest.approx(expected, rel=0.02)
+    assert of_a_layer(dtype, adapted) == pytest.approx(elementwise_bytes(spec_of(dtype, adapted)), rel=0.02)
+
+
+@pytest.mark.parametrize("kinds", [("norm",), ("rotary",), ("norm", "gated", "rotary")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_move_their_inputs_and_outputs_alone(
+    dtype: torch.dtype, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts_ends_alone(monkeypatch)
+    expected = elementwise_bytes(spec_of(dtype, True, kinds=kinds))
+    assert of_a_layer(dtype, True, kinds) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("kinds", [(), ("norm", "gated", "rotary")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_replays_move_what_is_predicted(dtype: torch.dtype, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    counts_ends_alone(monkeypatch)
+    kept = LayerPolicy((TensorShare("layer_input", host=1 / TOKENS, device=1 - 1 / TOKENS),))
+    again = LayerPolicy((TensorShare("attention_output", device=1.0), TensorShare("mlp", recompute=1.0)))
+    # with little in the MLP, what is copied of its tiles does not count
+    plain, replayed = (sum(of_a_layer(dtype, True, kinds, policy)) for policy in (LayerPolicy(), kept))
+    whole, inner = replayed_bytes(spec_of(dtype, True, kinds=kinds))
+    assert replayed - plain == pytest.approx(whole, rel=0.1)
+    # by the difference of two widths
+    more = [
+        sum(of_a_layer(dtype, True, kinds, again, inner=size)) - sum(of_a_layer(dtype, True, kinds, kept, inner=size))
+        for size in (224, 448)
+    ]
+    assert (more[1] - more[0]) / 224 == pytest.approx(inner / 224, rel=0.1)
 
 
 def test_seconds_of_a_measured_device_count_them() -> None:

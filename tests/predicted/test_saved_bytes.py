@@ -22,7 +22,8 @@ from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.layers import adapter_spec, layer_modules
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.layer import LayerBytes, Load
@@ -375,6 +376,36 @@ def test_frozen_layers_save_what_is_predicted(family: str, dtype: torch.dtype, i
         is_rounded = not (adapters == "narrow" and dtype == torch.bfloat16)
         measured -= 2 * (weights + found.layer_parameters * is_rounded) / NUM_TOKENS
     shapes = replace(spec(dtype, family), adapters=found, bytes_sent_per_element=2 if is_autocast else 0)
+    assert 0.999 * measured <= plain_layer_bytes(shapes) <= 1.001 * measured
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("adapters", ["", "queries and values", "all"])
+@pytest.mark.parametrize(("family", "is_autocast"), [("llama", False), ("qwen3", True)])
+def test_layers_with_kernels_save_their_inputs_alone(family: str, dtype: torch.dtype, is_autocast: bool, adapters: str) -> None:
+    if is_autocast and not adapters:
+        pytest.skip("rounded copies of weights and of what matrices read are counted by no formula")
+    kernels: dict[str, bool] = {}
+    found, weights = AdapterSpec(), 0
+
+    def prepare(model: Any) -> None:
+        nonlocal found, weights
+        layer = model.model.layers[0]
+        weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1) if dtype == torch.float32 else 0
+        if adapters:
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **ADAPTERS[adapters]))
+            model.enable_input_require_grads()
+            found = adapter_spec(model, is_autocast)
+        fused = FusedLayers("compile", backend="aot_eager")
+        kernels.update(fused.covered(model))
+        fused.bind(model)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        measured = layer_bytes(family, dtype, prepare)
+    if is_autocast:
+        measured -= 2 * (weights + found.layer_parameters) / NUM_TOKENS
+    assert kernels == {"fuses_norms": True, "fuses_gates": True, "fuses_rotary": True}
+    shapes = replace(spec(dtype, family), adapters=found, bytes_sent_per_element=2 if is_autocast else 0, **kernels)
     assert 0.999 * measured <= plain_layer_bytes(shapes) <= 1.001 * measured
 
 

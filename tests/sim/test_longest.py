@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 from helpers.plans.layouts import tiny_costs
 
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import with_adapters
 from hf_longctx.plan.memory.byte_model import ByteModel

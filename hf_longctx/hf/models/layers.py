@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from hf_longctx.hf.models.adapters import (
     tile_bytes,
     trained_sizes,
 )
-from hf_longctx.hf.models.fused.find import runs_heads_alike
+from hf_longctx.hf.models.fused.find import KERNEL_NORMS, runs_heads_alike
 from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.states.patching import mixers_of, num_calls
 from hf_longctx.hf.models.wrapped.text import text_layers, text_part
-from hf_longctx.plan.core.model_spec import AdapterSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem
 from hf_longctx.runtime.core.binding import is_bound
@@ -80,7 +81,7 @@ def tiles_mlps(model: nn.Module) -> bool:
 
 def tiles_norms(model: nn.Module) -> bool:
     """Whether norms of all layers run in token tiles."""
-    return all(modules.norms for modules in map(_modules_of, text_layers(model)))
+    return all(any(True for _ in _norms(layer)) for layer in text_layers(model))
 
 
 def adapter_spec(model: nn.Module, is_autocast: bool = False) -> AdapterSpec:
@@ -135,7 +136,8 @@ def _modules_of(layer: nn.Module) -> LayerModules:
     return LayerModules(
         layer,
         mlps,
-        tuple(norm for name in _NORMS if isinstance(norm := getattr(layer, name, None), nn.Module)),
+        # kernels save no more of a whole norm than tiles do
+        tuple(norm for norm in _norms(layer) if norm not in KERNEL_NORMS),
         _projections(layer),
         whole_mlp,
         mlp_gives_more=any(type(mlp).__name__ in _MLPS_OF_TWO for mlp in mlps),
@@ -143,6 +145,11 @@ def _modules_of(layer: nn.Module) -> LayerModules:
         attention=_cuttable_attention(layer),
         read_projection=read_projection,
     )
+
+
+def _norms(layer: nn.Module) -> Iterator[nn.Module]:
+    """Norms of a layer that may run in tiles."""
+    return (norm for name in _NORMS if isinstance(norm := getattr(layer, name, None), nn.Module))
 
 
 def _mlps(layer: nn.Module) -> tuple[tuple[nn.Module, ...], str]:

@@ -63,7 +63,7 @@ _OF_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 
 def argument_problems(
-    args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True, compile_layers: bool = False
+    args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True, compile_layers: bool | None = False
 ) -> list[str]:
     """Problems with trainer settings that do not work under plans yet, or would mean something else there.
 

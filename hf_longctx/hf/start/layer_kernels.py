@@ -19,13 +19,15 @@ _LEFT_OUT = "left out: its rotary embedding, which writes over what plans keep, 
 
 
 def fused_layers(
-    model: nn.Module, args: TrainingArguments, compile_layers: bool, control: dist.ProcessGroup | None
+    model: nn.Module, args: TrainingArguments, compile_layers: bool | None, control: dist.ProcessGroup | None
 ) -> tuple[FusedLayers, str]:
     """Kernels for `model`, made and compared with its own code, and a line for the log. Collective over the ranks of `control`.
 
-    Raises ValueError on every rank if Liger's cannot run here or differ. If compiling fails on any, all run the model's own code.
+    compile_layers: None compiles on CUDA. If compiling fails on any rank, all run the model's own code. Raises ValueError on all
+    ranks if Liger's kernels cannot run here or differ.
     """
-    layers = FusedLayers("liger" if args.use_liger_kernel else "compile" if compile_layers else "")
+    compiles = args.device.type == "cuda" if compile_layers is None else compile_layers
+    layers = FusedLayers("liger" if args.use_liger_kernel else "compile" if compiles else "")
     if not layers.maker:
         return layers, ""
     inner = torch.bfloat16 if args.bf16 else hidden_dtype(model)
@@ -36,8 +38,8 @@ def fused_layers(
     elif failed := next((each for each in gather_objects(problem, control) if each), ""):
         if args.process_index == 0:
             logger.warning(
-                "compile_layers=True is left out, and layers run their own code: %s; torch.compile needs a C++ compiler on CPU "
-                "and Triton on a GPU",
+                "compile_layers is left out, and layers run their own code: %s; torch.compile needs a C++ compiler on CPU and "
+                "Triton on a GPU (compile_layers=False does not try)",
                 failed,
             )
         return FusedLayers(""), ""

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,17 @@ class TrainingRows:
 
     dataset: Any = None
     task: HeadTask = NEXT_TOKEN
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Parts of a run beside its model.
+
+    reference_bytes: bytes of a reference model. kernels: fields of `ModelSpec` that say of what its layers have kernels.
+    """
+
+    reference_bytes: int = 0
+    kernels: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,12 +138,12 @@ def choose_setup(
     degrees: tuple[int, ...],
     control: dist.ProcessGroup | None,
     rows: TrainingRows | None = None,
-    reference_bytes: int = 0,
+    beside: Beside | None = None,
 ) -> RunSetup:
     """Chooses cost model, limits, stages and place of optimizer states for `model` on `control`; collective over its ranks.
 
-    rows: their lengths decide on pipeline stages, and the longest on the place. reference_bytes: bytes of a reference model.
-    Raises ValueError if the model's states leave no room for a single token.
+    rows: their lengths decide on pipeline stages, and the longest on the place. Raises ValueError if the model's states leave no
+    room for a single token.
     """
     launch = LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
@@ -156,15 +167,19 @@ def choose_setup(
         )
     # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
     frozen = frozen_parameters(model, config.stages != 1)
-    own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args)
-    adapters, packed, rounded, all_frozen, moments = (list(each) for each in zip(*gather_objects(own, control), strict=True))
+    beside = beside or Beside()
+    own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels
+    gathered = zip(*gather_objects(own, control), strict=True)
+    adapters, packed, rounded, all_frozen, moments, kernels = (list(each) for each in gathered)
     index = replace(spec.index, most_ranks=degrees[-1])
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
     spec = replace(spec, rounded_parameters=min(rounded), frozen_parameters=min(all_frozen), moment_bytes=max(moments))
+    agreed: dict[str, Any] = {name: all(each[name] for each in kernels) for name in beside.kernels}
+    spec = replace(spec, **agreed)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()
-    basis = _SetupBasis(config, model, args, degrees, control, costs, max_length, rows, reference_bytes)
+    basis = _SetupBasis(config, model, args, degrees, control, costs, max_length, rows, beside.reference_bytes)
     return _setup_with_states(basis) if config.layer_weights != "auto" else _setup_with_layers(basis)
 
 

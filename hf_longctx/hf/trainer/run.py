@@ -41,7 +41,15 @@ from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
 from hf_longctx.hf.start.layer_kernels import fused_layers
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
-from hf_longctx.hf.start.setup import RunSetup, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
+from hf_longctx.hf.start.setup import (
+    Beside,
+    RunSetup,
+    TrainingRows,
+    checked_degrees,
+    choose_setup,
+    open_plan_source,
+    opening_line,
+)
 from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (
@@ -221,11 +229,12 @@ def _started(request: RunRequest) -> Run:
     token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss, task)
     # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none
     forward = user_forward(model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
-    beside = request.reference.parameters() if request.reference is not None else ()
-    reference_bytes = sum(weight.nbytes for weight in beside)
+    reference = request.reference.parameters() if request.reference is not None else ()
     rows = TrainingRows((request.datasets or {}).get("train_dataset"), task)
     _note_rounded(config, model, args, control)
-    setup = choose_setup(config, model, args, degrees, control, rows, reference_bytes)
+    fused, kernels = fused_layers(model, args, config.compile_layers, control)
+    beside = Beside(sum(weight.nbytes for weight in reference), fused.covered(model))
+    setup = choose_setup(config, model, args, degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)
     sets = SequenceSets(config, args, setup, control, task)
     if request.datasets is None:
@@ -245,7 +254,6 @@ def _started(request: RunRequest) -> Run:
             undo.callback(rest_noise, model)
         if (dropout := keys_of(model)) is not None:
             dropout.seed = args.seed
-        fused, kernels = fused_layers(model, args, config.compile_layers, control)
         undo.callback(fused.close)
         # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None

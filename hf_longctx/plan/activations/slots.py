@@ -59,11 +59,15 @@ class SavedClass:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One layer of one chunk: seconds of its forward and of its backward without recomputation, and what it saves."""
+    """One layer of one chunk: seconds of its forward and of its backward without recomputation, and what it saves.
+
+    replay_s: seconds that any policy adds, whatever it recomputes.
+    """
 
     forward_s: float
     backward_s: float
     saved: tuple[SavedClass, ...]
+    replay_s: float = 0.0
 
 
 def _front_pairs(saved: SavedClass, num_rows: float) -> float:
@@ -100,19 +104,19 @@ def layer_slot(
     """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers of these `kinds`.
 
     Recomputing a class takes as long as its part of the forward: by exact pairs for attention, for other classes by their share
-    of the layer's parameters, and for the MLP with the travel of tokens to spread experts. The MLP's seconds include the output
-    projection, since the MLP's replay runs through it. The output head belongs to no layer, so its share of a token's seconds is
-    left out. Programs recompute no layer input. A layer with a state keeps no attention output, and its mixer is recomputed as a
-    whole, with the share that attention's projections have in the mean layer.
+    of the products of the layer's parameters, and for the MLP with its own operations without products and the travel of tokens
+    to spread experts. The MLP's seconds include the output projection, since the MLP's replay runs through it. The output head
+    belongs to no layer, so its share of a token's seconds is left out. Programs recompute no layer input. A layer with a state
+    keeps no attention output, and its mixer is recomputed as a whole, with the share that attention's projections have in the
+    mean layer.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
-    token_s, inside = forward.token_s * tokens / model.num_layers, 1 - costs.head_share(is_backward=False)
-    qkv_part = model.mixing_share
+    (products_s, inner_s, replay_s), qkv_part = costs.replay_parts_s(tokens), model.mixing_share
     recompute_s: dict[TensorClass, float] = {
         "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
-        "qkv": qkv_part * token_s * inside,
-        "mlp": (1 - qkv_part) * token_s * inside + costs.expert_exchange_s(tokens) / model.num_layers,
+        "qkv": qkv_part * products_s,
+        "mlp": (1 - qkv_part) * products_s + inner_s + costs.expert_exchange_s(tokens) / model.num_layers,
     }
     # another run of a whole layer makes the input of the next one
     recompute_s = {"layer_input": sum(recompute_s.values()), **recompute_s}
@@ -130,7 +134,7 @@ def layer_slot(
         for name, seconds in recompute_s.items()
     )
     forward_s, backward_s = (costs.part_s(chunk, shape, is_backward, 1, False, pairs=pairs) for is_backward in (False, True))
-    return Slot(forward_s, backward_s, saved)
+    return Slot(forward_s, backward_s, saved, replay_s)
 
 
 def chunk_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
@@ -140,4 +144,4 @@ def chunk_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
     saved = (
         replace(item, num_bytes=item.num_bytes * num_layers, recompute_s=item.recompute_s * num_layers) for item in layer.saved
     )
-    return Slot(layer.forward_s * num_layers, layer.backward_s * num_layers, tuple(saved))
+    return Slot(layer.forward_s * num_layers, layer.backward_s * num_layers, tuple(saved), layer.replay_s * num_layers)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.core.configs.adapters import NO_ADAPTERS, AdapterSpec
 from hf_longctx.plan.core.configs.experts import NO_EXPERTS, SHARED_TYPES, ExpertSpec, expert_sizes
 from hf_longctx.plan.core.configs.fields import NO_POSITIONS, config_fields
 from hf_longctx.plan.core.configs.heads import HeadSizes, config_heads, largest_heads
@@ -64,48 +65,6 @@ _WIDE_TYPES = ("falcon_mamba", "mamba", "mamba2", "zaya")
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 # bytes of the weights that an update on the host moves and updates at once, unless one weight has more
 UPDATE_PART_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSpec:
-    """Sizes of weights that are trained while the model's own are frozen; empty: all weights are trained.
-
-    layer_parameters, layer_bytes: weights that adapters add to one layer. attention_saved_bytes, mlp_saved_bytes: bytes per token
-    that adapters outside MLPs, and in them, save for backward, beside inputs that they read as they are. cut_bytes, tile_bytes:
-    what these take instead where attention runs in pieces of heads, and where MLPs run in token tiles, per token of a tile.
-    first_*, last_*: weights that are trained at the embedding and at the head. reads_*: whether an adapter reads, without a copy,
-    what the first norm gives to attention, attention to its last projection, the second norm to the MLP, and what the last matrix
-    of the MLP multiplies. Frozen matrices save no inputs, so layers save these only for adapters.
-    """
-
-    layer_parameters: int = 0
-    layer_bytes: int = 0
-    attention_saved_bytes: int = 0
-    mlp_saved_bytes: int = 0
-    first_parameters: int = 0
-    first_bytes: int = 0
-    last_parameters: int = 0
-    last_bytes: int = 0
-    cut_bytes: int = 0
-    tile_bytes: int = 0
-    reads_first_norm: bool = False
-    reads_attention: bool = False
-    reads_second_norm: bool = False
-    reads_product: bool = False
-
-    @property
-    def layer_saved_bytes(self) -> int:
-        """Bytes per token that the adapters of a layer save for backward."""
-        return self.attention_saved_bytes + self.mlp_saved_bytes
-
-    @property
-    def is_empty(self) -> bool:
-        return max(self.layer_parameters, self.first_parameters, self.last_parameters) == 0
-
-    def sizes(self, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
-        """Returns (trained parameters, bytes) of `num_layers` layers, with the embedding if first and the head if last."""
-        count = num_layers * self.layer_parameters + is_first * self.first_parameters + is_last * self.last_parameters
-        return count, num_layers * self.layer_bytes + is_first * self.first_bytes + is_last * self.last_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +125,8 @@ class ModelSpec:
     normalized, too, without a weight. hands_kv_on: layers hand keys and values on, whether later ones read them or not.
     own_input_size: elements of a token that every layer gets as an input of its own, from a table (`table_parameters`) and by a
     matrix; 0 without. frozen_parameters: parameters of a layer, the mean over layers, that are frozen while the others are
-    trained, as experts or mixers may be.
+    trained, as experts or mixers may be. fuses_norms, fuses_gates, fuses_rotary: all norms of layers, the gated activations of
+    all MLPs, and all rotary embeddings, run as single kernels, which save their inputs alone.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
     layers. intermediate_size: sum over the experts that one token passes.
@@ -194,7 +154,7 @@ class ModelSpec:
     tiles_mlps: bool = True
     tiles_norms: bool = True
     tiles_final_norm: bool = True
-    adapters: AdapterSpec = AdapterSpec()
+    adapters: AdapterSpec = NO_ADAPTERS
     packed: PackedSpec = PackedSpec()
     value_head_dim: int = 0
     query_rank: int = 0
@@ -234,6 +194,9 @@ class ModelSpec:
     own_input_size: int = 0
     table_parameters: int = 0
     frozen_parameters: int = 0
+    fuses_norms: bool = False
+    fuses_gates: bool = False
+    fuses_rotary: bool = False
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:

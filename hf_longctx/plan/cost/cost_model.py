@@ -26,12 +26,13 @@ import numpy as np
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
 from hf_longctx.plan.core.configs.heads import HeadSizes
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Parameters
-from hf_longctx.plan.cost.elementwise import elementwise_bytes
+from hf_longctx.plan.cost.elementwise import elementwise_bytes, replayed_bytes
 from hf_longctx.plan.cost.traffic import (
     Traffic,
     added_products,
@@ -353,6 +354,19 @@ class CostModel:
         head_s = costs.token_s * self.head_share(is_backward) * max(chunk.num_tokens, shape.degree) / shape.degree
         layers_s = self.local_s(chunk, shape, is_backward, pairs) + exchange_s - head_s
         return layers_s / self.model.num_layers, head_s
+
+    def replay_parts_s(self, num_tokens: float) -> tuple[float, float, float]:
+        """Seconds of tokens in one layer: of a forward's products, of what else an MLP runs once more, of any replay.
+
+        Where the rate of operations without products is not known, the rate of products counts them in.
+        """
+        all_s = self.coefficients.forward.token_s * (1 - self.head_share(is_backward=False)) * num_tokens / self.model.num_layers
+        if not (rate := self.cluster.hardware.elementwise_bytes_per_s):
+            return all_s, 0.0, 0.0
+        whole, inner = replayed_bytes(self.model)
+        # measured seconds may leave less than the bytes say
+        products_s = max(all_s / 2, all_s - elementwise_bytes(self.model)[0] * num_tokens / rate)
+        return products_s, inner * num_tokens / rate, whole * num_tokens / rate
 
     def head_share(self, is_backward: bool) -> float:
         """The output head's share of a token's seconds in a pass."""

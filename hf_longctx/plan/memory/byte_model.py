@@ -189,12 +189,10 @@ class ByteModel:
         fitting = (tile for tile in TILE_SIZES if tile * token_bytes <= device_bytes // 32)
         return next(fitting, LEAST_TILE_TOKENS)
 
-    def chunk(
-        self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0, sent_before: int = 0
-    ) -> ChunkBytes:
+    def chunk(self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
         """Bytes that one chunk holds and works with under `policy`; without a policy everything is kept.
 
-        loss_tile_tokens: tokens per tile of the loss alone, for a policy without tiles. sent_before: see `chunk_numbers`.
+        loss_tile_tokens: tokens per tile of the loss alone, for a policy without tiles.
         """
         tile_tokens = policy.tile_tokens if policy else 0
         policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
@@ -210,7 +208,6 @@ class ByteModel:
             np.array([layers], dtype=np.int64),
             np.array([OUTSIDE_NUMBERS(outside)], dtype=np.int64),
             np.array([load.receives]),
-            sent_before,
         )
         return ChunkBytes(*found[0].tolist())
 

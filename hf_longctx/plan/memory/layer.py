@@ -267,7 +267,8 @@ class LayerBytes:
     def _first_norm(self) -> int:
         """Bytes per token that a replay's first norm saves beside the layer input."""
         d, _, _, _ = self._sizes
-        return self._norm(self._saves_first_norm) - (d if self.tiles_norms or self.model.bytes_per_element == 4 else 0)
+        shares_input = self.tiles_norms or self.model.fuses_norms or self.model.bytes_per_element == 4
+        return self._norm(self._saves_first_norm) - (d if shares_input else 0)
 
     @property
     def _saves_first_norm(self) -> bool:

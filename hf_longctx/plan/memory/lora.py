@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 
 # elements of one value in fp32, and in bf16
 _WIDE, _HALF = 4, 2

@@ -95,11 +95,10 @@ class RoundMoments:
         return RoundBytes(*(int(getattr(self, one.name).max(initial=0)) for one in fields(RoundBytes)))
 
 
-def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray, sent_before: int = 0) -> IntArray:
+def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> IntArray:
     """The numbers of `ChunkBytes` of many chunks on a part of the model, (chunks, 5).
 
     layers: `LAYER_NUMBERS` of every layer, (chunks, layers, 6). outside: `OUTSIDE_NUMBERS`, (chunks, 4). receives: see `Load`.
-    sent_before: most bytes that a layer of a chunk before these has sent to the host.
     """
     held, host, forward, backward, input_host, sent = np.moveaxis(layers, 2, 0)
     shared, head, loss_forward, loss_backward = outside.T
@@ -111,18 +110,17 @@ def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray, sent
     # a layer's own host tensors are back in its backward, and those of the layer that runs backward next arrive meanwhile
     arriving = host.copy()
     arriving[:, 1:] += host[:, :-1]
-    # what is on its way to the host takes as much as one layer has sent, of any chunk, as the one before may still be on its way;
-    # the device waits for it in the backward of the last layer that has sent something
-    leaving = sent.max(initial=sent_before)
-    has_sent_last = np.maximum.accumulate(host[:, ::-1], axis=1)[:, ::-1] == 0
-    arriving = np.where(has_sent_last, np.maximum(arriving, leaving), arriving)
+    # tensors on their way to the host take as much as one layer has sent; the device waits for them behind a layer that sends
+    # nothing, and behind the last layer
+    leaving, is_near = sent.max(axis=1), sent > 0
+    is_near[:, 1:] |= sent[:, :-1] > 0
     # a layer's forward counts its own input already, which may be on its way
-    most_forward = np.max(upto - held + forward - input_host, axis=1)
+    most_forward = np.max(upto - held + forward - input_host + np.where(is_near, leaving[:, None], 0), axis=1)
     most_backward = np.max(upto + arriving + backward, axis=1)
     below = upto[:, -1]
     device = below + head
-    most_forward = np.maximum(most_forward, below + loss_forward) + embeddings + leaving
-    most_backward = np.maximum(most_backward, below + loss_backward + leaving)
+    most_forward = np.maximum(most_forward, below + loss_forward) + embeddings
+    most_backward = np.maximum(most_backward, below + loss_backward)
     ending = under[:, 0] + held[:, 0] + host[:, 0] + backward[:, 0]
     work = (np.maximum(0, most - device) for most in (most_forward, most_backward))
     return np.stack([device, host.sum(axis=1), *work, ending], axis=1)

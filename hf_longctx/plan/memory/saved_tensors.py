@@ -91,6 +91,8 @@ def saves_product(model: ModelSpec) -> bool:
 def norm_bytes(model: ModelSpec, saves_output: bool) -> int:
     """Bytes per token that one norm of hidden states saves, with its output or without."""
     e, d = model.bytes_per_element, model.hidden_size
+    if model.fuses_norms:
+        return (2 if saves_output else 1) * e * d
     if model.trains_layers:
         inside = 8 if model.has_wide_norms else 4 + e
     else:
@@ -101,7 +103,8 @@ def norm_bytes(model: ModelSpec, saves_output: bool) -> int:
 
 def inner_bytes(model: ModelSpec) -> int:
     """Bytes per token that an MLP saves besides its input: inner tensors, routing, and what adapters in it save."""
-    count = (3 if model.gated_mlp else 1) + saves_product(model)
+    # a kernel of a gate keeps no activation
+    count = (1 if not model.gated_mlp else 2 if model.fuses_gates else 3) + saves_product(model)
     routed = model.bytes_per_element * model.routed_elements
     return matrix_bytes(model) * count * model.intermediate_size + routed + model.adapters.mlp_saved_bytes
 
@@ -126,6 +129,9 @@ def shared_kv_bytes(model: ModelSpec) -> int:
 
 def head_norm_bytes(model: ModelSpec) -> int:
     """Bytes per token that norms of queries and keys save."""
+    if model.fuses_norms and not model.norms_values:
+        heads = model.num_heads + (model.num_kv_heads if model.num_made else 0)
+        return matrix_bytes(model) * model.head_dim * heads if model.qk_norms else 0
     width = 8 if model.has_wide_norms else 4 + model.bytes_per_element
     if not model.trains_layers:
         width = max(4, model.bytes_per_element)

@@ -125,10 +125,12 @@ class MemoryLimitedStep:
         total = tokens * float(prices.num_bytes.sum() + prices.pair_bytes.sum())
         order = np.argsort(prices.seconds / prices.num_bytes, kind="stable")
         sizes, seconds = tokens * prices.num_bytes[order], tokens * prices.seconds[order]
+        replay_s = self.costs.model.num_layers * self.costs.replay_parts_s(tokens)[2]
         found: list[Fullness] = []
         for number in range(max(1, math.ceil(tokens / problem.capacity)), len(problem.lengths) + 1):
             left = total - number * room - min(rate * forward_s, number * budget.host_bytes)
-            added_s = 0.0
+            # fuller ranks run layers under policies
+            added_s = replay_s if tokens > number * budget.kept_tokens else 0.0
             for num_bytes, again_s in zip(sizes, seconds, strict=True):
                 added_s += again_s * min(1.0, max(0.0, left / num_bytes)) if num_bytes else 0.0
                 left -= num_bytes

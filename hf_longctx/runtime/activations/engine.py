@@ -184,11 +184,6 @@ class LayerSlot:
                 for saved in record.on_host:
                     saved.home.prefetch()
 
-    def begin(self) -> None:
-        """Says that the layer's first run comes now."""
-        if self._tier is not None:
-            self._tier.begin_layer()
-
     def set_replay(self, is_replay: bool) -> None:
         """Tells all records of the slot whether the layer is being replayed."""
         self.projections.is_replay = is_replay
@@ -202,7 +197,7 @@ class ChunkActivations:
     """Slots of the layers in one forward of one chunk; travels in the chunk's context. Layers without a slot keep everything."""
 
     def __init__(self, policy: ActivationPolicy, bindings: Sequence[_LayerBinding], tier: HostTier | None = None) -> None:
-        self._bindings = bindings
+        self._bindings, self._tier = bindings, tier
         self.num_layers_seen = 0
         # keyed by the layer's index in the whole model, even if only some of its layers run
         self.slots: dict[int, LayerSlot] = {}
@@ -214,6 +209,17 @@ class ChunkActivations:
                 if slot.recomputes_input and (before := self.slots.get(binding.index - 1)) is not None:
                     before.feeds_next = True
                 previous = slot
+
+    def begin_layer(self) -> None:
+        """Counts a layer whose forward comes next."""
+        self.num_layers_seen += 1
+        if self._tier is not None:
+            self._tier.begin_layer()
+
+    def end_layer(self) -> None:
+        """Lets the device wait, behind the last layer, for all that leaves it; what follows takes memory, too."""
+        if self._tier is not None and self.num_layers_seen == len(self._bindings):
+            self._tier.copies.let_go()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -492,19 +498,23 @@ class _LayerBinding:
         """Runs a layer's forward; transformers passes it as a partial that holds every keyword argument."""
         assert isinstance(function, partial)
         context = function.keywords.get("longctx")
-        if context is not None and context.activations is not None:
-            context.activations.num_layers_seen += 1
-        if context is None or context.activations is None or not self._makes_graph(inputs):
+        if context is None or context.activations is None:
             return function(*inputs)
+        context.activations.begin_layer()
+        output = self._run_planned(function, inputs, context)
+        context.activations.end_layer()
+        return output
+
+    def _run_planned(self, function: partial[Any], inputs: tuple[Any, ...], context: Any) -> Any:
+        """Runs a layer's forward under the policy of its slot, if it has one."""
         slot = context.activations.slots.get(self.index)
-        if slot is None:
+        if slot is None or not self._makes_graph(inputs):
             return function(*inputs)
         if slot.recomputes_input and context.slices:
             raise ValueError(
                 f"layer {self.index}: the layer input is recomputed, but the chunk has slices, whose keys and values another run "
                 f"of the layer before would write again; keep the layer input, or offload it to the host"
             )
-        slot.begin()
         layer_forward = _forward_with(function, context, slot)
         contexts = partial(_both_contexts, self, slot, context.tokens)
         # preserve_rng_state=False: nothing in a layer is random, since dropout draws by token

@@ -157,6 +157,9 @@ class HostTier:
 
     def begin_layer(self) -> None:
         """Says that what is stored from now on belongs to another layer."""
+        if not self._layer_bytes:
+            # while the layer before ran, all could leave
+            self.copies.let_go()
         self._layer_bytes = 0
         if not self.stored_bytes:
             self._most_layer_bytes = 0

@@ -45,6 +45,9 @@ class CopyEngine(Protocol):
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
 
+    def let_go(self) -> None:
+        """Makes everything computed from now on wait until all sources on their way have left."""
+
     def wait(self, ticket: Ticket) -> None:
         """Makes everything computed from now on wait for the copy."""
 
@@ -62,6 +65,9 @@ class PlainCopies:
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
         target.copy_(source)
+
+    def let_go(self) -> None:
+        return
 
     def wait(self, ticket: Ticket) -> None:
         return
@@ -124,9 +130,12 @@ class StreamCopies:
         return ticket
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        # what left before is gone before other tensors come
+        # other tensors come when those that leave are gone
         self._leaving.drop_all()
         return self._copy(self._back, source, target, after)
+
+    def let_go(self) -> None:
+        self._leaving.drop_all()
 
     def wait(self, ticket: Ticket) -> None:
         torch.cuda.current_stream(self._device).wait_event(ticket)

@@ -12,11 +12,12 @@ from typing import Any
 
 from hf_longctx._version import __version__
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
 from hf_longctx.plan.core.configs.experts import ExpertSpec
 from hf_longctx.plan.core.configs.heads import HeadSizes
 from hf_longctx.plan.core.layer_kinds import IndexSpec
 from hf_longctx.plan.core.mixers.state_spec import StateSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import GROUP_METHODS
 from hf_longctx.plan.core.serialize import parse_json, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan

@@ -26,7 +26,8 @@ from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.activations.shares import MemoryLimits, PolicyChoice, choose_policy
 from hf_longctx.plan.activations.slots import layer_slots
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,

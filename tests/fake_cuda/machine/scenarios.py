@@ -39,8 +39,8 @@ def stored_while_it_comes(device: FakeDevice) -> int:
     tier, source, values = HostTier.on(CUDA, SIZE * 4), full(0.0), torch.ones(SIZE).pin_memory()
     source.copy_(values, non_blocking=True)
     home = tier.store(source)
-    home._arrival.synchronize()
-    wrong = int((home._home != 1.0).sum())
+    home._parts[-1].arrival.synchronize()
+    wrong = int((home._parts[0].home != 1.0).sum())
     torch.cuda.synchronize()
     return wrong
 

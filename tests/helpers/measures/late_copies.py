@@ -33,6 +33,9 @@ class LateCopies:
         target.fill_(float("nan"))
         return Late(lambda: target.copy_(source), after)
 
+    def let_go(self) -> None:
+        return
+
     def wait(self, ticket: Any) -> None:
         ticket.run()
 
@@ -56,6 +59,9 @@ class SlowlyLeaving(PlainCopies):
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
         self.leaving.drop_all()
         super().to_device(source, target, after)
+
+    def let_go(self) -> None:
+        self.leaving.drop_all()
 
 
 class Late:

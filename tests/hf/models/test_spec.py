@@ -17,7 +17,8 @@ from hf_longctx.hf.models import attention
 from hf_longctx.hf.models.adapters import largest_adapters
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import part_state_bytes

@@ -9,8 +9,9 @@ from helpers.plans.cost_models import COST_KINDS, HARDWARE, MODEL, cost_model
 
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
 from hf_longctx.plan.core.configs.experts import ExpertSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.traffic import mean_traffic

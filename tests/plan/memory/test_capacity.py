@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.core.configs.adapters import AdapterSpec
 from hf_longctx.plan.core.layer_kinds import IndexSpec
-from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,

@@ -43,14 +43,6 @@ def random_group(seed: int) -> SequenceGroup:
     return with_layers(group, layers, draw.choice([0, 4]))
 
 
-def most_sent(group: SequenceGroup, stage: StagePlan, part: int) -> int:
-    """Most bytes that a layer of any chunk sends to the host."""
-    byte_model, loads = ByteModel(MODEL), ByteModel(MODEL).loads(group, 0)
-    policies = [policy for policy in stage.activations if policy.part == part]
-    layers = [(loads[policy.chunk], layer, policy.tile_tokens) for policy in policies for layer in policy.layers]
-    return max((byte_model.layer(*layer).sent for layer in layers), default=0)
-
-
 def walked(group: SequenceGroup, stage: StagePlan) -> list[tuple[int, ...]]:
     """saved, host, book, workspace and peak of every pass, from the definitions."""
     ends, common = sequence_ends(group.chunks), Load(0, (), 0)
@@ -72,7 +64,7 @@ def walked(group: SequenceGroup, stage: StagePlan) -> list[tuple[int, ...]]:
                 keeps_gradients=(passes[place + 1].chunk, passes[place + 1].part, passes[place + 1].kind) == (*key, "B"),
                 receives=bool(policy and policy.layers) and (stage.stage, action.part) != (0, 0),
             )
-            held[key] = ByteModel(MODEL).chunk(load, policy, sent_before=most_sent(group, stage, action.part))
+            held[key] = ByteModel(MODEL).chunk(load, policy)
             for entry, span in zip(entries, slices, strict=True):
                 book.setdefault(entry, kv_bytes * num_layers * ends[span.sequence])
             first, last = sum(size for (part, _), size in book.items() if part == action.part), 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.measures.cudnn_plans import cudnn_on_the_cpu
 from helpers.measures.engine_steps import EngineStep
-from helpers.measures.late_copies import LateCopies
+from helpers.measures.late_copies import LateCopies, SlowlyLeaving
 from helpers.models.reference import TOLERANCE, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from hypothesis import Phase, given, settings
@@ -271,6 +271,29 @@ def test_layers_begin_anew_in_every_forward(monkeypatch: pytest.MonkeyPatch) -> 
     step.forward((split_layer(),) * 2)[0].backward()
     # layer input, output and LSE of each layer; replays store nothing
     assert log == ["layer", "store", "store", "store"] * 2
+
+
+def test_the_device_waits_behind_layers_that_send_nothing_and_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, leaving = SlowlyLeaving(), []
+    begin_layer = HostTier.begin_layer
+    monkeypatch.setattr(HostTier, "begin_layer", lambda tier: (begin_layer(tier), leaving.append(copies.leaving.num_bytes))[0])
+    for policies, expected in (
+        ((split_layer(), LayerPolicy()), [False, True]),
+        ((LayerPolicy(), split_layer()), [False, False]),
+        ((split_layer(),) * 2, [False, True]),
+    ):
+        leaving.clear()
+        step = Step(HostTier(2**20, copies))
+        loss, _ = step.forward(policies)
+        assert [num_bytes > 0 for num_bytes in leaving] == expected and not copies.leaving.num_bytes
+        loss.backward()
+    # a layer later, all have left
+    tier = HostTier(2**12, copies)
+    tier.store(torch.zeros(64))
+    tier.begin_layer()
+    assert copies.leaving.num_bytes
+    tier.begin_layer()
+    assert not copies.leaving.num_bytes
 
 
 @pytest.mark.parametrize("late", [False, True])

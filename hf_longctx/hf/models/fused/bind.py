@@ -23,8 +23,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from hf_longctx.hf.models.adapters import lora_layers
 from hf_longctx.hf.models.context.forwards import without_renames
-from hf_longctx.hf.models.fused.find import ROTARY, FusableModule, fusable_modules, is_hooked
+from hf_longctx.hf.models.fused.find import KERNEL_NORMS, ROTARY, FusableModule, fusable_modules, is_hooked
 from hf_longctx.hf.models.fused.low_rank import adapted
+from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.runtime.core.binding import replace_forward, with_globals
 from hf_longctx.runtime.fused import liger
 from hf_longctx.runtime.fused.compiled import CompiledFunction, Function
@@ -62,6 +63,9 @@ class FusedLayers:
         for found in list(fusable_modules(model)) if self.maker else ():
             if self._takes(found):
                 self._undo.append(replace_forward(found.module, self._forward(found)))
+                if found.kind == "norm":
+                    KERNEL_NORMS.add(found.module)
+                    self._undo.append(partial(KERNEL_NORMS.discard, found.module))
 
     def close(self) -> None:
         """Gives the model its own forwards back."""
@@ -73,6 +77,21 @@ class FusedLayers:
         """Number of norms, gated MLPs and rotary embeddings of `model` that run as kernels."""
         kinds = [found.kind for found in fusable_modules(model) if self._takes(found)]
         return {name: kinds.count(kind) for kind, name in _NAMES.items() if kind in kinds}  # type: ignore[arg-type]
+
+    def covered(self, model: nn.Module) -> dict[str, bool]:
+        """Fields of `ModelSpec` that say of which functions all of the model's layers have kernels."""
+        taken = [found for found in fusable_modules(model) if self.maker and self._takes(found)]
+        ids = {kind: {id(found.module) for found in taken if found.kind == kind} for kind in _NAMES}
+        gates = {id(found.module) for found in taken if found.kind == "gated" and not self._is_seen(found.module)}
+        layers = text_layers(model)
+        norms = [each for layer in layers for each in layer.modules() if "norm" in type(each).__name__.lower()]
+        mlps = [each for layer in layers for each in layer.modules() if isinstance(getattr(each, "act_fn", None), nn.Module)]
+        return {
+            "fuses_norms": bool(norms) and all(id(norm) in ids["norm"] for norm in norms),
+            # in every layer one, and no others
+            "fuses_gates": len(mlps) == len(layers) > 0 and all(id(mlp) in gates for mlp in mlps),
+            "fuses_rotary": len(ids["rotary"]) == len(layers) > 0,
+        }
 
     def problem(self, model: nn.Module, device: torch.device, inner_dtype: torch.dtype) -> str:
         """Why a kernel cannot be made here, or differs from the model's own code on random rows; empty if all are right.
@@ -146,15 +165,19 @@ class FusedLayers:
         return norm
 
     def _mlp(self, module: Any, own: Function, function: Function, x: Tensor) -> Any:
-        # Liger writes over what these return, which a hook may have kept
-        inner = [module.act_fn] if self.maker == "compile" else [module.act_fn, module.gate_proj, module.up_proj]
-        if "forward" in vars(module.act_fn) or any(map(is_hooked, inner)):
+        if self._is_seen(module):
             return own(x)
         gate, up = module.gate_proj(x), module.up_proj(x)
         if gate.dtype != up.dtype or not self._fits(gate, up):
             return module.down_proj(module.act_fn(gate) * up)
         product = function(*(each.reshape(-1, each.shape[-1]).contiguous() for each in (gate, up)))
         return module.down_proj(product.view(gate.shape))
+
+    def _is_seen(self, module: Any) -> bool:
+        """Whether something of the user's sees the activation of an MLP, or what a kernel writes over."""
+        # Liger writes over what these return, which a hook may have kept
+        inner = [module.act_fn] if self.maker == "compile" else [module.act_fn, module.gate_proj, module.up_proj]
+        return "forward" in vars(module.act_fn) or any(map(is_hooked, inner))
 
     def _rotary(
         self, function: Function, q_1HTD: Tensor, k_1HTD: Tensor, cos_1TD: Tensor, sin_1TD: Tensor, unsqueeze_dim: int = 1

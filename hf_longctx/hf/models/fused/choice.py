@@ -28,7 +28,7 @@ _LEFT_OUT = (
 _INSTEAD = "leave it out, and set use_liger_kernel=True (TrainingArguments) or LongContextConfig(compile_layers=True)"
 
 
-def liger_problems(args: TrainingArguments, compile_layers: bool, draws_batches: bool) -> list[str]:
+def liger_problems(args: TrainingArguments, compile_layers: bool | None, draws_batches: bool) -> list[str]:
     """Problems with `use_liger_kernel`. draws_batches: whether plans run the model, not the trainer's own loop."""
     if not args.use_liger_kernel:
         return []

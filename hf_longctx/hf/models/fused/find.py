@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakSet
 
 from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
@@ -34,6 +35,8 @@ _FORWARDS = tuple(
         modeling_qwen3.Qwen3Attention,
     )
 )
+# norms that run as kernels now
+KERNEL_NORMS: WeakSet[nn.Module] = WeakSet()
 _ACTIVATIONS = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh", GELUActivation: "gelu"}
 
 

@@ -176,14 +176,14 @@ class GroupCells:
         model = self.costs.model
         policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
         kept, recomputed, offloaded = (self._mean_held(load, policy, kinds) for policy in policies)
-        saved = layer_slot(self.costs, chunk, self.group.shape, pairs, kinds).saved
-        again_s = {item.tensor_class: item.recompute_s for item in saved}
+        slot = layer_slot(self.costs, chunk, self.group.shape, pairs, kinds)
+        again_s = {item.tensor_class: item.recompute_s for item in slot.saved}
         return _LayerWays(
             kept[0],
             recomputed[0],
             *offloaded,
-            sum(again_s[share.tensor_class] for share in self.recomputed.shares),
-            sum(again_s[name] for name in model.replayed_classes),
+            slot.replay_s + sum(again_s[share.tensor_class] for share in self.recomputed.shares),
+            slot.replay_s + sum(again_s[name] for name in model.replayed_classes),
         )
 
     def _mean_held(self, load: Load, policy: LayerPolicy, kinds: KindShares) -> tuple[int, int]:
