@@ -23,26 +23,18 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx.hf.calibration.shapes import shaped_config
 from hf_longctx.hf.models.layers import output_head
-from hf_longctx.plan.activations.shares import MemoryLimits, PolicyChoice, choose_policy
-from hf_longctx.plan.activations.slots import layer_slots
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.configs.adapters import AdapterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import (
-    ActivationPolicy,
-    Chunk,
-    GroupShape,
-    LayerPolicy,
-    RankPlan,
-    Span,
-)
+from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.types import LayerPolicy, RankPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.operations import training_operations
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
+from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.pipeline_run import run_alone
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
@@ -303,37 +295,19 @@ def slab_for(num_bytes: int, case: Case, device: torch.device) -> HostTier:
 
 
 def split_layers(case: Case, num_tokens: int) -> tuple[LayerPolicy, ...]:
-    """The linear program's policies, if activations may take all of the device that weights and one layer's workspace leave."""
-    spec, costs = case.spec, case_costs(case)
-    copy_rate = costs.cluster.hardware.copy_bytes_per_s
-    limits = MemoryLimits(device_room(case, num_tokens), 0.98 * case.host_gib * 2**30, copy_rate)
-    policy, _ = plan_activations(costs, Chunk(0, (Span(0, 0, num_tokens),)), GroupShape(1), limits, own_tile(case))
-    return policy.layers or (LayerPolicy(),) * spec.num_layers
+    """The policies that a run would plan for this document: with the device's memory beside the states, and the host's."""
+    budget = ByteModel(case.spec).budget(int(planned_bytes(case, num_tokens)), int(case.host_gib * 2**30), own_tile(case))
+    plan = plan_step(0, [num_tokens], case_costs(case), PlannerConfig(num_tokens, (1,), activations=budget))
+    policies = plan.micro_batches[0].groups[0].stages[0].activations
+    return (policies[0].layers if policies else ()) or (LayerPolicy(),) * case.spec.num_layers
 
 
-def plan_activations(
-    costs: CostModel, chunk: Chunk, shape: GroupShape, limits: MemoryLimits, tile_tokens: int = 0
-) -> tuple[ActivationPolicy, PolicyChoice | None]:
-    """Policy of one chunk, and the choice that it comes from (None if everything is kept); ValueError if nothing fits."""
-    model = costs.model
-    num_tokens = -(-max(chunk.num_tokens, 1) // shape.degree)
-    if model.num_layers * num_tokens * plain_layer_bytes(model) <= limits.device_bytes:
-        return ActivationPolicy(chunk.index), None
-    choice = choose_policy(layer_slots(costs, chunk, shape), limits)
-    # tensor classes that stay on the device whole need no entry
-    moved = (tuple(share for share in shares if share.device != share.total) for shares in choice.shares)
-    return ActivationPolicy(chunk.index, 0, tuple(map(LayerPolicy, moved)), tile_tokens), choice
-
-
-def device_room(case: Case, num_tokens: int) -> float:
-    """Bytes of the device that activations may take; on the CPU they are so few that a toy case has to split."""
-    spec = case.spec
-    if not torch.cuda.is_available():
-        return 1.5 * checkpointed_layer_bytes(spec) * spec.num_layers * num_tokens
-    layers = (replayed(),) * spec.num_layers
-    load = Load.document(num_tokens, spec.num_layers)
-    workspace = ByteModel(spec).chunk(load, ActivationPolicy(0, 0, layers, own_tile(case))).workspace
-    return max(0.0, usable_bytes(case) - workspace)
+def planned_bytes(case: Case, num_tokens: int) -> float:
+    """Bytes of the device beside the states; on the CPU what keeping attention takes, so that a toy case has to split."""
+    if torch.cuda.is_available():
+        return max(0.0, usable_bytes(case))
+    plan = document_plan(num_tokens, (replayed(),) * case.spec.num_layers, case.tile_tokens)
+    return predicted_peak_bytes(plan, case.spec)
 
 
 def usable_bytes(case: Case) -> float:

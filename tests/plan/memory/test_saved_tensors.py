@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 from helpers.plans.layouts import tiny_costs
 
-from hf_longctx.plan.activations.shares import MemoryLimits
+from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
+from hf_longctx.plan.activations.slots import layer_slots
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span, TensorShare
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
     held_bytes,
     plain_layer_bytes,
     saved_token_bytes,
 )
-from hf_longctx.recipes.bench.gpu.cases import plan_activations
 from hf_longctx.recipes.bench.one_document import checkpointed_layer_bytes
 
 # Llama-3.1-8B
 LLAMA = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072, bytes_per_element=2)
-LOCAL = GroupShape(1)
 
 
 def test_plain_bytes_are_those_of_the_formula() -> None:
@@ -69,14 +69,11 @@ def test_held_bytes_by_hand() -> None:
     assert device == 2 * (50 * 16 + 50 * 24) + 100 * plain_layer_bytes(model)
 
 
-def chunk(num_tokens: int) -> Chunk:
-    return Chunk(0, (Span(0, 0, num_tokens),))
-
-
-def test_ample_memory_needs_no_policy() -> None:
-    costs = tiny_costs(1)
-    policy, choice = plan_activations(costs, chunk(100), LOCAL, MemoryLimits(1e9, 0, 1e9))
-    assert policy == ActivationPolicy(0) and choice is None
+def chosen(costs: CostModel, limits: MemoryLimits) -> ActivationPolicy:
+    """The policy of a chunk of 8,192 tokens on one rank."""
+    chunk = Chunk(0, (Span(0, 0, 8192),))
+    shares = choose_policy(layer_slots(costs, chunk, GroupShape(1)), limits).shares
+    return ActivationPolicy(0, 0, tuple(map(LayerPolicy, shares)))
 
 
 @pytest.mark.parametrize("part,host_part", [(0.9, 0.0), (0.6, 0.0), (0.6, 1.0), (0.35, 1.0), (0.9, 1.0)])
@@ -84,8 +81,8 @@ def test_policies_hold_their_limits(part: float, host_part: float) -> None:
     costs = tiny_costs(1, replace(LLAMA, num_layers=8))
     whole = 8 * 8192 * sum(class_bytes(LLAMA, name) for name in ("layer_input", "attention_output"))
     limits = MemoryLimits(whole * part, whole * host_part, 1e11)
-    policy, choice = plan_activations(costs, chunk(8192), LOCAL, limits, 2048)
-    assert choice is not None and len(policy.layers) == 8 and policy.tile_tokens == 2048
+    policy = chosen(costs, limits)
+    assert len(policy.layers) == 8
     device, host = held_bytes(costs.model, policy, 8, 8192)
     # shares are rounded to tokens, at most half of one for each cut
     slack = 8 * 4 * class_bytes(LLAMA, "mlp")
@@ -100,8 +97,7 @@ def test_queries_keys_and_values_are_kept_where_the_model_allows_it(can_keep: bo
     model = replace(LLAMA, num_layers=4, can_keep_qkv=can_keep)
     # room for all classes but the MLP, which takes more bytes for each second
     whole = 4 * 8192 * sum(class_bytes(model, name) for name in ("layer_input", "attention_output", "qkv"))
-    policy, choice = plan_activations(tiny_costs(1, model), chunk(8192), LOCAL, MemoryLimits(whole * 1.01, 0.0, 1e11))
-    assert choice is not None
+    policy = chosen(tiny_costs(1, model), MemoryLimits(whole * 1.01, 0.0, 1e11))
     shares = [layer.share("qkv").recompute for layer in policy.layers]
     assert shares == [1.0] * 4 if not can_keep else sum(shares) < 0.5
     device, host = held_bytes(model, policy, 4, 8192)
@@ -110,4 +106,4 @@ def test_queries_keys_and_values_are_kept_where_the_model_allows_it(can_keep: bo
 
 def test_too_little_memory_names_what_is_missing() -> None:
     with pytest.raises(ValueError, match="cannot be recomputed"):
-        plan_activations(tiny_costs(1, LLAMA), chunk(8192), LOCAL, MemoryLimits(2**20, 0, 1e9))
+        chosen(tiny_costs(1, LLAMA), MemoryLimits(2**20, 0, 1e9))
