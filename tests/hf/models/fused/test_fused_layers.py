@@ -6,7 +6,7 @@ import copy
 import logging
 import tempfile
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.fused.choice import kernel_problems
 from hf_longctx.hf.models.fused.find import fusable_modules
+from hf_longctx.hf.models.layers import layer_modules, tiles_norms
 from hf_longctx.hf.start import layer_kernels
 from hf_longctx.plan.core.types import LayerPolicy
 from hf_longctx.runtime.activations.host_tier import HostTier
@@ -99,6 +100,49 @@ def test_what_a_user_changed_runs_its_own_code() -> None:
     assert len(seen) == 2
 
 
+ALL = {"fuses_norms": True, "fuses_gates": True, "fuses_rotary": True}
+
+
+def test_plans_are_told_what_all_layers_have_kernels_for() -> None:
+    model = build_model(ModelCase("qwen3"))
+    first, second = model.model.layers
+    assert traced().covered(model) == ALL
+    assert not any(FusedLayers("").covered(model).values())
+    assert FusedLayers("liger").covered(model) == {**ALL, "fuses_rotary": False}
+    # one of them alone runs its own code
+    first.self_attn.q_norm.forward = lambda x: x
+    handle = second.mlp.act_fn.register_forward_hook(lambda module, inputs, output: None)
+    assert traced().covered(model) == {**ALL, "fuses_norms": False, "fuses_gates": False}
+    handle.remove()
+    assert traced().covered(model) == {**ALL, "fuses_norms": False}
+    assert traced().covered(build_model(ModelCase("mixtral"))) == {**ALL, "fuses_gates": False}
+
+
+def test_norms_that_are_kernels_run_whole() -> None:
+    model, fused = build_model(ModelCase()), traced()
+    norms = [modules.norms for modules in layer_modules(model)]
+    assert all(len(each) == 2 for each in norms)
+    fused.bind(model)
+    assert not any(modules.norms for modules in layer_modules(model)) and tiles_norms(model)
+    # a copy runs its own code
+    assert all(len(modules.norms) == 2 for modules in layer_modules(copy.deepcopy(model)))
+    fused.close()
+    assert [modules.norms for modules in layer_modules(model)] == norms
+
+
+@pytest.mark.parametrize(
+    ("device", "compile_layers", "maker"),
+    [("cpu", None, ""), ("cuda", None, "compile"), ("cuda", False, ""), ("cpu", True, "compile")],
+)
+def test_layers_are_compiled_on_cuda(
+    device: str, compile_layers: bool | None, maker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FusedLayers, "problem", lambda self, model, device, dtype: "")
+    args: Any = SimpleNamespace(device=torch.device(device), use_liger_kernel=False, bf16=True, process_index=0)
+    found, line = layer_kernels.fused_layers(build_model(ModelCase()), args, compile_layers, None)
+    assert found.maker == maker and line.startswith("torch.compile runs 5 norms") == bool(maker)
+
+
 def test_a_wrong_kernel_is_noticed() -> None:
     fused, model = traced(), build_model(ModelCase())
     assert fused.problem(model, CPU, torch.float64) == ""
@@ -122,6 +166,14 @@ def test_training_on_groups_and_shards_follows_one_plain_process(ranks, config: 
     for losses, _, weights in ranks(2).run(train_compiled, {"compile_layers": True, **config}):
         assert losses == pytest.approx(expected_losses, rel=1e-9)
         assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-9
+
+
+def test_a_run_counts_what_its_kernels_save(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(layer_kernels, "FusedLayers", partial(FusedLayers, backend="eager"))
+    for settings, is_counted in (({"compile_layers": True}, True), ({}, False)):
+        trainer = make_trainer(ModelCase(), random_rows([9, 5]), str(tmp_path), settings, {"max_steps": 1})
+        model = trainer.longctx_run.setup.costs.model
+        assert model.fuses_norms == model.fuses_gates == model.fuses_rotary == is_counted
 
 
 def test_without_a_compiler_layers_run_their_own_code(tmp_path, caplog, monkeypatch) -> None:
