@@ -9,14 +9,35 @@ from helpers.plans.layouts import tiny_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.activations.fit import with_layers
 from hf_longctx.plan.activations.slots import SavedClass, chunk_slot, layer_slot, layer_slots
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.configs.experts import ExpertSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.types import (
+    Action,
+    Chunk,
+    GroupShape,
+    LayerPolicy,
+    LayerRange,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    TensorShare,
+)
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.elementwise import elementwise_bytes, replayed_bytes
+from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.prediction.pipeline_run import run_alone
 
 LOCAL = GroupShape(1)
+ACTIONS = (Action("F", 0, 0), Action("B", 0, 0))
 
 
 def attention(num_bytes: float, recompute_s: float, *documents: tuple[int, int]) -> SavedClass:
@@ -154,3 +175,38 @@ def test_attention_is_kept_before_the_mlp_at_long_lengths() -> None:
     slots = layer_slots(tiny_costs(1, LLAMA), Chunk(0, (Span(0, 0, 131072),)), LOCAL)
     density = {item.tensor_class: item.recompute_s / item.num_bytes for item in slots[0].saved}
     assert density["attention_output"] > 10 * max(density["mlp"], density["qkv"])
+
+
+def test_layers_under_a_policy_run_their_norms_again() -> None:
+    model = replace(named_model("llama-3.1-8b", 2), num_layers=4)
+    hardware = read_profile("h200").spec
+    rate, tokens = hardware.elementwise_bytes_per_s, 4096
+    seconds = []
+    for known in (True, False):
+        cluster = ClusterSpec(1, 1, replace(hardware, elementwise_bytes_per_s=rate if known else 0.0))
+        costs = CostModel(model, cluster, default_coefficients(model, cluster))
+        group = SequenceGroup((0,), "local", (Chunk(0, (Span(0, 0, tokens),)),), (StagePlan(0, (LayerRange(0, 4),), ACTIONS),))
+        # all that these layers keep is there, but they run again
+        kept = LayerPolicy((TensorShare("layer_input", host=1e-9, device=1 - 1e-9),))
+        under = with_layers(group, {(0, 0, 0): (kept,) * 3}, 2048)
+        ends_s = [run_alone(each, costs).times[-1][1] for each in (group, under)]
+        seconds.append(ends_s[1] - ends_s[0])
+        again = {item.tensor_class: item.recompute_s for item in layer_slots(costs, group.chunks[0], LOCAL)[0].saved}
+        forward_s = costs.coefficients.forward.token_s * tokens * (1 - costs.head_share(False)) / 4
+        moved_s = elementwise_bytes(model)[0] * tokens / rate
+        inner_s = replayed_bytes(model)[1] * tokens / rate
+        # products and the MLP's own operations, where their rate is known
+        expected_s = forward_s - moved_s + inner_s if known else forward_s
+        assert again["qkv"] + again["mlp"] == pytest.approx(expected_s)
+    assert seconds[0] == pytest.approx(3 * replayed_bytes(model)[0] * tokens / rate, rel=1e-6)
+    assert seconds[1] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_packs_that_fit_whole_are_not_put_under_policies_that_copies_would_hide() -> None:
+    model = replace(named_model("llama-3.1-8b", 2), num_layers=8)
+    cluster = ClusterSpec(1, 1, read_profile("h200").spec)
+    costs, byte_model = CostModel(model, cluster, default_coefficients(model, cluster)), ByteModel(model)
+    budget = byte_model.budget(byte_model.kept_bytes(8000), 2**40)
+    plan = plan_step(0, [4000, 3900, 3800, 3700], costs, PlannerConfig(32000, (1,), activations=budget))
+    policies = [p for each in plan.micro_batches for group in each.groups for stage in group.stages for p in stage.activations]
+    assert len(plan.micro_batches) == 2 and not any(policy.layers for policy in policies)
