@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -154,3 +156,18 @@ def test_replicated_weights_add_no_seconds_to_a_micro_batch() -> None:
     # measured coefficients contain what their measurement had
     measured = replace(costs_of(2, "sharded"), coefficients=replace(costs.coefficients, step_s=0.5, source="measured"))
     assert GroupingProblem.build((100, 200), measured, config).micro_batch_s == 0
+
+
+def test_micro_batches_are_no_fuller_than_what_needs_no_replay() -> None:
+    model = replace(named_model("llama-3.1-8b", 2), num_layers=8)
+    hardware, lengths, byte_model = read_profile("h200").spec, (2000,) * 16, ByteModel(model)
+    # the host has room for everything, and copies would hide
+    config = PlannerConfig(32000, (1,), activations=byte_model.budget(byte_model.kept_bytes(8200), 2**40))
+    numbers = []
+    for rate in (hardware.elementwise_bytes_per_s, 0.0):
+        cluster = ClusterSpec(1, 1, replace(hardware, elementwise_bytes_per_s=rate))
+        costs = CostModel(model, cluster, default_coefficients(model, cluster))
+        assert config.activations is not None
+        step = MemoryLimitedStep(GroupingProblem.build(lengths, costs, config), costs, config.activations)
+        numbers.append(step.fullness().number)
+    assert numbers == [4, 2]
