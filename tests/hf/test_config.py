@@ -204,6 +204,12 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
     assert parse(*words) == LongContextConfig(**values)
 
 
+def test_flags_need_no_value_on_the_command_line() -> None:
+    assert parse("--compile_layers").compile_layers is True and parse().compile_layers is None
+    assert parse("--compile_layers", "false").compile_layers is False
+    assert parse("--resume_partial").resume_partial is True
+
+
 def test_the_command_line_refuses_a_word_outside_the_choices(capsys) -> None:
     with pytest.raises(SystemExit):
         parse("--long_sequences", "drop")
