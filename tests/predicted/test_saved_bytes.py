@@ -388,7 +388,7 @@ def test_layers_with_kernels_save_their_inputs_alone(
 ) -> None:
     if is_autocast and not adapters:
         pytest.skip("rounded copies of weights and of what matrices read are counted by no formula")
-    # what is saved does not depend on the compiler
+    # the compiler changes nothing that is saved
     monkeypatch.setattr(CompiledFunction, "_kernel", lambda self, function, tensors, needs: function)
     kernels: dict[str, bool] = {}
     found, weights = AdapterSpec(), 0
