@@ -47,7 +47,7 @@ class LongContextConfig:
         default=None,
         metadata={
             "help": "Most tokens that one rank holds at once; a group of d ranks takes d times as many. Default: computed "
-            "from the device's memory."
+            "from the device's memory, and more for a sequence that is alone, if slices hold it."
         },
     )
     activations: Literal["auto", "keep"] = field(

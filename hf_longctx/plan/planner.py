@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
@@ -31,7 +32,15 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.exact import can_solve_exactly, solve_exactly
 from hf_longctx.plan.groups.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
 from hf_longctx.plan.groups.nested import plan_nested
-from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
+from hf_longctx.plan.groups.placement import (
+    PlacedGroup,
+    PlacedLayout,
+    levels,
+    place_alone,
+    place_layout,
+    renumber,
+    with_idle_ranks,
+)
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.groups.programs.milp import group_by_milp, plan_milp
@@ -48,6 +57,8 @@ _SLACK = 1.15
 _FEW_SEQUENCES = 16
 # share of the best token limit that ranks must be able to keep, for micro-batches that keep everything to be tried
 _WORTH_KEEPING = 1 / 3
+# shares of the most tokens on a rank up to which sequences run beside others, where nothing else fits
+_SMALLER_SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
 # steps of at most this many micro-batches are planned for one fewer, too
 _FEW_MICRO_BATCHES = 4
 
@@ -100,7 +111,11 @@ def least_step_s(problem: GroupingProblem, costs: CostModel, config: PlannerConf
     """
     if config.activations is None:
         return problem.lower_bound_s()
-    return MemoryLimitedStep(problem, costs, config.activations).lower_bound_s(most_s)
+    if not problem.num_alone:
+        return MemoryLimitedStep(problem, costs, config.activations).lower_bound_s(most_s)
+    # a bound for more room than there is holds as well; the last of equal slices may be short
+    roomy = replace(problem, capacity=-(-max(problem.lengths) // problem.degrees[-1]))
+    return MemoryLimitedStep(roomy, costs, config.activations, shortest_slice=1).lower_bound_s(most_s)
 
 
 def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[StepPlan, Evaluation, str]:
@@ -116,14 +131,20 @@ def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[S
 def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list[tuple[StepPlan, str]]:
     """Returns one-stage plans that fit, each with its solver's name; raises the first candidate's ValueError if none fits.
 
-    Where the most promising token limits leave no room, all others are tried.
+    Where the most promising token limits leave no room, all others are tried, and then fewer tokens beside each other: a pack may
+    need more memory than one sequence of as many tokens.
     """
+    config = planning.config
     try:
         return _fitting_plans(step, problem, planning, tries_all=False)
-    except ValueError:
-        if planning.config.activations is None:
+    except ValueError as error:
+        if config.activations is None:
             raise
-        return _fitting_plans(step, problem, planning, tries_all=True)
+        for share in _SMALLER_SHARES[: 1 if config.one_micro_batch else None]:
+            with suppress(ValueError):
+                smaller = replace(problem, capacity=max(1, int(problem.capacity * share)))
+                return _fitting_plans(step, smaller, planning, tries_all=True)
+        raise error
 
 
 def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, tries_all: bool) -> list[tuple[StepPlan, str]]:
@@ -137,7 +158,7 @@ def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, trie
     ordered, order = problem.longest_first()
     plans = [
         (build_plan(step, problem.lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks), solver)
-        for placed, solver in candidates_with_room(ordered, costs, config, tries_all)
+        for placed, solver in _long_ones_apart(ordered, costs, config, tries_all)
     ]
     if len(plans) == 1 or config.activations is None:
         return [(make_room(plan, planning), solver) for plan, solver in plans]
@@ -159,6 +180,25 @@ def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, trie
         # the first candidate is the configured solver's, so its reason is the one to tell
         raise errors[0]
     return [found[place] for place in sorted(found)]
+
+
+def _long_ones_apart(
+    problem: GroupingProblem, costs: CostModel, config: PlannerConfig, tries_all: bool
+) -> list[tuple[PlacedLayout, str]]:
+    """Returns `candidates_with_room`, after groups of one sequence each for those that no group holds beside others.
+
+    Sequences are sorted longest first.
+    """
+    num_alone = problem.num_alone
+    if not num_alone:
+        return candidates_with_room(problem, costs, config, tries_all)
+    block_ranks = 1 if costs.parameters == "replicated" else costs.shards or problem.num_ranks
+    alone = place_alone(range(num_alone), problem.degrees[-1], problem.num_ranks, block_ranks)
+    others = range(num_alone, len(problem.lengths))
+    if not others:
+        return [(alone, "alone")]
+    found = candidates_with_room(problem.subproblem(others), costs, config, tries_all)
+    return [([*alone, *renumber(placed, others)], f"{solver}, long ones apart") for placed, solver in found]
 
 
 def candidates_with_room(

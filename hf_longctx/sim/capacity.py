@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_longctx.plan.activations.lone_sequences import longest_alone
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
@@ -20,6 +21,8 @@ _LEAST_GAIN = 1.05
 # rank of the adapters that refusals propose
 _LORA_RANK = 16
 _MAX_DOUBLINGS = 10
+# slices are tried for sequences of up to so many times the tokens of one chunk
+_MOST_MORE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,13 @@ class DeviceMemory:
         ways |= {"num_blocks": shape.num_blocks, "block_ranks": shape.ulysses}
         return max(kept, most_tokens(self.model, *room, **ways, is_shared=is_shared))
 
+    def longest_alone(self, parameters: Parameters, shard_ranks: int, shape: GroupShape, known: int) -> int:
+        """Tokens of the longest sequence that a group of this shape holds alone. known: those that fit in one chunk."""
+        budget = self.budget(parameters, shard_ranks, shape.degree > 1)
+        if budget is None or not known:
+            return known
+        return longest_alone(self.model, budget, shape, parameters, shard_ranks, known, _MOST_MORE * known)
+
     def kept_bytes(self, num_tokens: int, is_shared: bool) -> int:
         """Bytes besides the states on a rank that holds `num_tokens` tokens with everything kept."""
         if self.is_measured:
@@ -160,6 +170,9 @@ class Placement:
     def longest_tokens(self, memory: DeviceMemory) -> int:
         """Tokens of the longest sequence that fits and has positions, alone in a group of the largest degree."""
         fitting = self.degrees[-1] * self.tokens_per_rank(memory)
+        # a limit set by the user holds for sequences that are alone, too
+        if not self.max_tokens_per_rank and not fitting >= self.most_positions > 0:
+            fitting = memory.longest_alone(self.parameters, self.shard_ranks, self.largest_shape(memory.model), fitting)
         return min(fitting, self.most_positions) if self.most_positions else fitting
 
 

@@ -259,6 +259,8 @@ def _check_longest(scenario: Scenario, workload: Workload, longer: Sequence[Reme
             f"{most:,} positions, which nothing extends; leave longer ones out with --limit {min(room, most)}, or use a model "
             f"with rotary embeddings"
         )
+    ranks, tokens = scenario.placement.degrees[-1], scenario.tokens_per_rank
+    alone = ", more of a sequence alone" if room > ranks * tokens else ""
     too_long = int(workload.counts[workload.lengths > room].sum())
     enough = [f"{one.change} (holds {one.longest_tokens:,})" for one in longer if one.longest_tokens >= workload.longest]
     more = wider_job(scenario.memory, scenario.placement, 2 * scenario.placement.num_ranks, workload.longest)
@@ -267,7 +269,7 @@ def _check_longest(scenario: Scenario, workload: Workload, longer: Sequence[Reme
     advice = "".join(f"; or {text}" for text in enough)
     raise ValueError(
         f"the longest of {workload.num_sequences:,} sequences has {workload.longest:,} tokens, but the largest group "
-        f"({scenario.placement.degrees[-1]} ranks of {scenario.tokens_per_rank:,} tokens) holds {room:,}; {too_long:,} "
+        f"({ranks} ranks of {tokens:,} tokens{alone}) holds {room:,}; {too_long:,} "
         f"sequence(s) are longer; leave these out with --limit {room}{advice}"
     )
 

@@ -134,7 +134,8 @@ class Scenario:
     def planner_config(self) -> PlannerConfig:
         """Planner settings of a run on these devices."""
         degrees, limit_s = self.placement.degrees, self.solver_time_limit_s
-        return PlannerConfig(self.tokens_per_rank, degrees, self.solver, solver_time_limit_s=limit_s, activations=self.budget)
+        limits: dict[str, Any] = {"activations": self.budget, "longest_tokens": self.longest_tokens}
+        return PlannerConfig(self.tokens_per_rank, degrees, self.solver, solver_time_limit_s=limit_s, **limits)
 
 
 def build_scenario(request: Request, must_fit: bool = True) -> Scenario:

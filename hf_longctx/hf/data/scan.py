@@ -327,7 +327,7 @@ def too_long(
     if lengths[longest] > max_length:
         broken = f"max_length {max_length}"
     else:
-        broken = f"the memory limit: tokens_per_rank {tokens_per_rank} on the largest group gives {memory_limit}"
+        broken = f"the memory limit: {memory_limit} on the largest group (tokens_per_rank {tokens_per_rank} beside others)"
     others = f" ({len(above) - 1} more rows are above it)" if len(above) > 1 else ""
     return [
         f"{name} row {row} has {lengths[longest]} tokens, above {broken}{others}; set long_sequences='truncate' to drop "

@@ -32,6 +32,7 @@ from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_probl
 from hf_longctx.hf.start.budget import activation_budget, describe_states, rank_memory
 from hf_longctx.hf.start.settings.advice import allocator_advice, slow_tiles, threads_advice
 from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
+from hf_longctx.plan.activations.lone_sequences import longest_alone
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, PlannerConfig, all_degrees, default_degrees
@@ -99,6 +100,11 @@ class RunSetup:
     @property
     def num_stages(self) -> int:
         return len(self.ranges)
+
+    def in_one_micro_batch(self) -> RunSetup:
+        """The setup of a run whose steps are one micro-batch, in which nothing is cut into slices."""
+        planner = replace(self.planner, one_micro_batch=True)
+        return replace(self, planner=planner, room_tokens=self.room_tokens if self.num_stages > 1 else planner.room_tokens)
 
 
 def checked_degrees(
@@ -366,6 +372,10 @@ class _SetupBasis:
         room_tokens = tokens_per_rank * degrees[-1]
         if is_pipeline:
             room_tokens = _longest_in_stages(min(self.max_length, room_tokens * len(ranges)), costs, planner)
+        elif activations is not None and config.tokens_per_rank is None and room_tokens < self.max_length:
+            sharing = costs.parameters, costs.shard_ranks
+            room_tokens = longest_alone(costs.model, activations, shape, *sharing, known=room_tokens, most=self.max_length)
+            planner = replace(planner, longest_tokens=room_tokens)
         placeholders = absent_token_ids(base_of(self.model))
         return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
 
@@ -551,7 +561,8 @@ def _plans_line(setup: RunSetup, args: TrainingArguments) -> str:
 
 def _memory_line(setup: RunSetup) -> str:
     """Bytes of a rank, and the most tokens that it may hold."""
-    most = setup.planner.tokens_per_rank
+    planner = setup.planner
+    most = planner.tokens_per_rank
     states = ByteModel(setup.costs.model).most_states(setup.ranges, setup.costs.parameters, setup.costs.shard_ranks)
     line = f"memory of a rank: {states / 2**30:.2f} GiB of weights, gradients and optimizer states"
     if (budget := setup.planner.activations) is None:
@@ -559,9 +570,10 @@ def _memory_line(setup: RunSetup) -> str:
     host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""
     kept = min(budget.kept_tokens, most)
     beyond = "the most that it gets" if kept == most else f"recomputed as needed up to {most:,}"
+    alone = f"; a sequence alone has up to {planner.room_tokens:,}" if planner.room_tokens > most * planner.degrees[-1] else ""
     return (
         f"{line}; everything is kept up to {kept:,} tokens on a rank, {beyond}, in {budget.device_bytes / 2**30:.1f} GiB beside "
-        f"the model{host}"
+        f"the model{host}{alone}"
     )
 
 

@@ -236,10 +236,9 @@ def _started(request: RunRequest) -> Run:
     beside = Beside(sum(weight.nbytes for weight in reference), fused.covered(model))
     setup = choose_setup(config, model, args, degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)
+    setup = setup.in_one_micro_batch() if request.datasets is None else setup
     sets = SequenceSets(config, args, setup, control, task)
-    if request.datasets is None:
-        setup = replace(setup, planner=replace(setup.planner, one_micro_batch=True))
-    else:
+    if request.datasets is not None:
         sets.check(model, request.datasets)
     with ExitStack() as undo:
         undo.callback(restore_attention, model, attention_name(model))

@@ -17,6 +17,8 @@ from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 # tokens per rank of the shortest and of the longest slice that is tried
 LEAST_SLICE_TOKENS = 2 * 1024
 MOST_SLICE_TOKENS = 16 * 1024
+# numbers of slices that are tried on one stage
+SLICE_COUNTS = (2, 4, 8, 16, 32, 64)
 
 
 def slice_bounds(num_tokens: int, num_slices: int, rates: SpanRates, rounds: bool = False) -> tuple[int, ...]:
@@ -71,11 +73,48 @@ def sliced_in_step(groups: Sequence[SequenceGroup], num_slices: int, rates: Span
     if span is None:
         raise ValueError("groups without sequences cannot be cut into slices")
     room = max(span.num_tokens for (span,) in _slices(span, num_slices, rates))
-    cuts = []
+    cuts: list[_Cut] = []
     for group, own in zip(groups, longest, strict=True):
         own_room = room * group.degree // degree
         slices = [] if own is None or own.num_tokens <= own_room else _slices(own, num_slices, rates)
         cuts.append((slices, _packs([span for span in group.chunks[0].spans if not slices or span != own], own_room)))
+    return _run_in_step(groups, cuts)
+
+
+def even_slice(num_tokens: int, num_slices: int) -> int:
+    """Tokens of every slice but the last, where all are equal: at most `num_slices` slices, of a length that operators plan for.
+
+    Never less for more tokens.
+    """
+    size = -(-num_tokens // num_slices)
+    step = length_step(size)
+    return size if size < LENGTHS_PER_OCTAVE * step else -(-size // step) * step
+
+
+def cut_evenly(groups: Sequence[SequenceGroup], num_slices: int) -> tuple[SequenceGroup, ...]:
+    """Cuts groups of at most one sequence each into slices of equal tokens, so that all run one order.
+
+    Seconds play no part, so that equal lengths are cut alike in every run. Dummy chunks fill up before slices.
+    """
+    cuts: list[_Cut] = []
+    for group in groups:
+        (chunk,) = group.chunks
+        if not chunk.spans:
+            cuts.append(([], []))
+            continue
+        (span,) = chunk.spans
+        size = even_slice(span.num_tokens, num_slices)
+        bounds = pairwise([*range(0, span.num_tokens, size), span.num_tokens])
+        cuts.append(([(Span(span.sequence, span.start + start, span.start + stop),) for start, stop in bounds], []))
+    return _run_in_step(groups, cuts)
+
+
+# slices and packs of a group, each the spans of a chunk
+_Cut = tuple[list[tuple[Span, ...]], list[tuple[Span, ...]]]
+
+
+def _run_in_step(groups: Sequence[SequenceGroup], cuts: Sequence[_Cut]) -> tuple[SequenceGroup, ...]:
+    """The groups with their slices and packs as chunks, filled up with dummy chunks, in one order of actions."""
     num_slices = max(len(slices) for slices, _ in cuts)
     num_packs = max((len(packs) for slices, packs in cuts if slices), default=0)
     slots = [_slots(slices, packs, num_slices, num_packs) for slices, packs in cuts]

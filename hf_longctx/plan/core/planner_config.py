@@ -44,7 +44,9 @@ class ActivationBudget:
 class PlannerConfig:
     """Limits that a plan must keep, and how hard the planner searches within them.
 
-    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. degrees: allowed
+    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. longest_tokens: most
+    tokens of a sequence that is alone in a group of the largest degree, if that is more (`activations/lone_sequences.py` finds
+    it); 0: no more than others. It holds where chunks may be cut into slices: on one stage, with `activations`. degrees: allowed
     sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best one).
     micro_batch_trials: how many numbers of micro-batches are tried, starting at the fewest that fit. one_micro_batch: put
     everything into one micro-batch or fail, for a caller that makes one forward per plan. solver_time_limit_s: seconds that
@@ -72,10 +74,13 @@ class PlannerConfig:
     activations: ActivationBudget | None = None
     stages: tuple[tuple[LayerRange, ...], ...] = ()
     lend_stages: bool = False
+    longest_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank < 1:
             raise ValueError(f"tokens_per_rank is {self.tokens_per_rank}; it must be at least 1")
+        if self.longest_tokens < 0:
+            raise ValueError(f"longest_tokens is {self.longest_tokens}; it must be 0 or more")
         if not self.degrees or list(self.degrees) != sorted(set(self.degrees)) or self.degrees[0] < 1:
             raise ValueError(
                 f"degrees {self.degrees} must be positive, ascending and without repeats; give, for example, (1, 2, 4)"
@@ -92,6 +97,13 @@ class PlannerConfig:
             )
         if not self.solver_time_limit_s > 0:
             raise ValueError(f"solver_time_limit_s is {self.solver_time_limit_s}; give a positive number of seconds")
+
+    @property
+    def room_tokens(self) -> int:
+        """Most tokens of a sequence."""
+        room = self.tokens_per_rank * self.degrees[-1]
+        may_be_cut = self.activations is not None and not self.one_micro_batch and len(self.stages) < 2
+        return max(room, self.longest_tokens) if may_be_cut else room
 
 
 def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> None:

@@ -37,6 +37,18 @@ def place_layout(layout: Layout, num_ranks: int, ranks_per_node: int, node_align
     ]
 
 
+def place_alone(sequences: Sequence[int], degree: int, num_ranks: int, block_ranks: int) -> PlacedLayout:
+    """Places groups of `degree` ranks with one sequence each: side by side, but never two on ranks that wait for one another.
+
+    block_ranks: number of consecutive ranks that do so.
+    """
+    stride = -(-degree // block_ranks) * block_ranks
+    # a start elsewhere has no process groups
+    count = num_ranks // stride if stride % _alignment(degree) == 0 else 1
+    places = [PlacedGroup(number % count * stride, degree, (i,)) for number, i in enumerate(sequences)]
+    return [places[first : first + count] for first in range(0, len(places), count)]
+
+
 def renumber(placed: PlacedLayout, numbers: Sequence[int]) -> PlacedLayout:
     """The layout with sequence i called numbers[i]."""
     return [[replace(group, members=tuple(numbers[i] for i in group.members)) for group in groups] for groups in placed]

@@ -51,6 +51,12 @@ class GroupingProblem:
     micro_batch_s: float = 0.0
 
     @property
+    def num_alone(self) -> int:
+        """Number of sequences that a group holds only if it has no others; these do not go to solvers."""
+        room = self.capacity * self.degrees[-1]
+        return sum(length > room for length in self.lengths)
+
+    @property
     def nests(self) -> bool:
         """Whether ranks may change groups within a step without waiting for all other ranks."""
         return 0 < self.block_ranks < self.num_ranks
@@ -59,15 +65,16 @@ class GroupingProblem:
     def build(cls, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> GroupingProblem:
         """Builds the problem of one step; raises ValueError for the first sequence that fits no allowed group."""
         num_ranks = costs.cluster.num_ranks
-        limit = config.tokens_per_rank * config.degrees[-1]
+        limit = config.room_tokens
+        beside = " beside others" if limit > config.tokens_per_rank * config.degrees[-1] else ""
         for index, length in enumerate(lengths):
             if length < 1:
                 raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
             if length > limit:
                 raise ValueError(
                     f"sequence {index} has {length} tokens, but the largest group of {config.degrees[-1]} ranks holds "
-                    f"{limit} ({config.tokens_per_rank} tokens per rank); allow a larger degree, raise tokens_per_rank, or "
-                    f"truncate or split the sequence"
+                    f"{limit} ({config.tokens_per_rank} tokens per rank{beside}); allow a larger degree, raise tokens_per_rank, "
+                    f"or truncate or split the sequence"
                 )
         # one shape per degree and step: the cheapest for an even share of the tokens
         share = min(sum(lengths) / num_ranks, config.tokens_per_rank)

@@ -57,11 +57,12 @@ class Fullness:
 
 @dataclass(frozen=True)
 class MemoryLimitedStep:
-    """A step whose memory is limited: its sequences, costs and budget."""
+    """A step whose memory is limited: its sequences, costs and budget. shortest_slice: tokens of a rank's shortest slice."""
 
     problem: GroupingProblem
     costs: CostModel
     budget: ActivationBudget
+    shortest_slice: int = _SHORTEST_SLICE
 
     @cached_property
     def prices(self) -> MemoryPrices:
@@ -196,7 +197,7 @@ class MemoryLimitedStep:
         """Most bytes beside layers that slices of any sequence spare on a rank."""
         problem = self.problem
         most = max(min(problem.capacity, -(-max(problem.lengths) // degree)) for degree in problem.degrees)
-        return max(0.0, self._beside(most) - self._beside(min(most, _SHORTEST_SLICE)))
+        return max(0.0, self._beside(most) - self._beside(min(most, self.shortest_slice)))
 
     @property
     def _lacking_bytes(self) -> float:
@@ -215,7 +216,7 @@ class MemoryLimitedStep:
         """
         tokens = np.maximum(1, np.array(self.problem.lengths) // degree)
         if self._is_sliceable and not self._slices_lack_room:
-            tokens = np.minimum(tokens, _SHORTEST_SLICE)
+            tokens = np.minimum(tokens, self.shortest_slice)
         sizes = np.unique(np.geomspace(tokens.min(), tokens.max(), _NUM_SIZES).astype(np.int64))
         beside = np.array([self._beside(int(size)) for size in sizes])
         found: FloatArray = beside[np.searchsorted(sizes, tokens, side="right") - 1]

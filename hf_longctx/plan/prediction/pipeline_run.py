@@ -172,8 +172,9 @@ def _stage_run(
     passes = byte_model.passes(stage)
     when = tuple(times[place] for place in passes.places)
     model, group = seconds.costs.model, seconds.group
-    copying = _copying_bytes(seconds, passes.actions, when, copied) if copied else ()
     is_alone = plan.num_stages == 1
+    # on one stage, the bytes of every pass have room for all that may be on its way to the host, at any speed
+    copying = _copying_bytes(seconds, passes.actions, when, copied) if copied and not is_alone else ()
     waiting = 0 if is_alone else byte_model.stage_waiting(stage, plan)
     found = byte_model.moments(group, stage, copying=copying, waiting=waiting).most
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))

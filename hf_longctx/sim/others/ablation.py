@@ -183,6 +183,9 @@ def _staged_setup(machine: Machine, costs: CostModel, ranges: Ranges) -> StageSe
     budget = machine.budget(costs, ranges, machine.host_bytes)
     most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
     config = replace(machine.config, activations=budget, degrees=degrees, stages=ranges, tokens_per_rank=most)
+    if (budget, degrees) != (machine.config.activations, machine.config.degrees):
+        # no longer sequence was tried in that memory
+        config = replace(config, longest_tokens=0)
     return StageSetup(costs, config)
 
 

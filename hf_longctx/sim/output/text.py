@@ -118,8 +118,14 @@ def _why(forecast: Forecast) -> list[str]:
 def _reasons(forecast: Forecast, uses: Sequence[DegreeUse]) -> list[str]:
     room = forecast.scenario.tokens_per_rank
     longest = max(use.longest for use in uses)
-    needed = next(degree for degree in forecast.scenario.placement.degrees if degree * room >= longest)
-    if needed > 1:
+    degrees = forecast.scenario.placement.degrees
+    needed = next((degree for degree in degrees if degree * room >= longest), 0)
+    if not needed:
+        sentences = [
+            f"a rank holds {room:,} tokens, and more of a sequence that is alone: the longest ({longest:,}) runs in slices where "
+            f"it needs them, on {_ranks(degrees[-1])}"
+        ]
+    elif needed > 1:
         sentences = [
             f"a rank holds {room:,} tokens, so the longest planned sequence ({longest:,}) needs {needed} ranks or more; shorter "
             f"ones run in smaller groups where that saves communication"
@@ -302,9 +308,11 @@ def _longest(forecast: Forecast) -> list[str]:
     else:
         kept = min(scenario.kept_tokens, scenario.tokens_per_rank)
         how = f"everything kept up to {kept:,} on a rank, recomputed as needed above"
+    ranks = scenario.placement.degrees[-1]
+    is_longer = planned > ranks * scenario.tokens_per_rank
+    alone = "; more alone, in slices" if is_longer else ""
     lines = [
-        f"LONGEST SEQUENCE  {planned:,} tokens ({_ranks(scenario.placement.degrees[-1])} of {scenario.tokens_per_rank:,}), "
-        f"{trained}: {how}",
+        f"LONGEST SEQUENCE  {planned:,} tokens ({_ranks(ranks)} of {scenario.tokens_per_rank:,}{alone}), {trained}: {how}",
         f"  {1 - memory.usable_bytes / memory.device_bytes:.0%} of each device is reserved",
         *([] if memory.is_measured else _switches(forecast)),
     ]

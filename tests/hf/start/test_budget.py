@@ -20,6 +20,7 @@ from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
+from hf_longctx.plan.planner import plan_step
 
 RANGES = ((LayerRange(0, MODEL.num_layers),),)
 
@@ -153,3 +154,28 @@ def test_idle_cores_are_named_where_the_cpu_updates_weights() -> None:
     assert "for all of the 96 cores" in threads_advice(costs, "cuda", 6, 96)
     assert not threads_advice(costs, "cuda", 7, 96) and not threads_advice(costs, "cpu", 1, 96)
     assert not threads_advice(replace(costs, model=replace(spec, updates_on_host=False)), "cuda", 1, 96)
+
+
+def test_sequences_longer_than_a_chunk_may_be_have_the_room_of_slices() -> None:
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=2)
+    model = build_model(ModelCase(dtype=torch.float32))
+    model.config.max_position_embeddings = 2**20
+    settings = {"parameters": "sharded", "device_gib": 0.125, "host_gib": 0.0}
+
+    def setup_of(**more: Any) -> Any:
+        return choose_setup(LongContextConfig(**settings, **more), model, arguments, (1, 2), None)
+
+    # nothing longer is asked for than one chunk holds
+    in_chunks = setup_of(max_length=1024)
+    assert in_chunks.planner.longest_tokens == 0
+    found = setup_of()
+    assert 1.05 * in_chunks.room_tokens < found.room_tokens == found.planner.room_tokens < found.max_length
+    assert found.planner.tokens_per_rank == in_chunks.planner.tokens_per_rank
+    plan = plan_step(0, [found.room_tokens, 900, found.room_tokens // 3], found.costs, found.planner)
+    assert plan.estimate.peak_bytes <= 2**27
+    assert setup_of(max_length=found.room_tokens - 7).room_tokens == found.room_tokens - 7
+    # a number that the user gives is not raised, and a step of one micro-batch has no slices
+    given = setup_of(tokens_per_rank=in_chunks.planner.tokens_per_rank // 2)
+    assert given.planner.tokens_per_rank == in_chunks.planner.tokens_per_rank // 2
+    assert given.room_tokens == given.planner.room_tokens == 2 * given.planner.tokens_per_rank
+    assert found.in_one_micro_batch().room_tokens == in_chunks.room_tokens

@@ -10,7 +10,7 @@ from helpers.plans.sliced_plans import gathers_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.slices import slice_bounds, slice_counts, sliced_group, sliced_in_step
+from hf_longctx.plan.chunks.slices import cut_evenly, even_slice, slice_bounds, slice_counts, sliced_group, sliced_in_step
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.sharding import length_step
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
@@ -182,3 +182,17 @@ def test_slices_have_workable_sizes(num_tokens: int, degree: int) -> None:
 def test_nothing_cannot_be_split(call) -> None:
     with pytest.raises(ValueError, match="both must be at least 1"):
         call()
+
+
+@given(st.integers(1, 300_000), st.integers(1, 64), st.integers(0, 500))
+def test_equal_slices_are_as_many_as_asked_for_and_never_shorter_for_more_tokens(num_tokens: int, count: int, more: int) -> None:
+    size = even_slice(num_tokens, count)
+    assert -(-num_tokens // size) <= count and size <= even_slice(num_tokens + more, count)
+    assert size < 4096 or size % length_step(size) == 0
+    stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
+    busy = SequenceGroup.of(GroupShape(2, 2), (0, 1), (Chunk(0, (Span(0, 0, num_tokens),)),), (stage,))
+    idle = SequenceGroup.of(GroupShape(1), (2,), (Chunk(0, ()),), (stage,))
+    cut = cut_evenly([busy, idle], count)
+    plan = StepPlan(0, (num_tokens,), 1, 3, "sharded", (MicroBatch(cut),), shard_ranks=3)
+    validate_plan(plan)
+    assert [chunk.num_tokens for chunk in cut[0].chunks[:-1]] == [size] * (len(cut[0].chunks) - 1)

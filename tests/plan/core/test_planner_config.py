@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hf_longctx.plan.core.planner_config import PlannerConfig, all_degrees, check_degrees, default_degrees
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, check_degrees, default_degrees
+from hf_longctx.plan.core.types import LayerRange
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,7 @@ from hf_longctx.plan.core.planner_config import PlannerConfig, all_degrees, chec
         ({"solver_time_limit_s": 0.0}, "solver_time_limit_s is 0.0; give a positive number"),
         ({"static_degree": 8}, r"static_degree 8 is not among the degrees \(1, 2\)"),
         ({"micro_batch_trials": 0}, "micro_batch_trials is 0"),
+        ({"longest_tokens": -1}, "longest_tokens is -1"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -28,6 +31,14 @@ def test_a_bad_setting_is_refused_by_name(changes: dict[str, Any], message: str)
     PlannerConfig(**settings)
     with pytest.raises(ValueError, match=message):
         PlannerConfig(**(settings | changes))
+
+
+def test_a_sequence_alone_has_more_room_where_it_may_be_cut() -> None:
+    config = PlannerConfig(10, (1, 2), activations=ActivationBudget(4, 100), longest_tokens=35)
+    assert config.room_tokens == 35 and replace(config, longest_tokens=0).room_tokens == 20
+    stages = ((LayerRange(0, 1),), (LayerRange(1, 1),))
+    for fixed in ({"one_micro_batch": True}, {"activations": None}, {"stages": stages}):
+        assert replace(config, **fixed).room_tokens == 20
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.groups.placement import PlacedGroup, levels, place_layout, with_idle_ranks
+from hf_longctx.plan.groups.placement import PlacedGroup, levels, place_alone, place_layout, with_idle_ranks
 from hf_longctx.plan.groups.problem import Group
 
 
@@ -33,6 +33,22 @@ def test_groups_are_whole_disjoint_and_aligned(problem: tuple[list[Group], int, 
     assert len(taken) == len(set(taken)) and all(0 <= rank < num_ranks for rank in taken)
     # blocks of two, four, ... ranks of a group are blocks of the whole run
     assert all(group.first % (group.degree & -group.degree) == 0 for group in placed)
+
+
+@given(st.integers(1, 7), st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
+def test_sequences_alone_share_no_ranks_that_wait_for_one_another(count: int, degree: int, block: int, blocks: int) -> None:
+    num_ranks = block * blocks
+    if degree > num_ranks:
+        return
+    placed = place_alone(range(count), degree, num_ranks, block)
+    assert [group.members for groups in placed for group in groups] == [(i,) for i in range(count)]
+    for groups in placed:
+        used = [rank // block for group in groups for rank in {position // block * block for position in group.positions}]
+        assert len(used) == len(set(used)) and max(used) < blocks
+        assert all(group.first % (degree & -degree) == 0 for group in groups)
+    # whole blocks that fit side by side are all used
+    if degree == block:
+        assert len(placed) == -(-count // blocks)
 
 
 def places_in_nodes(degrees: list[int], num_ranks: int, ranks_per_node: int) -> bool:

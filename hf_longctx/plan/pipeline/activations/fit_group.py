@@ -17,10 +17,11 @@ from functools import cached_property, partial
 from typing import Any
 
 from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
+from hf_longctx.plan.activations.lone_sequences import WAYS, in_equal_slices
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.activations.slot_table import SlotTable
 from hf_longctx.plan.activations.slots import Slot, chunk_slot
-from hf_longctx.plan.chunks.slices import slice_counts, sliced_group, sliced_in_step
+from hf_longctx.plan.chunks.slices import SLICE_COUNTS, slice_counts, sliced_group, sliced_in_step
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.layer_kinds import ATTENTION
 from hf_longctx.plan.core.planner_config import ActivationBudget
@@ -35,7 +36,7 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.traffic import group_shapes
+from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.memory.round_bytes import RoundBytes
@@ -50,7 +51,7 @@ from hf_longctx.plan.prediction.planning import Planning
 class FitConstants:
     """Constants of the search for room.
 
-    slice_counts: numbers of slices that are tried, as far as SPPO's bounds allow them. attempts: solutions of one program, each
+    attempts: solutions of one program, each
     with less room, where the prediction exceeds what the program counted, or with more where it left much. most_programs:
     different groups in one step for which programs are solved and slices tried; for more, the greedy order chooses layer-first
     policies. least_waits: share of the seconds that waits for copies must take to be worth another try. most_waiting: share of
@@ -58,7 +59,6 @@ class FitConstants:
     the device's room that must be free to try again with more; regain: how much of it is given back.
     """
 
-    slice_counts: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     attempts: int = 4
     most_programs: int = 64
     worth: float = 0.02
@@ -185,7 +185,10 @@ class RoomMaker:
         # groups of equal tokens need different bytes: exchanges and attention of several documents have workspace of their own
         if is_small and self._byte_model.kept_peak(group) <= self.budget.device_bytes:
             return group
-        search = partial(self._fitting, partial(self._fitting_shape, allows_slices))
+
+        def search(group: SequenceGroup) -> list[Trial]:
+            return self._fitting(partial(self._fitting_shape, allows_slices), group) or self._fitting_alone(group, allows_slices)
+
         return self._known.fit(group, search, self._nothing_fits, allows_slices)
 
     def _together(self, groups: Sequence[SequenceGroup]) -> Sequence[SequenceGroup]:
@@ -217,7 +220,10 @@ class RoomMaker:
                 break
             best, best_s = made, seconds
         if error is not None and not best:
-            raise error
+            trials = next(self._ways_in_step(groups, WAYS[1:] if self.allows_slices else ()), [])
+            if not trials:
+                raise error
+            best = [trial.group for trial in trials]
         return best
 
     def _in_step(self, sliced: Sequence[SequenceGroup], limit_s: float) -> list[SequenceGroup]:
@@ -304,6 +310,28 @@ class RoomMaker:
         programs: list[Program] = [lambda: [self._trial(tiled)], partial(self._programmed, group, SlotTable(slots), layers)]
         return first_fitting(programs, self._lean(group), self._trial)
 
+    def _fitting_alone(self, group: SequenceGroup, allows_slices: bool) -> list[Trial]:
+        """The first way to run a sequence alone that fits, in a list: up to `longest_alone` tokens, there is one."""
+        return next(self._ways_in_step([group], WAYS if allows_slices else WAYS[:1]), [])
+
+    def _ways_in_step(self, groups: Sequence[SequenceGroup], ways: Sequence[int]) -> Iterator[list[Trial]]:
+        """Trials, in those of these numbers of equal slices in which they fit, of groups that run one order of actions.
+
+        None if there is more than one sequence. Ranks share attention in the plainest shape, in which room is counted.
+        """
+        costs, place = self.costs, (self.costs.method, self.costs.model, self.costs.cluster)
+        if sum(len(group.chunks[0].spans) for group in groups) != 1:
+            return
+        shapes = [plainest_shape(group.degree, *place) for group in groups]
+        plain = [
+            SequenceGroup.of(shape, group.positions, group.chunks, group.stages)
+            for shape, group in zip(shapes, groups, strict=True)
+        ]
+        for num_slices in ways:
+            trials = [self._trial(group) for group in in_equal_slices(plain, costs.model, self.budget, num_slices)]
+            if all(trial.fits for trial in trials):
+                yield trials
+
     def _kept_s(self, group: SequenceGroup) -> float:
         """Seconds of a group that keeps everything."""
         num_layers = self.costs.model.num_layers
@@ -366,7 +394,7 @@ class RoomMaker:
     def _slice_counts(self, group: SequenceGroup) -> Iterator[int]:
         """Numbers of slices to try for the group's longest sequence, fewest first."""
         counts = slice_counts(max(span.num_tokens for span in group.chunks[0].spans), group.degree)
-        return (count for count in _SEARCH.slice_counts if count in counts)
+        return (count for count in SLICE_COUNTS if count in counts)
 
     def _sliced(self, group: SequenceGroup) -> Iterator[tuple[int, Callable[[], SequenceGroup]]]:
         """Ever larger numbers of slices, each with the function that cuts the group's longest sequence into so many."""

@@ -292,7 +292,7 @@ def test_the_longest_row_above_max_length_is_named_with_all_remedies() -> None:
 
 def test_a_row_above_memory_names_the_setting_behind_the_limit() -> None:
     (problem,) = too_long(np.array([5, 21]), 100, 20, 10, "train_dataset")
-    assert "row 1 has 21 tokens, above the memory limit: tokens_per_rank 10 on the largest group gives 20;" in problem
+    assert "row 1 has 21 tokens, above the memory limit: 20 on the largest group (tokens_per_rank 10 beside others);" in problem
 
 
 def test_a_row_above_both_limits_names_max_length() -> None:
