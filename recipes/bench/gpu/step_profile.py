@@ -1,6 +1,6 @@
 """Shows where the device's time goes in one step of a training of `trainings.py`: products, attention, copies, waits.
 
-    python recipes/bench/gpu/step_profile.py [--method "hf_longctx, compiled"] [--layers 32] [--tokens 131072] [--limit 32768]
+    python recipes/bench/gpu/step_profile.py [--method "hf_longctx, not compiled"] [--layers 32] [--tokens 131072] [--limit 32768]
 
 The second step is profiled, without the host's operations, which would slow it down. Printed are the seconds and number of calls
 of each kind of work, the seconds in which nothing computes (by length of the pause: short ones mean that the host is too slow,

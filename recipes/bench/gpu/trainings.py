@@ -9,8 +9,8 @@ one document after the other (`gradient_accumulation_steps`), so that it has no 
     HF checkpointing              transformers' gradient checkpointing
     HF checkpointing, Liger       the same with Liger's fused norms, MLP and loss
     TRL selective, Liger          keeps attention, as TRL's `selective` does, and recomputes all else
-    hf_longctx                    our trainer with its defaults
-    hf_longctx, compiled          the same with `compile_layers`: norms, MLP and rotary embedding by torch.compile
+    hf_longctx                    our trainer with its defaults: norms, MLP and rotary embedding by torch.compile
+    hf_longctx, not compiled      the same with `compile_layers=False`
     hf_longctx, Liger             the same with Liger's norms and MLP
 
 Every method runs in a process of its own. The first step does not count; losses of the first step, with the same weights, must
@@ -47,7 +47,7 @@ from hf_longctx.recipes.bench.gpu.rows import append_row, is_wanted
 
 METHODS = (
     *("HF checkpointing", "HF checkpointing, Liger", "TRL selective, Liger"),
-    *("hf_longctx", "hf_longctx, compiled", "hf_longctx, Liger"),
+    *("hf_longctx", "hf_longctx, not compiled", "hf_longctx, Liger"),
 )
 MARK = "ROW "
 TOLERANCE = 0.01
@@ -216,7 +216,7 @@ def _train(job: Job, method: str, times: DeviceTimes) -> Row:
         )
         shared = {"model": model, "args": args, "train_dataset": data, "callbacks": [times]}
         if is_ours:
-            config = LongContextConfig(timeline_steps=0, compile_layers="compiled" in method)
+            config = LongContextConfig(timeline_steps=0, compile_layers=False if "not compiled" in method else None)
             trainer: Trainer = LongContextTrainer(longctx_config=config, **shared)
         else:
             trainer = Trainer(data_collator=DefaultDataCollator(), **shared)
