@@ -169,9 +169,14 @@ def _mlps(layer: nn.Module) -> tuple[tuple[nn.Module, ...], str]:
 
 def _has_other_matrices(layer: nn.Module) -> bool:
     """Whether a layer multiplies tokens by matrices outside its attention and its mixers."""
+    return any(True for _ in other_matrices(layer))
+
+
+def other_matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Matrices by which a layer multiplies tokens outside its attention and its mixers."""
     mixing = (each for each in layer.modules() if type(each).__name__.endswith("Attention") or "" in mixers_of(each))
     inside = {id(parameter) for module in mixing for parameter in module.parameters()}
-    return any(parameter.dim() > 1 and id(parameter) not in inside for parameter in layer.parameters())
+    return (parameter for parameter in layer.parameters() if parameter.dim() > 1 and id(parameter) not in inside)
 
 
 def output_head(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels.task import HeadTask, task_of
@@ -215,6 +215,16 @@ def start_run(request: RunRequest) -> Run:
         raise
 
 
+def _covered(fused: FusedLayers, model: PreTrainedModel) -> dict[str, bool]:
+    """`FusedLayers.covered` of a model whose attention runs under plans, which may put forwards of its own in place."""
+    name = attention_name(model)
+    patch_model(model)
+    try:
+        return fused.covered(model)
+    finally:
+        restore_attention(model, name)
+
+
 def _started(request: RunRequest) -> Run:
     config, model, args = request.config, request.model, request.args
     if request.datasets is None:
@@ -232,8 +242,10 @@ def _started(request: RunRequest) -> Run:
     reference = request.reference.parameters() if request.reference is not None else ()
     rows = TrainingRows((request.datasets or {}).get("train_dataset"), task)
     _note_rounded(config, model, args, control)
-    fused, kernels = fused_layers(model, args, config.compile_layers, control)
-    beside = Beside(sum(weight.nbytes for weight in reference), fused.covered(model))
+    # the loop of a stock trainer without plans of whole steps runs the model's own code
+    compiles = config.compile_layers if request.datasets is not None else False
+    fused, kernels = fused_layers(model, args, compiles, control)
+    beside = Beside(sum(weight.nbytes for weight in reference), _covered(fused, model))
     setup = choose_setup(config, model, args, degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)
     setup = setup.in_one_micro_batch() if request.datasets is None else setup

@@ -228,6 +228,8 @@ class ChunkActivations:
         Raises RuntimeError if some layers ran without the policy, since they hold more than it says.
         """
         self.num_layers_seen = 0
+        if self._tier is not None:
+            self._tier.begin_chunk()
         with ExitStack() as stack:
             for binding in self._bindings:
                 stack.enter_context(binding.checkpointing())

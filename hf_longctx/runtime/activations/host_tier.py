@@ -147,7 +147,7 @@ class HostTier:
     def __init__(self, capacity_bytes: int, copies: CopyEngine, is_pinned: bool = False, most_bytes: int = 0) -> None:
         self.slab, self.copies = HostSlab(capacity_bytes, is_pinned, most_bytes), copies
         self.stored_bytes = self.peak_bytes = 0
-        # bytes of what this layer has sent, and the most that any has since the tier was empty
+        # bytes of what this layer has sent, and the most that any of the chunk has
         self._layer_bytes = self._most_layer_bytes = 0
 
     @classmethod
@@ -155,14 +155,17 @@ class HostTier:
         """A tier for tensors of `device`; most_bytes: see `HostSlab`."""
         return cls(capacity_bytes, copies_of(device), device.type == "cuda", most_bytes)
 
+    def begin_chunk(self) -> None:
+        """Says that the layers of another chunk come now; what an error has left behind goes, too."""
+        self.copies.let_go()
+        self._layer_bytes = self._most_layer_bytes = 0
+
     def begin_layer(self) -> None:
         """Says that what is stored from now on belongs to another layer."""
         if not self._layer_bytes:
             # while the layer before ran, all could leave
             self.copies.let_go()
         self._layer_bytes = 0
-        if not self.stored_bytes:
-            self._most_layer_bytes = 0
 
     def store(self, tensor: Tensor) -> HostTensor:
         """Starts a copy of `tensor` to the host; the caller may drop `tensor` at once.
@@ -183,31 +186,34 @@ class HostTensor:
     def __init__(self, tier: HostTier, source: Tensor, room_bytes: int) -> None:
         self._tier, self._device, self.num_bytes = tier, source.device, source.nbytes
         self._returning: tuple[Tensor, list[Ticket]] | None = None
-        # dimensions keep their order in memory where that takes one plain copy
+        # dimensions keep their order in memory where that takes one plain copy, of any elements in a row
         strides = dense_strides(source)
-        self._strides = strides if has_strides(source, strides) else dense_strides(source.new_empty(source.shape, device="meta"))
-        self._shape, self._dtype = source.shape, source.dtype
-        axis = max(range(source.dim()), key=lambda axis: (source.shape[axis] > 1, self._strides[axis]))
-        num_rows, start = source.shape[axis], 0
+        is_dense = has_strides(source, strides)
+        self._like = torch.empty_like(
+            source, device="meta", memory_format=torch.preserve_format if is_dense else torch.contiguous_format
+        )
+        rows = _rows(source.detach(), is_dense)
+        num_rows, start = rows.shape[0], 0
         parts: list[_Part] = []
-        for count, run in tier.slab.take(num_rows, source.nbytes // max(1, num_rows)) if source.nbytes else ():
-            rows = source.detach().narrow(axis, start, count)
-            home = tier.slab.memory_of(run)[: rows.nbytes].view(source.dtype).as_strided(rows.shape, self._strides)
+        for count, run in tier.slab.take(num_rows, source.nbytes // num_rows) if source.nbytes else ():
+            own = rows[start : start + count]
+            home = tier.slab.memory_of(run)[: own.nbytes].view(source.dtype).view(own.shape)
             # copies to the host come in order, so the last one is behind the others
             is_last = start + count == num_rows
-            arrival = tier.copies.to_host(rows, home, run.tickets, is_kept=not is_last, room_bytes=room_bytes)
-            parts.append(_Part((axis, start, count), run, home, arrival))
+            arrival = tier.copies.to_host(own, home, run.tickets, is_kept=not is_last, room_bytes=room_bytes)
+            parts.append(_Part(slice(start, start + count), run, home, arrival))
             start += count
-        self._parts = parts
+        self._parts, self._is_dense = parts, is_dense
         tier.stored_bytes += self.num_bytes
         tier.peak_bytes = max(tier.peak_bytes, tier.stored_bytes)
 
     def prefetch(self) -> None:
         """Starts the copy back to the device, unless it has been started."""
         if self._returning is None:
-            target = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+            target = torch.empty_like(self._like, device=self._device)
+            rows = _rows(target, self._is_dense)
             for part in self._parts:
-                part.back = self._tier.copies.to_device(part.home, target.narrow(*part.place), (part.arrival,))
+                part.back = self._tier.copies.to_device(part.home, rows[part.place], (part.arrival,))
             self._returning = (target, [part.back for part in self._parts])
 
     def fetch(self) -> Tensor:
@@ -233,13 +239,20 @@ class HostTensor:
 
 @dataclass(slots=True)
 class _Part:
-    """Rows of a stored tensor in one run: (dimension, first row, number of rows), and their latest copies out and back."""
+    """Rows of a stored tensor in one run, or elements of a dense one, and their latest copies out and back."""
 
-    place: tuple[int, int, int]
+    place: slice
     run: _Run
     home: Tensor
     arrival: Ticket
     back: Ticket = None
+
+
+def _rows(x: Tensor, is_dense: bool) -> Tensor:
+    """A view of a tensor whose first dimension may be cut: that of all elements as they lie in memory, if there are no gaps."""
+    if is_dense:
+        return x.as_strided((x.numel(),), (1,))
+    return x.flatten(0, next(axis for axis, size in enumerate(x.shape) if size > 1))
 
 
 class SplitTensor:

@@ -489,3 +489,18 @@ def test_a_subclass_keeps_its_methods_and_can_be_attached_again(rows, tmp_path: 
     other = make_stock_trainer(CASE, rows, str(tmp_path), callbacks=[callback])
     with pytest.raises(ValueError, match="attached to another trainer"):
         other.train()
+
+
+def test_nothing_is_compiled_for_a_loop_that_runs_the_models_own_code(rows, tmp_path, monkeypatch) -> None:
+    asked: list[bool | None] = []
+    made = run.fused_layers
+    monkeypatch.setattr(
+        run, "fused_layers", lambda model, args, compiles, control: (asked.append(compiles), made(model, args, False, control))[1]
+    )
+    for number in range(2):
+        trainer = make_stock_trainer(CASE, rows[:4], str(tmp_path / str(number)), {"max_steps": 1})
+        callback = LongContextCallback(quiet_config(tokens_per_rank=128))
+        callback.attach(trainer) if number else trainer.add_callback(callback)
+        trainer.train()
+    # attached, plans run the model
+    assert asked == [False, None]

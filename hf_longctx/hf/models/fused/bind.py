@@ -25,6 +25,7 @@ from hf_longctx.hf.models.adapters import lora_layers
 from hf_longctx.hf.models.context.forwards import without_renames
 from hf_longctx.hf.models.fused.find import KERNEL_NORMS, ROTARY, FusableModule, fusable_modules, is_hooked
 from hf_longctx.hf.models.fused.low_rank import adapted
+from hf_longctx.hf.models.layers import other_matrices
 from hf_longctx.hf.models.wrapped.text import text_layers
 from hf_longctx.runtime.core.binding import replace_forward, with_globals
 from hf_longctx.runtime.fused import liger
@@ -82,14 +83,15 @@ class FusedLayers:
         """Fields of `ModelSpec` that say of which functions all of the model's layers have kernels."""
         taken = [found for found in fusable_modules(model) if self.maker and self._takes(found)]
         ids = {kind: {id(found.module) for found in taken if found.kind == kind} for kind in _NAMES}
-        gates = {id(found.module) for found in taken if found.kind == "gated" and not self._is_seen(found.module)}
+        gated = [found.module for found in taken if found.kind == "gated" and not self._is_seen(found.module)]
         layers = text_layers(model)
         norms = [each for layer in layers for each in layer.modules() if "norm" in type(each).__name__.lower()]
-        mlps = [each for layer in layers for each in layer.modules() if isinstance(getattr(each, "act_fn", None), nn.Module)]
+        # other matrices belong to MLPs or experts with activations of their own
+        in_gated = {id(weight) for module in gated for weight in module.parameters()}
+        others = [weight for layer in layers for weight in other_matrices(layer) if id(weight) not in in_gated]
         return {
             "fuses_norms": bool(norms) and all(id(norm) in ids["norm"] for norm in norms),
-            # in every layer one, and no others
-            "fuses_gates": len(mlps) == len(layers) > 0 and all(id(mlp) in gates for mlp in mlps),
+            "fuses_gates": len(gated) == len(layers) > 0 and not others,
             "fuses_rotary": len(ids["rotary"]) == len(layers) > 0,
         }
 
@@ -170,8 +172,10 @@ class FusedLayers:
         gate, up = module.gate_proj(x), module.up_proj(x)
         if gate.dtype != up.dtype or not self._fits(gate, up):
             return module.down_proj(module.act_fn(gate) * up)
-        product = function(*(each.reshape(-1, each.shape[-1]).contiguous() for each in (gate, up)))
-        return module.down_proj(product.view(gate.shape))
+        product = function(*(each.reshape(-1, each.shape[-1]).contiguous() for each in (gate, up))).view(gate.shape)
+        # nobody needs them beside what is kept of them
+        del gate, up
+        return module.down_proj(product)
 
     def _is_seen(self, module: Any) -> bool:
         """Whether something of the user's sees the activation of an MLP, or what a kernel writes over."""
