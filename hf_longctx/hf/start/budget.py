@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,17 @@ from hf_longctx.plan.pipeline.stage_layers import Ranges
 # share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: what
 # plans need of it is pinned, at some tenths of a second per GiB
 _HOST_SHARE, _MOST_HOST_BYTES = 0.5, 64 * 2**30
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Parts of a run beside its model.
+
+    reference_bytes: bytes of a reference model. kernels: fields of `ModelSpec` that say of what its layers have kernels.
+    """
+
+    reference_bytes: int = 0
+    kernels: Mapping[str, bool] = field(default_factory=dict)
 
 
 def describe_states(spec: ModelSpec) -> str:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_problems, stage_ranks
-from hf_longctx.hf.start.budget import activation_budget, describe_states, rank_memory
+from hf_longctx.hf.start.budget import Beside, activation_budget, describe_states, rank_memory
 from hf_longctx.hf.start.settings.advice import allocator_advice, slow_tiles, threads_advice
 from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
 from hf_longctx.plan.activations.lone_sequences import longest_alone
@@ -67,17 +67,6 @@ class TrainingRows:
 
     dataset: Any = None
     task: HeadTask = NEXT_TOKEN
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Parts of a run beside its model.
-
-    reference_bytes: bytes of a reference model. kernels: fields of `ModelSpec` that say of what its layers have kernels.
-    """
-
-    reference_bytes: int = 0
-    kernels: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.hf.self_test.specimen import RunPlace
+from hf_longctx.hf.start.budget import Beside
 from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
 from hf_longctx.hf.start.layer_kernels import fused_layers
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import (
-    Beside,
     RunSetup,
     TrainingRows,
     checked_degrees,

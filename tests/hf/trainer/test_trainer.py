@@ -179,7 +179,7 @@ BAD_STARTS = {
     "positions": ({"max_length": 4096}, {}, "max_length 4096 is above the model's max_position_embeddings 512"),
     "degree of the world": ({"degrees": [1, 4]}, {}, "degree 4 needs 4 ranks, but the run has 2"),
     "too long": ({"max_length": 40}, {}, "row 0 has 61 tokens, above max_length 40"),
-    "too long for memory": ({"tokens_per_rank": 30}, {}, "row 0 has 61 tokens, above the memory limit: tokens_per_rank 30"),
+    "too long for memory": ({"tokens_per_rank": 30}, {}, "above the memory limit: 60 on the largest group (tokens_per_rank 30"),
 }
 
 

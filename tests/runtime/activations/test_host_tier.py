@@ -305,7 +305,7 @@ def test_the_device_waits_behind_layers_that_send_nothing_and_behind_the_last(mo
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_tensor_that_fits_into_no_block_is_stored_in_several(late: bool, transposed: bool) -> None:
-    # of blocks of 64 bytes every second one is free
+    # blocks of 64 bytes, of which every second one is free
     tier = HostTier(64 * 16, LateCopies(late))
     small = [tier.store(torch.zeros(16)) for _ in range(16)]
     del small[::2]
