@@ -42,14 +42,7 @@ from hf_longctx.hf.start.budget import Beside
 from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
 from hf_longctx.hf.start.layer_kernels import fused_layers
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
-from hf_longctx.hf.start.setup import (
-    RunSetup,
-    TrainingRows,
-    checked_degrees,
-    choose_setup,
-    open_plan_source,
-    opening_line,
-)
+from hf_longctx.hf.start.setup import RunSetup, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (

@@ -131,7 +131,7 @@ class StreamCopies:
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
         # other tensors come when those that leave are gone
-        self._leaving.drop_all()
+        self.let_go()
         return self._copy(self._back, source, target, after)
 
     def let_go(self) -> None:

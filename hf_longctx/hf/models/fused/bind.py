@@ -82,7 +82,7 @@ class FusedLayers:
     def covered(self, model: nn.Module) -> dict[str, bool]:
         """Fields of `ModelSpec` that say of which functions all of the model's layers have kernels."""
         taken = [found for found in fusable_modules(model) if self.maker and self._takes(found)]
-        ids = {kind: {id(found.module) for found in taken if found.kind == kind} for kind in _NAMES}
+        kernel_norms = {id(found.module) for found in taken if found.kind == "norm"}
         gated = [found.module for found in taken if found.kind == "gated" and not self._is_seen(found.module)]
         layers = text_layers(model)
         norms = [each for layer in layers for each in layer.modules() if "norm" in type(each).__name__.lower()]
@@ -90,9 +90,9 @@ class FusedLayers:
         in_gated = {id(weight) for module in gated for weight in module.parameters()}
         others = [weight for layer in layers for weight in other_matrices(layer) if id(weight) not in in_gated]
         return {
-            "fuses_norms": bool(norms) and all(id(norm) in ids["norm"] for norm in norms),
+            "fuses_norms": bool(norms) and all(id(norm) in kernel_norms for norm in norms),
             "fuses_gates": len(gated) == len(layers) > 0 and not others,
-            "fuses_rotary": len(ids["rotary"]) == len(layers) > 0,
+            "fuses_rotary": sum(found.kind == "rotary" for found in taken) == len(layers) > 0,
         }
 
     def problem(self, model: nn.Module, device: torch.device, inner_dtype: torch.dtype) -> str:

@@ -51,12 +51,12 @@ from hf_longctx.plan.prediction.planning import Planning
 class FitConstants:
     """Constants of the search for room.
 
-    attempts: solutions of one program, each
-    with less room, where the prediction exceeds what the program counted, or with more where it left much. most_programs:
-    different groups in one step for which programs are solved and slices tried; for more, the greedy order chooses layer-first
-    policies. least_waits: share of the seconds that waits for copies must take to be worth another try. most_waiting: share of
-    the device's room that gradients may take while slices run, for slices to be tried where a whole chunk fits. worth: share of
-    the device's room that must be free to try again with more; regain: how much of it is given back.
+    attempts: solutions of one program, each with less room, where the prediction exceeds what the program counted, or with more
+    where it left much. most_programs: different groups in one step for which programs are solved and slices tried; for more, the
+    greedy order chooses layer-first policies. least_waits: share of the seconds that waits for copies must take to be worth
+    another try. most_waiting: share of the device's room that gradients may take while slices run, for slices to be tried where a
+    whole chunk fits. worth: share of the device's room that must be free to try again with more; regain: how much of it is given
+    back.
     """
 
     attempts: int = 4
