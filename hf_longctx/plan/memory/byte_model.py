@@ -269,28 +269,27 @@ class ByteModel:
         stage: StagePlan,
         position: int = 0,
         tiles_loss: bool = True,
-        copying: Sequence[int] = (),
         waiting: int = 0,
     ) -> RoundMoments:
         """Bytes that the rank at `position` of the group holds and works with in each F and B of the stage, in order.
 
-        Slices run forward in their order and backward in reverse order. copying: for each F and B in order, bytes that are still
-        on the device while they are copied to the host. waiting: bytes of gradients that wait whole once a backward has run.
+        Slices run forward in their order and backward in reverse order. waiting: bytes of gradients that wait whole once a
+        backward has run.
         """
         # the objects are stored with their moments, so that their ids are not reused
         known, key = self._counted.moments, (id(group.chunks), group.shape, id(stage), position, tiles_loss)
         if key not in known:
             known[key] = group.chunks, stage, self._moments(group, stage, position, tiles_loss)
         found = known[key][2]
-        if not len(copying) and not waiting:
+        if not waiting:
             return found
-        peak = found.peak + np.array(copying, dtype=np.int64) if len(copying) else found.peak.copy()
+        peak = found.peak.copy()
         # while the first backward runs, gradients take the place of what it frees
         peak[np.argmin(self.passes(stage).is_forward) + 1 :] += waiting
         return replace(found, peak=peak)
 
     def _moments(self, group: SequenceGroup, stage: StagePlan, position: int, tiles_loss: bool) -> RoundMoments:
-        """The `moments` without anything that is being copied."""
+        """The `moments` without gradients that wait."""
         passes, loads = self.passes(stage), self._group_loads(group, position, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward

@@ -8,10 +8,11 @@ it. A stage runs one action at a time in its own order. Sends do not block, rece
 own. If the actions contain no messages, a result is sent as soon as it is made, and the action that needs it waits.
 
 Each stage has one channel to the host and one back; each serves copies in the order of their requests. A copy out is requested
-when its layers have run forward; nothing waits for it. A copy back is requested when the backward of the layers above begins, as
-the runtime does it, and starts when its copy out is done; its own layers wait for it. The topmost layers have none above them:
-their copy back is requested when their backward begins, or, with `fetches_ahead`, when the stage begins its previous backward, as
-SPPO does (arXiv 2503.10377), which needs more device memory.
+when its layers have run forward. As the runtime does it, the next layers take at least as long as that copy, and what follows
+a forward's layers waits for the last one. A copy back is requested when the backward of the layers above begins, and starts when
+its copy out is done; its own layers wait for it. The topmost layers have none above them: their copy back is requested when their
+backward begins. With `runs_ahead`, as SPPO does it (arXiv 2503.10377), nothing waits for copies out, and the topmost layers' copy
+back is requested when the stage begins its previous backward, both of which need more device memory.
 """
 
 from __future__ import annotations
@@ -152,17 +153,17 @@ class Wiring:
         hop_s: Sequence[float],
         start_s: Sequence[float] = (),
         copies: Sequence[tuple[CopyStep, ...]] = (),
-        fetches_ahead: bool = False,
+        runs_ahead: bool = False,
     ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
         """Returns (start, stop) of every action of every stage, messages included, with no length, and the copies to the host.
 
         seconds, hop_s, copies: of every action, in the order of their numbers. hop_s: seconds from the end of an action to the
         arrival of its result at another stage. start_s: when each stage is free. copies: steps in the order in which they run,
-        () for a pass without saved tensors on the host; a backward also takes the seconds it waits for its copies back.
+        () for a pass without saved tensors on the host; a pass also takes the seconds it waits for its copies.
         """
         clocks = list(start_s) or [0.0] * self.num_stages
         begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
-        links = [_Links(fetches_ahead) for _ in clocks]
+        links = [_Links(runs_ahead) for _ in clocks]
         copied: list[CopiedOut] = []
         for number, stage, source in self.order:
             clock_s = clocks[stage]
@@ -171,7 +172,7 @@ class Wiring:
                 if arrived_s > clock_s:
                     clock_s = arrived_s
             begun[number] = clock_s
-            if copies and ((steps := copies[number]) or fetches_ahead):
+            if copies and ((steps := copies[number]) or runs_ahead):
                 clock_s = self._copy(number, stage, clock_s, seconds[number], steps, links[stage], copied)
             else:
                 clock_s += seconds[number]
@@ -193,9 +194,11 @@ class Wiring:
         chunk, is_backward = divmod(int(self.units[number]), 2)
         if is_backward and self.is_pass[number]:
             return links.backward(chunk, start_s, seconds, steps)
-        if steps:
-            copied.append(CopiedOut(stage, steps, links.forward(chunk, start_s, steps)))
-        return start_s + seconds
+        if not steps:
+            return start_s + seconds
+        stop_s, stops_s = links.forward(chunk, start_s, seconds, steps)
+        copied.append(CopiedOut(stage, steps, stops_s))
+        return stop_s
 
 
 def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: int) -> str:
@@ -211,29 +214,33 @@ class _Links:
     the times at which its copies out are done, in the order of the forward.
     """
 
-    fetches_ahead: bool
+    runs_ahead: bool
     out_s: float = 0.0
     back_s: float = 0.0
     begun_s: float = 0.0
     done: dict[int, list[float]] = field(default_factory=dict)
 
-    def forward(self, chunk: int, start_s: float, steps: tuple[CopyStep, ...]) -> tuple[float, ...]:
-        """Queues the copies out of a forward; returns when each of them is done."""
+    def forward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> tuple[float, tuple[float, ...]]:
+        """Queues the copies out of a forward that starts at `start_s`; returns when it stops, and when each of them is done."""
         done = []
-        clock_s, out_s = start_s, self.out_s
+        clock_s, out_s, waits = start_s, self.out_s, not self.runs_ahead
+        # the head, and layers without copies, run after the last copy step
+        rest_s = seconds - sum([step.compute_s for step in steps])
         for step in steps:
             clock_s += step.compute_s
+            if waits and out_s > clock_s:
+                clock_s = out_s
             out_s = max(out_s, clock_s) + step.copy_s
             done.append(out_s)
         self.out_s = out_s
         self.done[chunk] = done
-        return tuple(done)
+        return (max(clock_s, out_s) if waits else clock_s) + rest_s, tuple(done)
 
     def backward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
         """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
         # the head, and layers without copies, run before the first copy step
         clock_s = start_s + seconds - sum([step.compute_s for step in steps])
-        sent_s = self.begun_s if self.fetches_ahead else clock_s
+        sent_s = self.begun_s if self.runs_ahead else clock_s
         self.begun_s = start_s
         for step, out_s in zip(steps, reversed(self.done.pop(chunk, ())), strict=True):
             if step.copy_s:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 
@@ -30,7 +28,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes, most_tokens_at_once
-from hf_longctx.plan.prediction.event_loop import CopiedOut, CopyStep, Times, Wiring
+from hf_longctx.plan.prediction.event_loop import CopyStep, Times, Wiring
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ def _run_pipeline(
         if seconds.has_copies
         else ()
     )
-    times, copied = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()), start_s, copies)
+    times, _ = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()), start_s, copies)
     exchange_s = wiring.seconds(seconds.exchanges())
     return tuple(
         _stage_run(
@@ -152,7 +150,6 @@ def _run_pipeline(
             stage,
             times[place],
             exchange_s[wiring.starts[place] : wiring.starts[place + 1]],
-            [one for one in copied if one.stage == place],
             known,
         )
         for place, stage in enumerate(group.stages)
@@ -165,7 +162,6 @@ def _stage_run(
     stage: StagePlan,
     times: Times,
     exchange_s: Sequence[float],
-    copied: Sequence[CopiedOut],
     known: PredictionCache,
 ) -> StageRun:
     byte_model = known.byte_model(seconds.costs.model)
@@ -173,10 +169,8 @@ def _stage_run(
     when = tuple(times[place] for place in passes.places)
     model, group = seconds.costs.model, seconds.group
     is_alone = plan.num_stages == 1
-    # on one stage, the bytes of every pass have room for all that may be on its way to the host, at any speed
-    copying = _copying_bytes(seconds, passes.actions, when, copied) if copied and not is_alone else ()
     waiting = 0 if is_alone else byte_model.stage_waiting(stage, plan)
-    found = byte_model.moments(group, stage, copying=copying, waiting=waiting).most
+    found = byte_model.moments(group, stage, waiting=waiting).most
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
     if is_alone:
         sharing = seconds.costs.parameters, seconds.costs.shard_ranks
@@ -191,26 +185,6 @@ def _stage_run(
         found.host,
         most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),
     )
-
-
-def _copying_bytes(
-    seconds: StageSeconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]
-) -> tuple[int, ...]:
-    """For every action, the bytes that are still being copied to the host when it begins or when it ends, whichever are more."""
-    rate = seconds.costs.cluster.hardware.copy_bytes_per_s
-    steps = [(step.copy_s, stop_s) for one in copied for step, stop_s in zip(one.steps, one.stops_s, strict=True)]
-    stops_s = [stop_s for _, stop_s in steps]
-    # a copy's bytes are on the device until it is done
-    sizes = [0.0, *accumulate(copy_s * rate for copy_s, _ in steps)]
-    queued, result = 0, []
-    left = [len(one.steps) for one in reversed(copied)]
-    for action, (start_s, stop_s) in zip(actions, times, strict=True):
-        before = sizes[queued] - sizes[min(queued, bisect_right(stops_s, start_s))]
-        if action.kind == "F" and seconds.copies(action):
-            queued += left.pop()
-        after = sizes[queued] - sizes[min(queued, bisect_right(stops_s, stop_s))]
-        result.append(round(max(before, after)))
-    return tuple(result)
 
 
 class ChunkSeconds:
@@ -407,25 +381,23 @@ class StageSeconds:
         self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
     ) -> tuple[float, tuple[CopyStep, ...]]:
         pass_s = float(self.chunks.passes(is_backward, near, self.costs.pairs_of(kinds))[policy.chunk, 0])
-        of_layers = self._of_layers(policy, kinds)
         again_s = plain_s = 0.0
-        # copy steps of the pass: [seconds to compute consecutive layers, seconds to copy their tensors]
-        steps: list[list[float]] = []
-        for of_layer in reversed(of_layers) if is_backward else of_layers:
+        steps: list[CopyStep] = []
+        for of_layer in self._of_layers(policy, kinds):
             if of_layer is None:
                 plain_s += pass_s
                 continue
             layer_s = of_layer[0] if is_backward else 0.0
             again_s += layer_s
-            if is_backward and steps:
-                # layers that keep everything belong to the step whose backward ran just before
-                steps[-1][0] += plain_s
-            steps.append([pass_s + layer_s + (0.0 if is_backward else plain_s), of_layer[1]])
+            # layers that keep everything belong to the step above them
+            steps.append(CopyStep(pass_s + layer_s + plain_s, of_layer[1]))
             plain_s = 0.0
-        if is_backward and steps:
-            steps[-1][0] += plain_s
-        has_host = any(copy_s for _, copy_s in steps)
-        return again_s, tuple(CopyStep(*step) for step in steps) if has_host else ()
+        if not any(step.copy_s for step in steps):
+            return again_s, ()
+        if plain_s:
+            # while the layer above all steps runs, tensors of the topmost step leave or come
+            steps.append(CopyStep(pass_s, 0.0))
+        return again_s, tuple(reversed(steps) if is_backward else steps)
 
     def _of_layers(self, policy: ActivationPolicy, kinds: tuple[LayerKind, ...]) -> list[tuple[float, float] | None]:
         """`ChunkSeconds.layer` of all layers, which both passes need."""

@@ -37,9 +37,9 @@ def run_copying(
     copies: Copies,
     num_parts: int = 1,
     start_s: Sequence[float] = (),
-    fetches_ahead: bool = False,
+    runs_ahead: bool = False,
 ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
-    """Does the work of `run_actions`, with copies to the host and back: a backward also takes the seconds it waits for them."""
+    """Does the work of `run_actions`, with copies to the host and back: a pass also takes the seconds it waits for them."""
     wiring = Wiring.of_actions(stages, num_parts)
     actions = [action for stage in stages for action in stage]
     handing = set(wiring.handing)
@@ -48,5 +48,5 @@ def run_copying(
         [hop_s(action) if number in handing and len(stages) > 1 else 0.0 for number, action in enumerate(actions)],
         start_s,
         [copies(action) if action.kind in ("F", "B") else () for action in actions],
-        fetches_ahead,
+        runs_ahead,
     )

@@ -219,7 +219,7 @@ class Offload:
             return (CopyStep(self.pass_s(action, again), copied / self.rate),) if copied else ()
 
         seconds = partial(self.pass_s, again=again)
-        times, copied = run_copying(self.actions, seconds, lambda action: 0.0, copies, fetches_ahead=True)
+        times, copied = run_copying(self.actions, seconds, lambda action: 0.0, copies, runs_ahead=True)
         out_s = iter(one.stops_s[-1] for one in copied if one.stage == 0)
         began_s, before_s = {}, 0.0
         device: list[tuple[float, float]] = []

@@ -155,30 +155,39 @@ def test_a_copy_that_is_back_in_time_costs_nothing() -> None:
     step = {"F": CopyStep(0.5, 0.5), "B": CopyStep(1.0, 0.5)}
     stages = one_rank("0F0 0F1 0B1 0B0")
     times, copied = run_copying(stages, unit_s, no_hop_s, lambda action: (step[action.kind],) * 2 if action.chunk == 0 else ())
-    # out at 0.5 to 1 and 1 to 1.5; the second layer's comes back when its own backward begins, the first one's under it
+    # out at 0.5 to 1, under the second layer, and 1 to 1.5, for which the next chunk waits; the second layer's comes back when
+    # its own backward begins, the first one's under it
     assert copied[0].stops_s == (1.0, 1.5)
-    assert times == (((0, 1), (1, 2), (2, 4), (4, 6.5)),)
+    assert times == (((0, 1.5), (1.5, 2.5), (2.5, 4.5), (4.5, 7)),)
 
 
-def test_copies_out_queue_behind_each_other_and_copies_back_wait_for_them() -> None:
+def test_a_layer_takes_at_least_as_long_as_the_copy_of_the_one_before() -> None:
+    # three layers of a second each, whose copies take 4, 0 and 2 seconds, and a head of half a second
+    steps = {"F": (CopyStep(1.0, 4.0), CopyStep(1.0, 0.0), CopyStep(1.0, 2.0)), "B": (CopyStep(1.0, 0.0),) * 3}
+    times, copied = run_copying(one_rank("0F0 0B0"), lambda action: 3.5, no_hop_s, lambda action: steps[action.kind])
+    # the second layer ends with the copy at 5, the third at 6, and the head begins when its copy is done, at 8
+    assert copied[0].stops_s == (5.0, 5.0, 8.0)
+    assert times[0][0] == (0, 8.5)
+
+
+def test_copies_out_that_run_ahead_queue_behind_each_other_and_copies_back_wait_for_them() -> None:
     # one step a pass, and a link of four seconds for each chunk
     stages = one_rank("0F0 0F1 0B1 0B0")
-    times, copied = run_copying(stages, unit_s, no_hop_s, lambda action: (CopyStep(unit_s(action), 4.0),))
-    # out: 1 to 5, 5 to 9. Back: chunk 1 from 9 to 13, runs to 15; chunk 0 from 15 to 19
+    times, copied = run_copying(stages, unit_s, no_hop_s, lambda action: (CopyStep(unit_s(action), 4.0),), runs_ahead=True)
+    # out: 1 to 5, 5 to 9. Back: chunk 1 from 9 to 13, runs to 15; chunk 0 from 13 to 17
     assert [one.stops_s for one in copied] == [(5.0,), (9.0,)]
-    assert times == (((0, 1), (1, 2), (2, 15), (15, 21)),)
+    assert times == (((0, 1), (1, 2), (2, 15), (15, 19)),)
 
 
-def test_copies_that_are_sent_for_ahead_hide_behind_the_backward_before() -> None:
+def test_copies_that_run_ahead_hide_behind_later_forwards_and_the_backward_before() -> None:
     stages = one_rank("0F0 0F1 0B1 0B0")
     found = []
-    for fetches_ahead in (False, True):
-        times, _ = run_copying(
-            stages, unit_s, no_hop_s, lambda action: (CopyStep(unit_s(action), 1.0),), fetches_ahead=fetches_ahead
-        )
+    for runs_ahead in (False, True):
+        times, _ = run_copying(stages, unit_s, no_hop_s, lambda action: (CopyStep(unit_s(action), 1.0),), runs_ahead=runs_ahead)
         found.append(times[0][2:])
-    # out: 1 to 2, 2 to 3. Back: chunk 1 from 3 to 4, runs to 6; chunk 0 from 6 to 7, or from 4 to 5
-    assert found == [((2, 6), (6, 9)), ((2, 6), (6, 8))]
+    # out: 1 to 2, 3 to 4, and the next pass waits. Back: chunk 1 from 4 to 5, runs to 7; chunk 0 from 7 to 8
+    # ahead, out: 1 to 2, 2 to 3. Back: chunk 1 from 3 to 4, runs to 6; chunk 0 from 4 to 5
+    assert found == [((4, 7), (7, 10)), ((2, 6), (6, 8))]
 
 
 def test_the_head_runs_before_the_first_copy_is_sent_for() -> None:
@@ -190,8 +199,8 @@ def test_the_head_runs_before_the_first_copy_is_sent_for() -> None:
         # a second of each pass is the head's, behind the layers of a forward and before those of a backward
         lambda action: (CopyStep(2.0, 0.5),),
     )
-    # forward to 3, out from 2 to 2.5; backward: head to 4, copy to 4.5, layers to 6.5
-    assert times == (((0, 3), (3, 6.5)),)
+    # layers to 2, out from 2 to 2.5, head to 3.5; backward: head to 4.5, copy to 5, layers to 7
+    assert times == (((0, 3.5), (3.5, 7)),)
 
 
 @pytest.mark.parametrize(("num_stages", "num_slices"), list(itertools.product((2, 4, 8), (1, 4))))

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime.activations import host_tier
-from hf_longctx.runtime.activations.engine import LayerSlot
 from hf_longctx.runtime.activations.host_tier import HostSlab, HostTier, SplitTensor
+from hf_longctx.runtime.activations.layer_slot import LayerSlot
 from hf_longctx.runtime.core.host_copies import Leaving, PlainCopies, block_bytes
 
 CPU = torch.device("cpu")
@@ -155,19 +155,31 @@ def test_a_second_backward_finds_layer_inputs_again() -> None:
     assert step.error() <= TOLERANCE
 
 
-def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # input, output and LSE of the first layer are being fetched before the second layer's backward is over
+def fetches_and_replays(policies: tuple[LayerPolicy, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The order in which a step begins to copy tensors back and to replay layers; checks its gradients."""
     log: list[str] = []
     to_device, unpack = LateCopies.to_device, LayerSlot.unpack_input
-    monkeypatch.setattr(LateCopies, "to_device", lambda *arguments: (log.append("back"), to_device(*arguments))[1])
-    monkeypatch.setattr(LayerSlot, "unpack_input", lambda *arguments: (log.append("replay"), unpack(*arguments))[1])
-    step = Step(HostTier(2**20, LateCopies(False)))
-    loss, _ = step.forward((split_layer(), split_layer()))
-    loss.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(LateCopies, "to_device", lambda *arguments: (log.append("back"), to_device(*arguments))[1])
+        patch.setattr(LayerSlot, "unpack_input", lambda *arguments: (log.append("replay"), unpack(*arguments))[1])
+        step = Step(HostTier(2**20, LateCopies(False)))
+        step.forward(policies)[0].backward()
     assert step.error() <= TOLERANCE
+    return log
+
+
+def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # input, output and LSE of the first layer are being fetched before the second layer's backward is over
+    log = fetches_and_replays((split_layer(),) * 2, monkeypatch)
     # fetches the second layer's own input and with it the three tensors of the first; nothing of the first is left to fetch
     assert log.count("back") == 6
     assert log.index("replay") == 0 and "back" not in log[len(log) - log[::-1].index("replay") :]
+
+
+def test_the_layer_before_is_fetched_while_a_layer_that_keeps_everything_runs_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fetches_and_replays((split_layer(), LayerPolicy()), monkeypatch) == ["back"] * 3 + ["replay"]
+    # nothing runs backward below the first layer
+    assert fetches_and_replays((LayerPolicy(), split_layer()), monkeypatch)[0] == "replay"
 
 
 def interleaved_reuse(tier: HostTier) -> tuple[Tensor, Tensor]:

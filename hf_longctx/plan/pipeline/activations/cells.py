@@ -1,12 +1,12 @@
 """Translates between a pipeline and the joint program: makes its cells and moments, and turns its answer into policies.
 
-Offloaded shares are spread over the first layers of a part and recomputed layers come after them, because the runtime starts to
-fetch a layer's tensors when it replays the next layer: the copy back then overlaps with that layer's backward. Where no layer is
-recomputed, one token of the last layer's input goes to the host, since a layer that keeps everything is not replayed.
+Offloaded shares are spread over the first layers of a part, below recomputed layers and at least one that moves nothing, because
+the copies of a layer overlap with the layer after it: out with its forward, and back with its backward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,13 +38,11 @@ from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice
 class _CopyConstants:
     """Constants with which copies to the host are priced.
 
-    link_share: largest share of the time beside it that a copy may fill, since copies share a link with messages and start late.
-    layer_share: largest share of one layer's backward that a layer's copy back may take. idle_share: share of its time that a
-    hidden copy costs, a tie-breaker so that nothing moves for nothing.
+    link_share: largest share of a layer's pass that the copy beside it may take, since copies share a link with messages and
+    start late. idle_share: share of its time that a hidden copy costs, a tie-breaker so that nothing moves for nothing.
     """
 
     link_share: float = 0.9
-    layer_share: float = 0.95
     idle_share: float = 1e-4
 
 
@@ -58,11 +56,12 @@ def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
     return LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in again))
 
 
-def _offloaded(share: float, replayed: tuple[TensorClass, ...], classes: tuple[TensorClass, ...] = TENSOR_CLASSES) -> LayerPolicy:
-    """Policy of a layer that offloads this share of its tokens, for these tensor classes. replayed: classes that none keeps."""
-    moved = {name: TensorShare(name, host=share, device=1 - share) for name in classes}
-    moved |= {name: TensorShare(name, recompute=1.0) for name in replayed}
-    return LayerPolicy(tuple(moved[name] for name in TENSOR_CLASSES if name in moved))
+def _offloaded(share: float, replayed: tuple[TensorClass, ...]) -> LayerPolicy:
+    """Policy of a layer that offloads this share of its tokens. replayed: classes that none keeps."""
+    moved = (TensorShare(name, host=share, device=1 - share) for name in TENSOR_CLASSES)
+    return LayerPolicy(
+        tuple(TensorShare(one.tensor_class, recompute=1.0) if one.tensor_class in replayed else one for one in moved)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +105,8 @@ class GroupCells:
         self._known_s: dict[tuple[int, str, AttentionPairs], tuple[float, float]] = {}
         # policies by layers offloaded, layers recomputed, tokens offloaded and tokens
         self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
-        # policies by tokens, tokens offloaded and classes
-        self._known_moved: dict[tuple[int, int, tuple[TensorClass, ...]], LayerPolicy] = {}
+        # policies by tokens and tokens offloaded
+        self._known_moved: dict[tuple[int, int], LayerPolicy] = {}
         self._exchanges = [costs.exchange_line(group.shape, is_backward) for is_backward in (False, True)]
         self._add_cells()
         self._stages = self._stage_moments()
@@ -118,38 +117,38 @@ class GroupCells:
         excess = [stage.excess_bytes - room for stage, room in zip(self._stages, room_bytes, strict=True)]
         ends = (
             np.concatenate([getattr(stage, name) + start for stage, start in zip(self._stages, starts, strict=False)])
-            for name in ("first", "stop", "away", "back")
+            for name in ("first", "stop")
         )
         return Moments(np.concatenate(excess), *ends)
 
     def under(self, choice: JointChoice) -> SequenceGroup:
-        layers = {
-            key: self._layers(self.cells[place].num_layers, choice.layers[place], choice.offload[place], self.tokens[key[1]])
+        """The group under the policies of the program's answer."""
+        return self._under(choice.layers, choice.offload)
+
+    def _under(self, layers: Sequence[int], offload: Sequence[float]) -> SequenceGroup:
+        """The group whose cells recompute so many layers and offload these shares."""
+        policies = {
+            key: self._layers(self.cells[place].num_layers, layers[place], offload[place], self.tokens[key[1]])
             for key, place in self.places.items()
         }
-        return with_layers(self.group, layers, self.tile_tokens)
+        return with_layers(self.group, policies, self.tile_tokens)
 
     def _layers(self, num_layers: int, num_recomputed: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
         """Policies of a cell's first layers; layers without one keep everything. Equal policies share one object."""
-        # the layer after those that offload is replayed, so that their copies back start in time
-        is_topped = offload > 0 and not num_recomputed and num_layers > 1
-        count = num_layers - num_recomputed - is_topped
+        count = min(num_layers - num_recomputed, num_layers - 1)
         # rounded down to whole tokens
         moved = int(min(1.0, offload * num_layers / count) * num_tokens) if count else 0
         key = (count, num_recomputed, moved, num_tokens) if moved else (0, num_recomputed, 0, 0)
         if key not in self._known_layers:
-            top = (self.recomputed,) * num_recomputed
-            if moved and is_topped:
-                top = (self._moved_layer(num_tokens, 1, ("layer_input",)),)
-            front = (self._moved_layer(num_tokens, moved, TENSOR_CLASSES),) * count if moved else ()
-            self._known_layers[key] = (*front, *top)
+            front = (self._moved_layer(num_tokens, moved),) * count if moved else ()
+            self._known_layers[key] = (*front, *(self.recomputed,) * num_recomputed)
         return self._known_layers[key]
 
-    def _moved_layer(self, num_tokens: int, moved: int, classes: tuple[TensorClass, ...]) -> LayerPolicy:
-        """Policy of a layer that offloads `moved` of its tokens, for these tensor classes."""
-        key = num_tokens, moved, classes
+    def _moved_layer(self, num_tokens: int, moved: int) -> LayerPolicy:
+        """Policy of a layer that offloads `moved` of its tokens."""
+        key = num_tokens, moved
         if key not in self._known_moved:
-            self._known_moved[key] = _offloaded(moved / num_tokens, self.costs.model.replayed_classes, classes)
+            self._known_moved[key] = _offloaded(moved / num_tokens, self.costs.model.replayed_classes)
         return self._known_moved[key]
 
     def _add_cells(self) -> None:
@@ -164,13 +163,13 @@ class GroupCells:
             for kinds, pairs in {self.kinds[part]: pairs for part, pairs in self.pairs.items()}.items()
         }
         for stage in self.group.stages:
-            windows = self._windows_s(stage)
+            hiding_s = self._hiding_s(stage)
             for chunk in self.group.chunks:
                 for part, owned in enumerate(stage.parts):
                     diagonal = order[chunk.index] + last_place - (part * self.num_stages + stage.stage)
                     self.places[stage.stage, chunk.index, part] = len(self.cells)
                     way = ways[chunk.index, self.kinds[owned]]
-                    self.cells.append(self._cell(diagonal, owned.num_layers, way, windows[chunk.index, part]))
+                    self.cells.append(self._cell(diagonal, owned.num_layers, way, hiding_s[chunk.index, part]))
 
     def _layer_ways(self, chunk: Chunk, load: Load, pairs: AttentionPairs, kinds: KindShares) -> _LayerWays:
         model = self.costs.model
@@ -195,15 +194,11 @@ class GroupCells:
             on_host += share * layer.held_host
         return round(held), round(on_host)
 
-    def _cell(self, diagonal: int, num_layers: int, ways: _LayerWays, windows_s: tuple[float, float]) -> Cell:
-        """Makes a cell. windows_s: see `_windows_s`.
-
-        A layer's copy back overlaps with the backward of later layers of the part, so the last layer's cannot be hidden.
-        """
-        out_s, backward_s = windows_s
+    def _cell(self, diagonal: int, num_layers: int, ways: _LayerWays, hiding_s: float) -> Cell:
+        """Makes a cell. hiding_s: see `_hiding_s`. The last layer's copies would be hidden by nothing."""
         behind = (num_layers - 1) / num_layers
         copy_s = num_layers * ways.host_bytes / self.costs.cluster.hardware.copy_bytes_per_s
-        hidden_s = min(_COPIES.link_share * out_s, _COPIES.layer_share * backward_s * behind)
+        hidden_s = _COPIES.link_share * hiding_s * behind
         return Cell(
             diagonal,
             num_layers,
@@ -215,24 +210,14 @@ class GroupCells:
             min(behind, hidden_s / copy_s) if copy_s else 0.0,
         )
 
-    def _windows_s(self, stage: StagePlan) -> dict[tuple[int, int], tuple[float, float]]:
-        """Seconds by chunk and part: from a forward's end to the next one's, while copies out are hidden, and of its backward.
-
-        The last forward has a window of 0 s: no later forward needs its memory, so it stays on the device.
-        """
+    def _hiding_s(self, stage: StagePlan) -> dict[tuple[int, int], float]:
+        """Seconds of computation by chunk and part beside which its copies run in each direction: of its shorter pass."""
         passes = [action for action in stage.actions if action.kind in ("F", "B")]
-        windows: dict[tuple[int, int], tuple[float, float]] = {}
-        backward_s: dict[tuple[int, int], float] = {}
-        until_s, has_next = 0.0, False
-        for action in reversed(passes):
+        hiding_s: dict[tuple[int, int], float] = {}
+        for action in passes:
             key, seconds = (action.chunk, action.part), self._seconds(stage, action)
-            if action.kind == "B":
-                backward_s[key] = seconds
-                until_s += seconds
-            else:
-                windows[key] = (until_s if has_next else 0.0), backward_s[key]
-                until_s, has_next = seconds, True
-        return windows
+            hiding_s[key] = min(hiding_s.get(key, math.inf), seconds)
+        return hiding_s
 
     def _seconds(self, stage: StagePlan, action: Action) -> float:
         pairs = self.pairs[stage.parts[action.part]]
@@ -249,27 +234,26 @@ class GroupCells:
     def _stage_moments(self) -> list[Moments]:
         """Moments of every stage with a room of 0 bytes: `excess_bytes` are then all bytes on the device if everything is kept.
 
-        Workspace beside saved tensors hardly depends on the policy; the larger of two counts, with everything kept or recomputed.
+        Workspace beside saved tensors hardly depends on the policy; the largest of counts with everything kept or recomputed, and
+        with all copies that hide.
         """
-        layers = {cell.num_layers: (self.recomputed,) * cell.num_layers for cell in self.cells}
-        recomputed = {key: layers[self.cells[place].num_layers] for key, place in self.places.items()}
-        least = with_layers(self.group, recomputed, self.tile_tokens)
+        every, none = [cell.num_layers for cell in self.cells], [0] * len(self.cells)
+        ways = [self._under(every, [0.0] * len(self.cells))]
+        if self.offloads:
+            ways.append(self._under(none, [cell.most_offload for cell in self.cells]))
         found = []
-        for stages in zip(self.group.stages, least.stages, strict=True):
-            kept, replayed = (self.bytes.moments(self.group, stage) for stage in stages)
-            peak = kept.saved + np.maximum(kept.peak - kept.saved, replayed.peak - replayed.saved)
-            found.append(self._with_ends(stages[0], peak))
+        for stage, *others in zip(self.group.stages, *(way.stages for way in ways), strict=True):
+            kept, *changed = (self.bytes.moments(self.group, each) for each in (stage, *others))
+            work = np.max([each.peak - each.saved for each in (kept, *changed)], axis=0)
+            found.append(self._with_ends(stage, kept.saved + work))
         return found
 
     def _with_ends(self, stage: StagePlan, num_bytes: IntArray) -> Moments:
+        """Moments of a stage with these bytes, and its cells' first and last."""
         passes = [action for action in stage.actions if action.kind in ("F", "B")]
         cells = np.array([action.chunk * self.num_parts + action.part for action in passes])
         is_forward = np.array([action.kind == "F" for action in passes])
         forwards, backwards = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
-        first, stop, away, back = (np.empty(len(forwards), dtype=np.int64) for _ in range(4))
+        first, stop = np.empty((2, len(forwards)), dtype=np.int64)
         first[cells[forwards]], stop[cells[backwards]] = forwards, backwards + 1
-        # the two newest chunks stay on the device, and so does the next one to run backward
-        away[cells[forwards]] = np.append(forwards[2:], [len(passes)] * min(2, len(forwards)))
-        back[cells[backwards]] = np.append([0], backwards[:-1] + 1)
-        away = np.minimum(away, stop)
-        return Moments(num_bytes.astype(np.float64), first, stop, away, np.maximum(away, np.minimum(back, stop)))
+        return Moments(num_bytes.astype(np.float64), first, stop)

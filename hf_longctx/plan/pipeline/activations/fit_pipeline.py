@@ -4,7 +4,7 @@ A group that fits is left unchanged. Otherwise these ways are tried, in this ord
 the program of `joint_program.py`, which chooses for every chunk and stage; every layer of every chunk recomputed. None of them is
 tried for a group that needs clearly more than there is even with every layer recomputed and all inputs on the host. The program
 knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the prediction is
-over the limit. Where copies turn out to delay the pipeline, the program is also solved without offloading.
+over the limit. Where more than copies that hide is needed, the program is also solved without offloading.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class FitConstants:
     attempts: solutions of one program, each with another room. worth: share of the limit that must be free on every stage to try
     again with more room; regain: how much of the free bytes is given back then. shrink: how many times the excess of a stage is
     taken off its room, and margin: share of the limit that is taken off besides, since copies that wait for each other add up.
-    tolerance: share of a group's seconds below which a better solution is not searched for. slack: factor on the seconds that
-    the program counted, beyond which it is solved without offloading too. hopeless: share of the limit by which the least bytes
-    of a group may exceed it for anything to be tried, since policies of the program may need slightly less workspace.
+    tolerance: share of a group's seconds below which a better solution is not searched for. slack: factor on the
+    seconds that copies which hide would take, beyond which the program is solved without offloading too. hopeless: share of the
+    limit by which the least bytes of a group may exceed it for anything to be tried, since policies of the program may need
+    slightly less workspace.
     """
 
     attempts: int = 6
@@ -209,8 +210,10 @@ class PipelineRoom:
         )
         both = self._solve(cells, tiled.seconds, self.budget.host_bytes)
         found = [both]
-        # copies cost almost nothing in the program, but may still delay the pipeline
-        if self.budget.host_bytes and (both is None or both.seconds > _SEARCH.slack * (tiled.seconds + both.counted_s)):
+        # the program counts recomputation as if each of several chunks took as long as the largest beside it, so that copies seem
+        # to save more than they do
+        counted_s = both.counted_s if both is not None and len(tiled.group.chunks) == 1 else 0.0
+        if self.budget.host_bytes and (both is None or both.seconds > _SEARCH.slack * (tiled.seconds + counted_s)):
             found.append(self._solve(cells, tiled.seconds, 0))
         return [trial for trial in found if trial is not None]
 

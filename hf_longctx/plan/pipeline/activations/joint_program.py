@@ -9,12 +9,11 @@ offloaded:
     minimize    sum over diagonals of c * seconds of a layer
     subject to  bytes in flight - sum of c freed + sum of h offloaded <= room     in every moment of every stage
                 sum of h host bytes <= host                                       in every moment of every stage
-                h <= share that the link copies in time,   h + c / L <= 1
+                h / H + c / L <= 1        where H is the share that the link copies in time
 
-The two newest chunks of a stage count as on the device whatever their share, since their copies out are under way; so do the
-chunk that runs backward and the one whose backward is next. Keys and values of slices always stay on the device. A recomputed
-layer keeps its input and the attention output and recomputes everything else; where that frees too little, attention is
-recomputed too.
+Offloaded bytes are off the device from the chunk's forward to its backward, but for those of a layer or two, which come and go
+while it runs; they count as workspace. Keys and values of slices always stay on the device. A recomputed layer keeps its input
+and the attention output and recomputes everything else; where that frees too little, attention is recomputed too.
 
 The optimum of the linear relaxation, rounded up and trimmed, is taken if it is close to the relaxation's bound or if the program
 is large; otherwise the integer program is solved, starting from it.
@@ -84,15 +83,12 @@ _CELL_NUMBERS = attrgetter(*(field.name for field in fields(Cell)))
 class Moments:
     """Moments of all stages, one stage after the other. excess_bytes: bytes over the stage's room if everything is kept.
 
-    Cell i is in flight in the moments [first[i], stop[i]). Its offloaded bytes are off the device in [away[i], back[i]), which
-    lies inside that range or is empty.
+    Cell i is in flight in the moments [first[i], stop[i]).
     """
 
     excess_bytes: FloatArray
     first: IntArray
     stop: IntArray
-    away: IntArray
-    back: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +142,19 @@ class _JointProgram:
         np.maximum.at(self.layer_s, self.diagonal, layer_s)
         # a diagonal's number of layers is that of its largest cell; smaller cells recompute proportionally fewer
         self.part = numbers[1] / self.most_layers[self.diagonal]
-        places = _merge_equal(len(moments.excess_bytes), moments.first, moments.stop, moments.away, moments.back)
+        places = _merge_equal(len(moments.excess_bytes), moments.first, moments.stop)
         self.excess_bytes = np.full(int(places[-1]), -np.inf)
         np.maximum.at(self.excess_bytes, places[:-1], moments.excess_bytes)
-        self.first, self.stop, away, back = (places[each] for each in (moments.first, moments.stop, moments.away, moments.back))
+        self.first, self.stop = places[moments.first], places[moments.stop]
         self.is_over: BoolArray = self.excess_bytes > 0
-        self.in_flight, self.moved = self._over(self.first, self.stop), self._over(away, back)
+        # pairs of a cell in flight and a moment over its room
+        owners, inside = _pairs(self.first, self.stop)
+        self.in_flight = owners[self.is_over[inside]], inside[self.is_over[inside]]
         # cells whose shares have a column
-        useful = np.unique(self.moved[0]) if host_bytes > 0 else np.empty(0, dtype=np.int64)
+        useful = np.unique(self.in_flight[0]) if host_bytes > 0 else np.empty(0, dtype=np.int64)
         self.shared: IntArray = useful[(self.most_offload[useful] > 0) & (self.offload_bytes[useful] > 0)]
         self.byte_unit = float(self.excess_bytes.max(initial=0.0)) or 1.0
         self.second_unit = float(self.layer_s.max(initial=0.0)) or 1.0
-
-    def _over(self, first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
-        """Pairs of a cell and a moment, for every moment of the cell's [first, stop) that exceeds its room."""
-        owners, moments = _pairs(first, stop)
-        return owners[self.is_over[moments]], moments[self.is_over[moments]]
 
     @property
     def is_needed(self) -> bool:
@@ -171,12 +164,9 @@ class _JointProgram:
     def may_fit(self) -> bool:
         """Whether every moment could have room if each cell did what frees the most bytes in it; if not, no program is needed."""
         most = self.part * self.most_layers[self.diagonal] * self.layer_bytes
-        more = np.zeros(len(most))
-        shares = self.most_offload[self.shared]
-        more[self.shared] = np.maximum(0.0, shares * (self.offload_bytes[self.shared] - most[self.shared]))
-        freed = np.zeros(len(self.excess_bytes))
-        for (owners, moments), num_bytes in ((self.in_flight, most), (self.moved, more)):
-            freed += np.bincount(moments, weights=num_bytes[owners], minlength=len(freed))
+        most[self.shared] = np.maximum(most[self.shared], self.most_offload[self.shared] * self.offload_bytes[self.shared])
+        owners, moments = self.in_flight
+        freed = np.bincount(moments, weights=most[owners], minlength=len(self.excess_bytes))
         return bool((freed >= self.excess_bytes)[self.is_over].all())
 
     def solve(self, tolerance_s: float, time_limit_s: float) -> JointChoice | None:
@@ -193,7 +183,8 @@ class _JointProgram:
             is_near = start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9
             if is_near or len(program.costs) > _SEARCH.few_columns:
                 return None if start is None else self._choice(start, relaxed.bound, "rounding")
-            limits = SearchLimits(time_limit_s, gap, most_nodes=_SEARCH.most_nodes)
+            # solvers measure gaps by the solution, which is larger than the bound
+            limits = SearchLimits(time_limit_s, gap / (1 + gap), most_nodes=_SEARCH.most_nodes)
             found = solve_integer_program(program, whole, limits, start)
         except SolverError:
             return None
@@ -218,8 +209,9 @@ class _JointProgram:
         """
         layers: IntArray = np.ceil(diagonals[self.diagonal] * self.part - 1e-9).astype(np.int64)
         left = np.where(self.is_over, -self.excess_bytes, np.inf)
-        for (owners, moments), freed in ((self.in_flight, layers * self.layer_bytes), (self.moved, offload * self.offload_bytes)):
-            left += np.bincount(moments, weights=freed[owners], minlength=len(left))
+        owners, moments = self.in_flight
+        freed = layers * self.layer_bytes + offload * self.offload_bytes
+        left += np.bincount(moments, weights=freed[owners], minlength=len(left))
         # one order of diagonals for all stages, so that the remaining recomputation runs concurrently
         for cell in np.lexsort((self.diagonal, -self.layer_s[self.diagonal])).tolist():
             if not layers[cell]:
@@ -265,7 +257,8 @@ class _JointProgram:
         values = values.copy()
         values[:count] = np.minimum(np.ceil(values[:count] - 1e-6), self.most_layers)
         diagonal = self.diagonal[self.shared]
-        values[count:] = np.clip(values[count:], 0.0, np.maximum(0.0, 1 - values[diagonal] / self.most_layers[diagonal]))
+        most = self.most_offload[self.shared] * np.maximum(0.0, 1 - values[diagonal] / self.most_layers[diagonal])
+        values[count:] = np.clip(values[count:], 0.0, most)
         if program.violation(values) > 1e-7:
             return None
         slack = program.activity(values) - program.row_lower
@@ -308,8 +301,8 @@ class _JointProgram:
     def _memory_rows(self, column: IntArray) -> _Rows:
         """Rows for every moment that exceeds its room: the bytes freed cover the excess."""
         row = np.cumsum(self.is_over) - 1
-        (owners, moments), (movers, when) = self.in_flight, self.moved
-        movers, when = movers[column[movers] >= 0], when[column[movers] >= 0]
+        owners, moments = self.in_flight
+        movers, when = owners[column[owners] >= 0], moments[column[owners] >= 0]
         needed = self.excess_bytes[self.is_over] / self.byte_unit * (1 + _MARGIN)
         return _Rows(
             np.concatenate([row[moments], row[when]]),
@@ -339,12 +332,12 @@ class _JointProgram:
         )
 
     def _share_rows(self, column: IntArray) -> _Rows:
-        """Rows that keep h + c / L at most 1: a recomputed layer has nothing to offload."""
+        """Rows that keep h / h_most + c / L at most 1: a recomputed layer has nothing to offload, and the others hide no more."""
         rows, diagonal = np.arange(len(self.shared)), self.diagonal[self.shared]
         return _Rows(
             np.concatenate([rows, rows]),
             np.concatenate([column[self.shared], diagonal]),
-            np.concatenate([np.ones(len(rows)), 1 / self.most_layers[diagonal]]),
+            np.concatenate([1 / self.most_offload[self.shared], 1 / self.most_layers[diagonal]]),
             np.full(len(rows), -np.inf),
             np.ones(len(rows)),
         )

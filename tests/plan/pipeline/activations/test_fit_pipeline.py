@@ -150,8 +150,8 @@ def test_less_memory_is_never_faster_and_copies_come_before_layers(long_case: tu
             # copies that hide, back ones too
             assert host_share(both) > 0 and both_s < 1.001 * free_s
         for layers in (policy.layers for policy in policies_of(both) if any(one.share("mlp").host for one in policy.layers)):
-            # the last layer is replayed, and waits for no more than a token's copy, so that the others' copies start ahead
-            assert len(layers) == 4 and not layers[-1].keeps_everything and not layers[-1].share("mlp").host
+            # the last of four layers moves nothing, so that it hides the copies of the one before
+            assert len(layers) == 3 or not layers[3].share("mlp").host
         if share < 0.9:
             assert sum(map(recomputed, policies_of(both))) < sum(map(recomputed, policies_of(without)))
             assert host_share(both) > 0 == host_share(without)
