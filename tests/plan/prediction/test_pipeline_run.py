@@ -35,7 +35,7 @@ from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.pipeline_run import run_alone
+from hf_longctx.plan.prediction.pipeline_run import StageSeconds, run_alone
 
 # seconds per token and rank: one forward, two backward; messages take none, and the model has no head
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)
@@ -336,6 +336,23 @@ def test_on_one_stage_the_layer_above_hides_the_copies_of_a_layer() -> None:
     slow = costs_with_link(costs, num_bytes / 32)
     assert pass_seconds(slow, *(HOST,) * 4) == pytest.approx([16 + 4 * 32, 16 + 4 * 32, 64, 128, 128 + 32, 128 + 32])
     assert pass_seconds(slow, *(HOST,) * 3) == pytest.approx([16 + 3 * 32, 16 + 3 * 32, 64, 128, 128, 128])
+
+
+def test_copies_hide_behind_layers_of_their_own_kind() -> None:
+    windowed = dataclasses.replace(HEADLESS, windows=(4, None, 4, None))
+    coefficients = CostCoefficients(PassCoefficients(1.0, 1.0, 0.0), PassCoefficients(2.0, 2.0, 0.0), 0.0, "test")
+    costs = costs_of(windowed, 1, coefficients)
+    order = (Action("F", 0, 0), Action("B", 0, 0))
+    policies = ((ActivationPolicy(0, 0, (HOST,) * 3),),)
+    plan = plan_of((64,), [[group_of(chunks_of((64,)), (order,), even_parts(4, 1), activations=policies)]])
+    seconds = StageSeconds(plan, plan.micro_batches[0].groups[0], costs)
+    # seconds of a fourth of the model for 64 tokens and all pairs, or those of a window of 4 tokens
+    window_s, full_s = (64 + 4 * 64 - 4**2 / 2) / 4, (64 + 64**2 / 2) / 4
+    assert [step.compute_s for step in seconds.copies(order[0])] == pytest.approx([window_s, full_s, window_s, full_s])
+    assert [step.compute_s for step in seconds.copies(order[1])] == pytest.approx(
+        [2 * full_s, 2 * window_s, 2 * full_s, 2 * window_s]
+    )
+    assert seconds.table().ravel() == pytest.approx([2 * (window_s + full_s), 4 * (window_s + full_s)])
 
 
 def test_a_slow_link_takes_no_more_memory() -> None:

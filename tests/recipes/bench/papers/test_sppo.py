@@ -84,8 +84,8 @@ def test_offloading_13b_at_512k(offload: dict[str, dict[str, Any]]) -> None:
 
 def test_our_runtime_takes_the_same_seconds_and_holds_gradients_of_keys_and_values(offload: dict[str, dict[str, Any]]) -> None:
     for row in offload.values():
-        # our seconds include the head, and for each slice one layer's copy that nothing hides
-        assert row["step_s"] < row["our_step_s"] < 1.03 * row["step_s"]
+        # our seconds include the head, and for each slice one layer's copies out and back that nothing hides
+        assert row["step_s"] < row["our_step_s"] < 1.06 * row["step_s"]
     # keys, values and fp32 gradients: 12 bytes for each token where SPPO counts 4; and what a layer and messages work with
     more = offload["run again"]["our_device_bytes"] - offload["run again"]["device_bytes"]
     assert 1 < more / (8 * 5120 * 524288 / 8 * 5) < 1.3
