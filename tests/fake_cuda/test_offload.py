@@ -15,6 +15,7 @@ from fake_cuda.machine.device import FakeDevice
 from fake_cuda.machine.removals import Removal, removed
 from fake_cuda.machine.scenarios import CUDA, SIZE, full
 from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorShare
 from hf_longctx.recipes.bench.gpu import smoke_memory
 from hf_longctx.recipes.bench.one_document import PlannedDocument, document_plan, predicted_peak_bytes
 from hf_longctx.runtime.activations.host_tier import HostTier
@@ -189,29 +190,42 @@ def test_the_host_waits_for_nothing_inside_a_step(name: str, device: FakeDevice)
     document.close()
 
 
+def measured_and_predicted(config: LlamaConfig, layers: tuple[LayerPolicy, ...]) -> tuple[int, int]:
+    """Bytes that a second step of a document of 512 tokens takes beside the model, and those of its plan."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(CUDA)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    plan = document_plan(512, layers, tile_tokens=128)
+    document = PlannedDocument.of(model, torch.arange(512, device=CUDA)[None] % 64, plan, HostTier.on(CUDA, 2**24))
+    document.step()
+    torch.cuda.synchronize()
+    # a model before this one
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    document.step()
+    measured = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
+    predicted = predicted_peak_bytes(plan, model_spec(model))
+    document.close()
+    print(f"{measured:,} bytes, predicted {predicted:,}")
+    return measured, predicted
+
+
 def test_attention_in_pieces_of_heads_holds_what_is_predicted() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 32}
     config = LlamaConfig(**sizes, num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=1024)
-    peaks = {}
-    for pieces in (1, 4):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(CUDA)
-        for weight in model.parameters():
-            weight.grad = torch.zeros_like(weight)
-        plan = document_plan(512, (replayed(1.0, head_pieces=pieces),) * 2, tile_tokens=128)
-        document = PlannedDocument.of(model, torch.arange(512, device=CUDA)[None] % 64, plan, HostTier.on(CUDA, 2**20))
-        document.step()
-        torch.cuda.synchronize()
-        # the model of the case before
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["active_bytes.all.current"]
-        document.step()
-        measured = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
-        predicted = predicted_peak_bytes(plan, model_spec(model))
-        document.close()
-        print(f"{pieces} pieces: {measured:,} bytes, predicted {predicted:,}")
-        # plans leave room for copies of all that an operator is given, too
-        assert 0.45 * predicted <= measured <= predicted
-        peaks[pieces] = measured, predicted
+    peaks = {pieces: measured_and_predicted(config, (replayed(1.0, head_pieces=pieces),) * 2) for pieces in (1, 4)}
+    # plans leave room for copies of all that an operator is given, too
+    assert all(0.45 * predicted <= measured <= predicted for measured, predicted in peaks.values())
     assert peaks[4][0] < 0.45 * peaks[1][0] and peaks[4][1] < 0.4 * peaks[1][1]
+
+
+@pytest.mark.parametrize("num_moved", [1, 2, 3, 4])
+@pytest.mark.parametrize("vocab_size", [64, 4096])
+def test_layers_that_are_fetched_behind_kept_ones_hold_what_is_predicted(num_moved: int, vocab_size: int) -> None:
+    sizes = {"vocab_size": vocab_size, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 32}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
+    moved = LayerPolicy(tuple(TensorShare(name, host=1.0) for name in TENSOR_CLASSES))
+    measured, predicted = measured_and_predicted(config, (moved,) * num_moved + (LayerPolicy(),) * (4 - num_moved))
+    assert 0.85 * predicted <= measured <= predicted
