@@ -164,6 +164,32 @@ def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -
     return replace(group, stages=stages)
 
 
+def with_equal_stages(
+    group: SequenceGroup, layers: Callable[[int, int], tuple[LayerPolicy, ...]], tile_tokens: int
+) -> SequenceGroup:
+    """The group with tiles, and with the policies that `layers` returns for a chunk, given its index and a number of layers.
+
+    Stages with as many layers share one object, so that they are made and counted once.
+    """
+    known: dict[tuple[int, ...], tuple[ActivationPolicy, ...]] = {}
+    stages = []
+    for stage in group.stages:
+        sizes = tuple(part.num_layers for part in stage.parts)
+        if sizes not in known:
+            known[sizes] = tuple(
+                ActivationPolicy(chunk.index, part, layers(chunk.index, count), tile_tokens)
+                for chunk in group.chunks
+                for part, count in enumerate(sizes)
+            )
+        stages.append(replace(stage, activations=known[sizes]))
+    return replace(group, stages=tuple(stages))
+
+
+def in_tiles(group: SequenceGroup, tile_tokens: int) -> SequenceGroup:
+    """The group with tiles in every chunk, and nothing moved or recomputed."""
+    return with_equal_stages(group, lambda *_: (), tile_tokens)
+
+
 def lean_group(
     group: SequenceGroup,
     model: ModelSpec,
@@ -175,20 +201,18 @@ def lean_group(
 ) -> SequenceGroup:
     """The group with every layer of every chunk recomputed, which needs the least device memory.
 
-    host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk on
-    every stage. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
+    host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk,
+    once for all stages with as many layers. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
     """
     tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
-    layers: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
     # equal layers share one object, so that their bytes are counted once
     known: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
-    for stage in group.stages:
-        for chunk, num_tokens in zip(group.chunks, tokens, strict=True):
-            for part, owned in enumerate(stage.parts):
-                size = num_tokens, owned.num_layers, host_share(num_tokens, owned.num_layers)
-                if size not in known:
-                    ways = owned.num_layers, keeps_attention, reruns
-                    policy = lean_policy(model, num_tokens, size[2], tile_tokens, *ways)
-                    known[size] = in_pieces(policy, head_pieces).layers
-                layers[stage.stage, chunk.index, part] = known[size]
-    return with_layers(group, layers, small_tile(tile_tokens))
+
+    def layers(chunk: int, num_layers: int) -> tuple[LayerPolicy, ...]:
+        size = tokens[chunk], num_layers, host_share(tokens[chunk], num_layers)
+        if size not in known:
+            policy = lean_policy(model, size[0], size[2], tile_tokens, num_layers, keeps_attention, reruns)
+            known[size] = in_pieces(policy, head_pieces).layers
+        return known[size]
+
+    return with_equal_stages(group, layers, small_tile(tile_tokens))

@@ -82,7 +82,7 @@ class SingleChunks:
         return again_s < more * (problem.micro_batch_s + min(problem.group_s))
 
     def _fits_in_several(self, sequence: int) -> bool:
-        return any(max(self.room.least_over_bytes(group)) <= 0 for group in self.candidates.fewest_bytes(sequence))
+        return any(map(self.room.may_recompute, self.candidates.fewest_bytes(sequence)))
 
     def _most_tokens(self, over_bytes: Callable[[SequenceGroup], Sequence[float]]) -> int:
         """Most tokens of one document on a rank of the largest group that fit as one chunk; 0 if not even one does."""

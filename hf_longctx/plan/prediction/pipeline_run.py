@@ -79,8 +79,8 @@ class PredictionCache:
         # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
-        # whether no policy makes a pipeline fit, by ids of chunks and stages, and by shape
-        self.hopeless: dict[tuple[int, int, GroupShape], tuple[SequenceGroup, bool]] = {}
+        # whether a pipeline needs more bytes above the limit than these, by ids of chunks and stages, and by shape
+        self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 
     def byte_model(self, model: ModelSpec) -> ByteModel:
@@ -124,6 +124,13 @@ def run_pipeline(
     if key not in known.runs:
         known.runs[key] = group, _run_pipeline(plan, group, costs, start_s, known)
     return known.runs[key][1]
+
+
+def kept_pipeline_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
+    """Seconds of the `run_pipeline` of a group that recomputes and moves nothing, from second 0; bytes are not counted."""
+    wiring, seconds = known.wiring(group), StageSeconds(plan, group, costs, known)
+    times, _ = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()))
+    return max(of_stage[-1][1] for of_stage in times)
 
 
 def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.plan.activations.fit import with_layers
+from hf_longctx.plan.activations.fit import with_equal_stages, with_layers
 from hf_longctx.plan.activations.slots import layer_slot
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
@@ -252,8 +252,7 @@ class GroupCells:
         Workspace beside saved tensors hardly depends on the policy; the larger of two counts, with everything kept or recomputed.
         """
         layers = {cell.num_layers: (self.recomputed,) * cell.num_layers for cell in self.cells}
-        recomputed = {key: layers[self.cells[place].num_layers] for key, place in self.places.items()}
-        least = with_layers(self.group, recomputed, self.tile_tokens)
+        least = with_equal_stages(self.group, lambda _, num_layers: layers[num_layers], self.tile_tokens)
         found = []
         for stages in zip(self.group.stages, least.stages, strict=True):
             kept, replayed = (self.bytes.moments(self.group, stage) for stage in stages)
