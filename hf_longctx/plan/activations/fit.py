@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup, small_tile
+from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, small_tile
 from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
 
 Room = TypeVar("Room")
@@ -103,9 +103,19 @@ class FittedGroups:
         self._known: dict[Hashable, tuple[SequenceGroup, SequenceGroup]] = {}
         # refusals of groups for which nothing fits
         self._refused: dict[Hashable, str] = {}
+        self._of_objects: dict[int, tuple[tuple[Action, ...], int]] = {}
+        self._of_actions: dict[tuple[Action, ...], int] = {}
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def _number(self, actions: tuple[Action, ...]) -> int:
+        """Number of a stage's actions; equal ones have the same. Each object is compared once, since there may be thousands."""
+        found = self._of_objects.get(id(actions))
+        if found is None:
+            # the actions are stored too, so that their id is not reused
+            found = self._of_objects[id(actions)] = actions, self._of_actions.setdefault(actions, len(self._of_actions))
+        return found[1]
 
     def fit(
         self,
@@ -120,7 +130,7 @@ class FittedGroups:
         trial.
         """
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
-        key = group.shape, spans, tuple(stage.actions for stage in group.stages), variant
+        key = group.shape, spans, tuple(self._number(stage.actions) for stage in group.stages), variant
         if key in self._refused:
             raise ValueError(self._refused[key])
         if key not in self._known:

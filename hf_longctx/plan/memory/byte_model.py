@@ -21,6 +21,7 @@ from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import (
     LEAST_TILE_TOKENS,
     TILE_SIZES,
+    Action,
     ActivationPolicy,
     Chunk,
     GroupShape,
@@ -98,7 +99,7 @@ class _Counted:
 
     def __init__(self) -> None:
         self.numbers = _Numbers()
-        self.passes: dict[tuple[int, int], Passes] = {}
+        self.passes: dict[tuple[int, int], tuple[tuple[Action, ...], Passes]] = {}
         self.books: dict[tuple[int, GroupShape, int], BookKinds] = {}
         self.loads: dict[tuple[int, GroupShape, int, bool], _Loads] = {}
         self.kinds: dict[LayerRange, tuple[LayerKind, ...]] = {}
@@ -352,10 +353,11 @@ class ByteModel:
 
     def passes(self, stage: StagePlan) -> Passes:
         """Forwards and backwards of the stage, which do not depend on its policies."""
-        key = self._counted.numbers.of(stage.actions), len(stage.parts)
+        key = id(stage.actions), len(stage.parts)
         if key not in self._counted.passes:
-            self._counted.passes[key] = Passes(stage)
-        return self._counted.passes[key]
+            # the actions are stored too, so that their id is not reused
+            self._counted.passes[key] = stage.actions, Passes(stage)
+        return self._counted.passes[key][1]
 
     def loads(self, group: SequenceGroup, position: int) -> list[Load]:
         """Loads of the group's chunks on one rank; they are equal on every layer range of the model."""

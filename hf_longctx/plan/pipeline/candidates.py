@@ -15,6 +15,7 @@ from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span
 from hf_longctx.plan.groups.placement import PlacedGroup, with_idle_ranks
 from hf_longctx.plan.pipeline.layouts import dealt_groups, dealt_layouts
+from hf_longctx.plan.pipeline.messages import MessagedPasses
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.staged_step import CUTS, Cut, StagedStep
 
@@ -59,6 +60,7 @@ class Candidates:
 
     def __init__(self, staged: StagedStep) -> None:
         self.staged = staged
+        self._passes = MessagedPasses()
         self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...]], SequenceGroup] = {}
         self._runs: dict[tuple[int, tuple[int, ...], int, float], tuple[float, tuple[Chunk, ...]]] = {}
 
@@ -198,7 +200,7 @@ class Candidates:
             # pipelines of equal groups, such as idle ranks, differ in their positions only
             if (shape, own) not in self._pipelines:
                 group = SequenceGroup.of(shape, each.positions, own)
-                self._pipelines[shape, own] = pipelined(group, self.staged.parts, self.staged.schedule)
+                self._pipelines[shape, own] = pipelined(group, self.staged.parts, self.staged.schedule, self._passes)
             groups.append(replace(self._pipelines[shape, own], positions=tuple(each.positions)))
         return MicroBatch(tuple(groups))
 

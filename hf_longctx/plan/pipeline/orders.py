@@ -40,7 +40,7 @@ import numpy as np
 
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.types import Action, ActionKind, Chunk, LayerRange, SequenceGroup, StagePlan
-from hf_longctx.plan.pipeline.messages import with_messages
+from hf_longctx.plan.pipeline.messages import MessagedPasses
 
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -105,14 +105,25 @@ def compute_orders(
     return tuple(_merged(forward_units, backward_units, np.array(counts, dtype=np.int64)) for counts in needed)
 
 
-def pipelined(group: SequenceGroup, parts: Sequence[tuple[LayerRange, ...]], schedule: Schedule = "elastic") -> SequenceGroup:
-    """Gives the group a stage plan (compute actions, messages) per entry of `parts`; nothing is offloaded or recomputed."""
-    num_parts = {len(ranges) for ranges in parts}
-    if len(num_parts) != 1:
+def pipelined(
+    group: SequenceGroup,
+    parts: Sequence[tuple[LayerRange, ...]],
+    schedule: Schedule = "elastic",
+    known: MessagedPasses | None = None,
+) -> SequenceGroup:
+    """Gives the group a stage plan (compute actions, messages) per entry of `parts`; nothing is offloaded or recomputed.
+
+    known: actions that were made for other groups.
+    """
+    sizes = {len(ranges) for ranges in parts}
+    if len(sizes) != 1:
         raise ValueError(f"every stage needs the same number of parts, at least one stage; found {[len(p) for p in parts]}")
-    actions = compute_actions(group.chunks, len(parts), schedule, num_parts.pop())
-    stages = tuple(StagePlan(stage, tuple(parts[stage]), actions[stage]) for stage in range(len(parts)))
-    return with_messages(replace(group, stages=stages))
+    known, num_stages, num_parts = MessagedPasses() if known is None else known, len(parts), sizes.pop()
+    stages = []
+    for stage, order in enumerate(compute_orders(group.chunks, num_stages, schedule, num_parts)):
+        passes = zip(*(each.tolist() for each in order), strict=True)
+        stages.append(StagePlan(stage, tuple(parts[stage]), known.actions(stage, num_stages, num_parts, passes)))
+    return replace(group, stages=tuple(stages))
 
 
 def _check_request(num_chunks: int, num_stages: int, schedule: str, num_parts: int) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, compress, pairwise
 
 import numpy as np
 
@@ -90,14 +90,18 @@ class PredictionCache:
         return self._bytes
 
     def wiring(self, group: SequenceGroup) -> Wiring:
-        """Returns the wiring of the group's actions, which does not depend on policies. Raises ValueError like `check_action`."""
+        """Returns the wiring of the group's F and B, or of all its actions where messages do not stand beside these.
+
+        It does not depend on policies. Raises ValueError like `check_action`.
+        """
         key = tuple(id(stage.actions) for stage in group.stages)
         if key not in self._wirings:
             for stage in group.stages:
                 for action in stage.actions:
-                    check_action(action, stage)
-            found = Wiring.of_actions([stage.actions for stage in group.stages], len(group.stages[0].parts))
-            self._wirings[key] = group, found
+                    if action.lenders or action.part:
+                        check_action(action, stage)
+            way = [stage.actions for stage in group.stages], len(group.stages[0].parts)
+            self._wirings[key] = group, Wiring.of_passes(*way) or Wiring.of_actions(*way)
         return self._wirings[key][1]
 
     def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
@@ -145,39 +149,33 @@ def _run_pipeline(
 ) -> tuple[StageRun, ...]:
     wiring = known.wiring(group)
     seconds = StageSeconds(plan, group, costs, known)
-    copies = (
-        [seconds.copies(action) if action.kind in ("F", "B") else () for stage in group.stages for action in stage.actions]
-        if seconds.has_copies
-        else ()
-    )
+    passes = [known.byte_model(costs.model).passes(stage) for stage in group.stages]
+    copies = [seconds.copies(action) for of_stage in passes for action in of_stage.actions] if seconds.has_copies else []
+    if copies and not wiring.is_pass.all():
+        left = iter(copies)
+        copies = [next(left) if is_pass else () for is_pass in wiring.is_pass]
     times, copied = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()), start_s, copies)
     exchange_s = wiring.seconds(seconds.exchanges())
-    return tuple(
-        _stage_run(
-            plan,
-            seconds,
-            stage,
-            times[place],
-            exchange_s[wiring.starts[place] : wiring.starts[place + 1]],
-            [one for one in copied if one.stage == place],
-            known,
-        )
-        for place, stage in enumerate(group.stages)
-    )
+    runs = []
+    for place, (stage, (start, stop)) in enumerate(zip(group.stages, pairwise(wiring.starts), strict=True)):
+        is_pass = wiring.is_pass[start:stop]
+        when, exchanges = tuple(compress(times[place], is_pass)), tuple(compress(exchange_s[start:stop], is_pass))
+        runs.append(_stage_run(plan, seconds, stage, when, exchanges, [one for one in copied if one.stage == place], known))
+    return tuple(runs)
 
 
 def _stage_run(
     plan: StepPlan,
     seconds: StageSeconds,
     stage: StagePlan,
-    times: Times,
-    exchange_s: Sequence[float],
+    when: Times,
+    exchange_s: tuple[float, ...],
     copied: Sequence[CopiedOut],
     known: PredictionCache,
 ) -> StageRun:
+    """Run of one stage, given the times of its F and B and the exchanges inside each of them."""
     byte_model = known.byte_model(seconds.costs.model)
     passes = byte_model.passes(stage)
-    when = tuple(times[place] for place in passes.places)
     model, group = seconds.costs.model, seconds.group
     is_alone = plan.num_stages == 1
     # on one stage, the bytes of every pass have room for all that may be on its way to the host, at any speed
@@ -193,7 +191,7 @@ def _stage_run(
     return StageRun(
         passes.actions,
         when,
-        tuple(exchange_s[place] for place in passes.places),
+        exchange_s,
         state_bytes + found.peak + messages,
         found.host,
         most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),

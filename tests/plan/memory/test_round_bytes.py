@@ -137,7 +137,7 @@ def test_equal_stages_are_counted_once_whatever_objects_they_are(seed: int) -> N
     found = [byte_model.moments(group, stage).most for stage in group.stages]
     same = deepcopy(group)
     assert same == group and same.chunks is not group.chunks and same.stages[0].actions is not group.stages[0].actions
-    with patch.object(byte_model_file, "LayerBytes", None), patch.object(byte_model_file, "Passes", None):
+    with patch.object(byte_model_file, "LayerBytes", None):
         assert [byte_model.moments(same, stage).most for stage in same.stages] == found
     wider = replace(MODEL, hidden_size=2 * MODEL.hidden_size)
     assert ByteModel(wider).moments(group, group.stages[0]).most != found[0]
