@@ -230,7 +230,7 @@ class PipelineRoom:
             self.costs,
             self.budget.tile_tokens,
             keeps_attention,
-            self._byte_model,
+            self.predictions,
             self.budget.host_bytes > 0,
         )
         both = self._solve(cells, tiled.seconds, self.budget.host_bytes)

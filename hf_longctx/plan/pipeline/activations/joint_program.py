@@ -23,9 +23,7 @@ is large; otherwise the integer program is solved, starting from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,26 +56,26 @@ class _JointSearch:
 _SEARCH = _JointSearch()
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One chunk on one part of a stage, with the costs and savings of recomputing or offloading its saved tensors.
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """Cells of a pipeline, one chunk on one part of a stage each, with what recomputing or offloading its saved tensors takes.
 
     layer_s: seconds to recompute one layer. layer_bytes: device bytes that this frees. If the whole cell is offloaded,
     offload_bytes leave the device, host_bytes reach the host and the objective counts offload_s. most_offload: the largest share
     whose copies can be hidden.
     """
 
-    diagonal: int
-    num_layers: int
-    layer_s: float
-    layer_bytes: float
-    offload_bytes: float
-    host_bytes: float
-    offload_s: float
-    most_offload: float
+    diagonal: IntArray
+    num_layers: IntArray
+    layer_s: FloatArray
+    layer_bytes: FloatArray
+    offload_bytes: FloatArray
+    host_bytes: FloatArray
+    offload_s: FloatArray
+    most_offload: FloatArray
 
-
-_CELL_NUMBERS = attrgetter(*(field.name for field in fields(Cell)))
+    def __len__(self) -> int:
+        return len(self.diagonal)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +109,7 @@ class JointChoice:
 
 
 def choose_jointly(
-    cells: Sequence[Cell],
+    cells: Cells,
     moments: Moments,
     host_bytes: float,
     tolerance_s: float = 0.0,
@@ -135,17 +133,16 @@ class _JointProgram:
     its room count; all others keep everything.
     """
 
-    def __init__(self, cells: Sequence[Cell], moments: Moments, host_bytes: float) -> None:
-        self.host_bytes = host_bytes
-        numbers = np.array(list(map(_CELL_NUMBERS, cells)), dtype=np.float64).T
-        self.diagonal: IntArray = numbers[0].astype(np.int64)
-        layer_s, self.layer_bytes, self.offload_bytes, self.cell_host_bytes, self.offload_s, self.most_offload = numbers[2:]
+    def __init__(self, cells: Cells, moments: Moments, host_bytes: float) -> None:
+        self.host_bytes, self.diagonal, self.layer_bytes = host_bytes, cells.diagonal, cells.layer_bytes
+        self.offload_bytes, self.cell_host_bytes = cells.offload_bytes, cells.host_bytes
+        self.offload_s, self.most_offload = cells.offload_s, cells.most_offload
         self.num_diagonals = int(self.diagonal.max(initial=-1)) + 1
         self.most_layers, self.layer_s = np.zeros(self.num_diagonals), np.zeros(self.num_diagonals)
-        np.maximum.at(self.most_layers, self.diagonal, numbers[1])
-        np.maximum.at(self.layer_s, self.diagonal, layer_s)
+        np.maximum.at(self.most_layers, self.diagonal, cells.num_layers)
+        np.maximum.at(self.layer_s, self.diagonal, cells.layer_s)
         # a diagonal's number of layers is that of its largest cell; smaller cells recompute proportionally fewer
-        self.part = numbers[1] / self.most_layers[self.diagonal]
+        self.part = cells.num_layers / self.most_layers[self.diagonal]
         places = _merge_equal(len(moments.excess_bytes), moments.first, moments.stop, moments.away, moments.back)
         self.excess_bytes = np.full(int(places[-1]), -np.inf)
         np.maximum.at(self.excess_bytes, places[:-1], moments.excess_bytes)
