@@ -134,10 +134,12 @@ class PipelineRoom:
             counted_s=counted_s,
         )
 
-    def _short_trial(self, group: SequenceGroup) -> Trial:
+    def _short_trial(self, group: SequenceGroup, counted_s: float = 0.0) -> Trial:
         """The `trial` of a group, without its run, and so without seconds, if the bytes of its chunks alone exceed the limits."""
-        over_bytes = tuple(next(iter(of_stage)) for of_stage in self._over_bytes(group, [group]))
-        return Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self.trial(group)
+        over_bytes = tuple(next(of_stage) for of_stage in self._over_bytes(group, [group]))
+        on_host = max(self._byte_model.moments(group, stage).most.host for stage in group.stages)
+        short = Trial(group, math.inf, over_bytes, float(on_host - self.budget.host_bytes), counted_s)
+        return self.trial(group, counted_s) if short.fits else short
 
     def _kept_trial(self, group: SequenceGroup) -> Trial:
         """The `trial` of a group that keeps everything; where a bound tells that it does not fit, its bytes are not counted."""
@@ -246,7 +248,7 @@ class PipelineRoom:
 
         def propose(room: _Room) -> Trial | None:
             choice = choose_jointly(cells.cells, cells.moments(room[0]), room[1], tolerance_s)
-            return None if choice is None else self.trial(cells.under(choice), choice.cost_s)
+            return None if choice is None else self._short_trial(cells.under(choice), choice.cost_s)
 
         def next_room(room: _Room, trial: Trial) -> _Room | None:
             device_bytes, host_bytes = room
