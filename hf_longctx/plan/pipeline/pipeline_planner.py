@@ -163,9 +163,7 @@ class PipelineSearch:
         row = next(filter(None, map(self._as_it_is, equal)), None)
         if row is not None:
             return row
-        promising = [each for each in equal if self._may_fit(each)] if self._room is not None else []
-        quickest = sorted(promising, key=self._kept_s)[: _SEARCH.most_fits] if len(promising) > 1 else promising
-        best = next(filter(None, map(self._made_to_fit, quickest)), None)
+        best = next(filter(None, map(self._made_to_fit, self._quickest(equal))), None)
         for candidate in candidates[len(equal) :]:
             if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
@@ -175,6 +173,14 @@ class PipelineSearch:
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
         return best
+
+    def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those of the quickest of these candidates that may fit, quickest first."""
+        may_fit = [self._room is not None and self._may_fit(each) for each in candidates]
+        if sum(may_fit) < 2 and (not any(may_fit) or len(may_fit) <= _SEARCH.most_fits):
+            return [each for each, may in zip(candidates, may_fit, strict=True) if may]
+        order = sorted(range(len(candidates)), key=lambda place: self._kept_s(candidates[place]))
+        return [candidates[place] for place in order[: _SEARCH.most_fits] if may_fit[place]]
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self._plan_of([candidate.micro_batch])

@@ -53,7 +53,7 @@ class SingleChunks:
         if longest > least:
             return
         problem = self._problem(members)
-        kept = int(_FILLED * self._most_tokens(lambda group: self.room.trial(group).over_bytes))
+        kept = int(_FILLED * self._most_tokens(self.room.over_bytes))
         least = max(longest, int(_FILLED * least))
         long = [place for place, i in enumerate(members) if lengths[i] > kept * degree]
         others = [place for place, i in enumerate(members) if lengths[i] <= kept * degree]

@@ -114,6 +114,9 @@ class PipelineRoom:
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
         self.waiting_bytes = max(self._byte_model.stage_waiting(stage, plan) for stage in stages)
+        # a stage holds at least as many chunks as any after it, so that of equal ones the first needs most; ends have more weights
+        sizes = {tuple(part.num_layers for part in stage.parts): stage.stage for stage in reversed(stages[1:-1])}
+        self._fullest = sorted({0, *sizes.values(), len(stages) - 1})
         self._known = FittedGroups() if fitted is None else fitted
         # predictions of the latest group in least memory, which a refusal describes
         self._least: list[Trial] = []
@@ -134,16 +137,20 @@ class PipelineRoom:
             counted_s=counted_s,
         )
 
+    def over_bytes(self, group: SequenceGroup) -> tuple[float, ...]:
+        """Bytes above the limit on each stage of a group under its policies; copies on their way are left out."""
+        return tuple(next(of_stage) for of_stage in self._over_bytes(group, [group]))
+
     def _short_trial(self, group: SequenceGroup, counted_s: float = 0.0) -> Trial:
         """The `trial` of a group, without its run, and so without seconds, if the bytes of its chunks alone exceed the limits."""
-        over_bytes = tuple(next(of_stage) for of_stage in self._over_bytes(group, [group]))
+        over_bytes = self.over_bytes(group)
         on_host = max(self._byte_model.moments(group, stage).most.host for stage in group.stages)
         short = Trial(group, math.inf, over_bytes, float(on_host - self.budget.host_bytes), counted_s)
         return self.trial(group, counted_s) if short.fits else short
 
     def _kept_trial(self, group: SequenceGroup) -> Trial:
         """The `trial` of a group that keeps everything; where a bound tells that it does not fit, its bytes are not counted."""
-        over_bytes = tuple(next(of_stage) for of_stage in self._over_bytes(group, [group], self._byte_model.least_peak))
+        over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
         if max(over_bytes) <= 0:
             return self.trial(group)
         return Trial(group, self.kept_s(group), over_bytes)
@@ -185,20 +192,28 @@ class PipelineRoom:
         return [least, in_tiles(group, tile_tokens), group]
 
     def _over_bytes(
-        self, group: SequenceGroup, ways: Sequence[SequenceGroup], peak: Callable[[SequenceGroup, StagePlan, int], int] | None = None
+        self,
+        group: SequenceGroup,
+        ways: Sequence[SequenceGroup],
+        places: Sequence[int] = (),
+        peak: Callable[[SequenceGroup, StagePlan, int], int] | None = None,
     ) -> Iterator[Iterator[float]]:
         """Bytes above the limit for every stage under each of the policies of `ways`, counted when asked for.
 
-        When actions run does not matter: copies on their way would only add bytes. peak: what counts the bytes of a stage, all of
-        its passes by default.
+        When actions run does not matter: copies on their way would only add bytes. places: stages to count, all by default. peak:
+        what counts the bytes of a stage, all of its passes by default.
         """
         model, tokens = self.costs.model, max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
         peak = self._peak if peak is None else peak
-        for place, room_bytes in enumerate(self.room_bytes):
+        for place in places or range(len(group.stages)):
             stage = group.stages[place]
             waiting = self._byte_model.stage_waiting(stage, self.plan)
-            beside = message_bytes(model, stage, len(group.stages), tokens) - room_bytes
+            beside = message_bytes(model, stage, len(group.stages), tokens) - self.room_bytes[place]
             yield (peak(group, way.stages[place], waiting) + beside for way in ways)
+
+    def _least_over(self, group: SequenceGroup, ways: Sequence[SequenceGroup]) -> Iterator[Iterator[float]]:
+        """Lower bounds on the bytes above the limit, on those stages that probably need most, as in `_over_bytes`."""
+        return self._over_bytes(group, ways, self._fullest, self._byte_model.least_peak)
 
     def _peak(self, group: SequenceGroup, stage: StagePlan, waiting: int) -> int:
         return self._byte_model.moments(group, stage, waiting=waiting).most.peak
@@ -215,9 +230,9 @@ class PipelineRoom:
         """Whether some stage needs more than `most` bytes above the limit in each of these ways, by `ByteModel.least_peak`."""
         key = id(group.chunks), id(group.stages), group.shape, most
         if key not in self.predictions.over:
-            found = self._over_bytes(group, ways(), self._byte_model.least_peak)
+            is_over = any(all(over > most for over in of_stage) for of_stage in self._least_over(group, ways()))
             # the group is stored too, so that its ids are not reused
-            self.predictions.over[key] = group, any(all(over > most for over in of_stage) for of_stage in found)
+            self.predictions.over[key] = group, is_over
         return self.predictions.over[key][1]
 
     def _least_trial(self, group: SequenceGroup) -> Trial:
