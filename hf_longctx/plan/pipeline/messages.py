@@ -7,7 +7,7 @@ the same order of chunks, so receives find their messages in the order in which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -58,9 +58,13 @@ def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action,
 
 
 class MessagedPasses:
-    """Forwards and backwards with their messages, made once for all groups of a step: most actions of any two are equal."""
+    """Forwards and backwards with their messages, made once for all groups of a step: most actions of any two are equal.
+
+    stages: actions of all stages of groups, by what their order depends on.
+    """
 
     def __init__(self) -> None:
+        self.stages: dict[Hashable, list[tuple[Action, ...]]] = {}
         # forwards and backwards of all chunks so far, by stage, part, and numbers of stages and of layer ranges
         self._known: dict[tuple[int, int, int, int], tuple[list[tuple[Action, ...]], list[tuple[Action, ...]]]] = {}
 

@@ -91,7 +91,7 @@ class SingleChunks:
         def fits(tokens: int) -> bool:
             chunk = Chunk(0, (Span(0, 0, tokens * degree),))
             group = SequenceGroup.of(staged.shapes[degree], range(degree), (chunk,))
-            return max(over_bytes(pipelined(group, staged.parts, staged.schedule))) <= 0
+            return max(over_bytes(pipelined(group, staged.parts, staged.schedule, self.candidates.passes))) <= 0
 
         low, high = 0, staged.config.tokens_per_rank
         if fits(high):
