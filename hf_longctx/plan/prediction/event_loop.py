@@ -176,6 +176,23 @@ class Wiring:
         arrival of its result at another stage. start_s: when each stage is free. copies: steps in the order in which they run,
         () for a pass without saved tensors on the host; a backward also takes the seconds it waits for its copies back.
         """
+        begun, ended, copied = self._walk(seconds, hop_s, start_s, copies, fetches_ahead)
+        times = tuple(tuple(zip(begun[start:stop], ended[start:stop], strict=True)) for start, stop in pairwise(self.starts))
+        return times, tuple(copied)
+
+    def stop_s(self, seconds: Sequence[float], hop_s: Sequence[float]) -> float:
+        """When the last action stops, of a `run` without copies from second 0."""
+        return max(self._walk(seconds, hop_s)[1])
+
+    def _walk(
+        self,
+        seconds: Sequence[float],
+        hop_s: Sequence[float],
+        start_s: Sequence[float] = (),
+        copies: Sequence[tuple[CopyStep, ...]] = (),
+        fetches_ahead: bool = False,
+    ) -> tuple[list[float], list[float], list[CopiedOut]]:
+        """When every action starts and stops, and the copies to the host, as in `run`."""
         clocks = list(start_s) or [0.0] * self.num_stages
         begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
         links = [_Links(fetches_ahead) for _ in clocks]
@@ -192,8 +209,7 @@ class Wiring:
             else:
                 clock_s += seconds[number]
             ended[number] = clocks[stage] = clock_s
-        times = tuple(tuple(zip(begun[start:stop], ended[start:stop], strict=True)) for start, stop in pairwise(self.starts))
-        return times, tuple(copied)
+        return begun, ended, copied
 
     def _copy(
         self,

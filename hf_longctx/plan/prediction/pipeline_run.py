@@ -133,8 +133,7 @@ def run_pipeline(
 def kept_pipeline_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
     """Seconds of the `run_pipeline` of a group that recomputes and moves nothing, from second 0; bytes are not counted."""
     wiring, seconds = known.wiring(group), StageSeconds(plan, group, costs, known)
-    times, _ = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()))
-    return max(of_stage[-1][1] for of_stage in times)
+    return wiring.stop_s(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()))
 
 
 def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:
