@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup, small_tile
+from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, small_tile
 from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
 
 Room = TypeVar("Room")
@@ -103,9 +103,19 @@ class FittedGroups:
         self._known: dict[Hashable, tuple[SequenceGroup, SequenceGroup]] = {}
         # refusals of groups for which nothing fits
         self._refused: dict[Hashable, str] = {}
+        self._of_objects: dict[int, tuple[tuple[Action, ...], int]] = {}
+        self._of_actions: dict[tuple[Action, ...], int] = {}
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def _number(self, actions: tuple[Action, ...]) -> int:
+        """Number of a stage's actions; equal ones have the same. Each object is compared once, since there may be thousands."""
+        found = self._of_objects.get(id(actions))
+        if found is None:
+            # the actions are stored too, so that their id is not reused
+            found = self._of_objects[id(actions)] = actions, self._of_actions.setdefault(actions, len(self._of_actions))
+        return found[1]
 
     def fit(
         self,
@@ -120,7 +130,7 @@ class FittedGroups:
         trial.
         """
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
-        key = group.shape, spans, tuple(stage.actions for stage in group.stages), variant
+        key = group.shape, spans, tuple(self._number(stage.actions) for stage in group.stages), variant
         if key in self._refused:
             raise ValueError(self._refused[key])
         if key not in self._known:
@@ -164,6 +174,32 @@ def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -
     return replace(group, stages=stages)
 
 
+def with_equal_stages(
+    group: SequenceGroup, layers: Callable[[int, int], tuple[LayerPolicy, ...]], tile_tokens: int
+) -> SequenceGroup:
+    """The group with tiles, and with the policies that `layers` returns for a chunk, given its index and a number of layers.
+
+    Stages with as many layers share one object, so that they are made and counted once.
+    """
+    known: dict[tuple[int, ...], tuple[ActivationPolicy, ...]] = {}
+    stages = []
+    for stage in group.stages:
+        sizes = tuple(part.num_layers for part in stage.parts)
+        if sizes not in known:
+            known[sizes] = tuple(
+                ActivationPolicy(chunk.index, part, layers(chunk.index, count), tile_tokens)
+                for chunk in group.chunks
+                for part, count in enumerate(sizes)
+            )
+        stages.append(replace(stage, activations=known[sizes]))
+    return replace(group, stages=tuple(stages))
+
+
+def in_tiles(group: SequenceGroup, tile_tokens: int) -> SequenceGroup:
+    """The group with tiles in every chunk, and nothing moved or recomputed."""
+    return with_equal_stages(group, lambda *_: (), tile_tokens)
+
+
 def lean_group(
     group: SequenceGroup,
     model: ModelSpec,
@@ -175,20 +211,18 @@ def lean_group(
 ) -> SequenceGroup:
     """The group with every layer of every chunk recomputed, which needs the least device memory.
 
-    host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk on
-    every stage. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
+    host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk,
+    once for all stages with as many layers. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
     """
     tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
-    layers: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
     # equal layers share one object, so that their bytes are counted once
     known: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
-    for stage in group.stages:
-        for chunk, num_tokens in zip(group.chunks, tokens, strict=True):
-            for part, owned in enumerate(stage.parts):
-                size = num_tokens, owned.num_layers, host_share(num_tokens, owned.num_layers)
-                if size not in known:
-                    ways = owned.num_layers, keeps_attention, reruns
-                    policy = lean_policy(model, num_tokens, size[2], tile_tokens, *ways)
-                    known[size] = in_pieces(policy, head_pieces).layers
-                layers[stage.stage, chunk.index, part] = known[size]
-    return with_layers(group, layers, small_tile(tile_tokens))
+
+    def layers(chunk: int, num_layers: int) -> tuple[LayerPolicy, ...]:
+        size = tokens[chunk], num_layers, host_share(tokens[chunk], num_layers)
+        if size not in known:
+            policy = lean_policy(model, size[0], size[2], tile_tokens, num_layers, keeps_attention, reruns)
+            known[size] = in_pieces(policy, head_pieces).layers
+        return known[size]
+
+    return with_equal_stages(group, layers, small_tile(tile_tokens))

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import IntArray
+from hf_longctx.plan.core.arrays import BoolArray, FloatArray, IntArray
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
@@ -20,6 +21,7 @@ from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import (
     LEAST_TILE_TOKENS,
     TILE_SIZES,
+    Action,
     ActivationPolicy,
     Chunk,
     GroupShape,
@@ -31,7 +33,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.memory.head_pieces import PiecedLayerBytes
-from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments
+from hf_longctx.plan.memory.kv_book import BookKinds, BookMoments, book_kinds, book_moments
 from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes
 from hf_longctx.plan.memory.round_bytes import (
     LAYER_NUMBERS,
@@ -46,6 +48,11 @@ from hf_longctx.plan.memory.stage import accumulated_bytes, host_layer_bytes, ho
 from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes, UnmixedLayerBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
+
+# passes in which a bound on a peak counts bytes
+_MOST_GUESSES = 6
+# bytes, counted or estimated
+NumberArray = TypeVar("NumberArray", IntArray, FloatArray)
 
 
 class _Numbers:
@@ -92,11 +99,13 @@ class _Counted:
 
     def __init__(self) -> None:
         self.numbers = _Numbers()
-        self.passes: dict[tuple[int, int], Passes] = {}
+        self.passes: dict[tuple[int, int], tuple[tuple[Action, ...], Passes]] = {}
         self.books: dict[tuple[int, GroupShape, int], BookKinds] = {}
         self.loads: dict[tuple[int, GroupShape, int, bool], _Loads] = {}
-        # chunks on one part of a stage
+        self.kinds: dict[LayerRange, tuple[LayerKind, ...]] = {}
+        # chunks on one part of a stage, and their policies by id
         self.parts: dict[Hashable, IntArray] = {}
+        self.policies: dict[Hashable, tuple[tuple[ActivationPolicy, ...], list[_Policy], int]] = {}
         # layers, each with its row in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
         self.layers: dict[tuple[int, int, int, LayerKind], tuple[LayerBytes, int]] = {}
         self.rows: dict[tuple[int, int, int, tuple[LayerKind, ...]], list[int]] = {}
@@ -293,21 +302,61 @@ class ByteModel:
         passes, loads = self.passes(stage), self._group_loads(group, position, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward
-        device, host, forward_workspace, backward_workspace, ending = chunks[place].T
-        work = np.where(is_forward, forward_workspace, backward_workspace)
+        numbers = chunks[place].T
+        device, host, forward_workspace, backward_workspace, _ = numbers
         # a chunk is held from its forward to the end of its backward
         saved, on_host = (np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each) for each in (device, host))
-        kinds = self._book(group, position)
-        first, last, most, others = book_moments(self.model, stage, kinds, len(group.chunks), place, is_forward)
-        peak = np.maximum(saved + work + first, saved - device + ending + last) + others
-        return RoundMoments(saved, on_host, most + others, work, peak)
+        book = book_moments(self.model, stage, self._book(group, position), len(group.chunks), place, is_forward)
+        work = np.where(is_forward, forward_workspace, backward_workspace)
+        return RoundMoments(saved, on_host, book.most + book.others, work, _peak(numbers, saved, is_forward, book))
+
+    def least_peak(self, group: SequenceGroup, stage: StagePlan, waiting: int = 0) -> int:
+        """Lower bound on the peak of `moments` on the first rank: the most bytes in a few passes that probably need most.
+
+        Bytes of a few chunks are counted, and those of others guessed by their tokens. Where the guess is highest, all chunks in
+        flight are counted, and so on. This takes a tenth of the time where chunks are many, and mostly finds the peak.
+        """
+        passes, loads, num_parts = self.passes(stage), self._group_loads(group, 0, True), len(stage.parts)
+        place, is_forward = passes.cells, passes.is_forward
+        book = book_moments(self.model, stage, self._book(group, 0), len(group.chunks), place, is_forward)
+        waits = waiting * (np.arange(len(place)) > np.argmin(is_forward))
+        # passes of the forward and of the backward of every cell
+        begins, ends = (passed[np.argsort(place[passed])] for passed in map(np.flatnonzero, (is_forward, ~is_forward)))
+
+        def counted(chunks: IntArray) -> IntArray:
+            of_parts = (self._chunks_of(group, stage, part, loads, True, chunks.tolist()) for part in range(num_parts))
+            return np.stack(list(of_parts), axis=1)
+
+        tokens = np.array([load.num_tokens for load in loads.loads])
+        order = np.argsort(tokens, kind="stable")
+        sample = order[np.unique([0, len(order) // 2, len(order) - 1])]
+        known = counted(sample)
+        numbers = np.empty((len(tokens), num_parts, 5))
+        for part, number in np.ndindex(num_parts, 5):
+            numbers[:, part, number] = np.interp(tokens, tokens[sample], known[:, part, number])
+        numbers[sample], is_guess = known, ~np.isin(np.arange(len(tokens)), sample)
+        moments: list[int] = []
+        while True:
+            own = numbers.reshape(-1, 5)[place].T
+            saved = np.cumsum(np.where(is_forward, own[0], -own[0])) + np.where(is_forward, 0, own[0])
+            peak = _peak(own, saved, is_forward, book) + waits
+            moment = int(np.argmax(peak))
+            in_flight = np.unique(np.flatnonzero((begins <= moment) & (moment <= ends)) // num_parts)
+            guessed = in_flight[is_guess[in_flight]]
+            if not len(guessed):
+                moments.append(moment)
+            if not len(guessed) or len(moments) == _MOST_GUESSES:
+                return max(int(peak[each]) for each in moments)
+            numbers[guessed], is_guess[guessed] = counted(guessed), False
+            moments.append(moment)
 
     def passes(self, stage: StagePlan) -> Passes:
         """Forwards and backwards of the stage, which do not depend on its policies."""
-        key = self._counted.numbers.of(stage.actions), len(stage.parts)
+        key = id(stage.actions), len(stage.parts)
         if key not in self._counted.passes:
-            self._counted.passes[key] = Passes(stage)
-        return self._counted.passes[key]
+            # the actions are stored too, so that their id is not reused
+            self._counted.passes[key] = stage.actions, Passes(stage)
+        return self._counted.passes[key][1]
 
     def loads(self, group: SequenceGroup, position: int) -> list[Load]:
         """Loads of the group's chunks on one rank; they are equal on every layer range of the model."""
@@ -319,8 +368,11 @@ class ByteModel:
 
     def _kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
         """Kind of each layer of a part of the model. Windows make no difference to bytes of layers."""
-        kinds = self.model.layer_kinds(part) or (ATTENTION,) * part.num_layers
-        return tuple(LayerKind(None if kind.attends else 0, kind.has_state, kind.heads) for kind in kinds)
+        known = self._counted.kinds
+        if part not in known:
+            kinds = self.model.layer_kinds(part) or (ATTENTION,) * part.num_layers
+            known[part] = tuple(LayerKind(None if kind.attends else 0, kind.has_state, kind.heads) for kind in kinds)
+        return known[part]
 
     def _book(self, group: SequenceGroup, position: int) -> BookKinds:
         """Changes that the group's chunks make in the K/V book."""
@@ -392,40 +444,53 @@ class ByteModel:
         return known[key]
 
     def _part_chunks(self, group: SequenceGroup, stage: StagePlan, loads: _Loads, tiles_loss: bool) -> IntArray:
-        """The numbers of `ChunkBytes` of every chunk on every part of a stage, (chunks * parts, 5).
+        """The numbers of `ChunkBytes` of every chunk on every part of a stage, (chunks * parts, 5)."""
+        known, at_once = self._counted.parts, self.passes(stage).at_once
+        found = np.empty((len(loads.loads), len(stage.parts), 5), dtype=np.int64)
+        for part, owned in enumerate(stage.parts):
+            has_head = _has_head(group, stage, part)
+            # equal stages share one entry of the cache
+            policies = self._policies(group, stage, part)[1]
+            key = loads.number, self._kinds(owned), has_head and at_once, (stage.stage, part) == (0, 0), policies
+            if key not in known:
+                known[key] = self._chunks_of(group, stage, part, loads, tiles_loss, range(len(loads.loads)))
+            found[:, part] = known[key]
+        return found.reshape(-1, 5)
+
+    def _chunks_of(
+        self, group: SequenceGroup, stage: StagePlan, part: int, loads: _Loads, tiles_loss: bool, chunks: Sequence[int]
+    ) -> IntArray:
+        """The numbers of `ChunkBytes` of these chunks on one part of a stage, (chunks, 5).
 
         Output head and loss are on the last part of the last stage.
         """
-        known, of_layers, passes = self._counted.parts, self._counted.numbers.of_layers, self.passes(stage)
-        policies = {
-            (policy.chunk, policy.part): _Policy(policy.layers, policy.tile_tokens, of_layers(policy.layers))
-            for policy in stage.activations
-        }
-        nothing = _Policy((), 0, of_layers(()))
-        num_parts, is_last = len(stage.parts), stage.stage == len(group.stages) - 1
-        found = np.empty((len(loads.loads), num_parts, 5), dtype=np.int64)
-        for part, owned in enumerate(stage.parts):
-            has_head = is_last and part == num_parts - 1
-            own = [policies.get((chunk.index, part), nothing) for chunk in group.chunks]
-            at_once = tuple(has_head and chunk.index * num_parts + part in passes.at_once for chunk in group.chunks)
-            is_first = (stage.stage, part) == (0, 0)
-            # equal stages share one entry of the cache
-            chosen = tuple((policy.number, policy.tile_tokens) for policy in own)
-            kinds = self._kinds(owned)
-            key = loads.number, kinds, has_head, at_once, is_first, chosen
-            if key not in known:
-                each = list(zip(loads.loads, loads.numbers, own, at_once, strict=True))
-                rows = [self._layer_rows(load, number, policy, kinds) for load, number, policy, _ in each]
-                outside = [
-                    self._outside(load, number, has_head, keeps_gradients, policy.tile_tokens if tiles_loss else 0)
-                    for load, number, policy, keeps_gradients in each
-                ]
-                # hidden states received from another part wait for their gradient only where a policy may move them
-                receives = np.array([bool(policy.layers) and not is_first for policy in own])
-                layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]
-                known[key] = chunk_numbers(layers, np.array(outside, dtype=np.int64), receives)
-            found[:, part] = known[key]
-        return found.reshape(-1, 5)
+        has_head, num_parts, at_once = _has_head(group, stage, part), len(stage.parts), self.passes(stage).at_once
+        kinds, policies, is_first = self._kinds(stage.parts[part]), self._policies(group, stage, part)[0], not stage.stage + part
+        rows, outside, receives = [], [], []
+        for chunk in chunks:
+            load, number, policy = loads.loads[chunk], loads.numbers[chunk], policies[chunk]
+            rows.append(self._layer_rows(load, number, policy, kinds))
+            keeps_gradients = has_head and chunk * num_parts + part in at_once
+            loss_tile = policy.tile_tokens if tiles_loss else 0
+            outside.append(self._outside(load, number, has_head, keeps_gradients, loss_tile))
+            # hidden states received from another part wait for their gradient only where a policy may move them
+            receives.append(bool(policy.layers) and not is_first)
+        layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]
+        return chunk_numbers(layers, np.array(outside, dtype=np.int64), np.array(receives))
+
+    def _policies(self, group: SequenceGroup, stage: StagePlan, part: int) -> tuple[list[_Policy], int]:
+        """Policy of every chunk on one part of a stage, and the number of the list."""
+        known, key = self._counted.policies, (id(stage.activations), part, len(group.chunks))
+        if key not in known:
+            numbers = self._counted.numbers
+            found = [_Policy((), 0, numbers.of_layers(()))] * len(group.chunks)
+            for policy in stage.activations:
+                if policy.part == part:
+                    found[policy.chunk] = _Policy(policy.layers, policy.tile_tokens, numbers.of_layers(policy.layers))
+            number = numbers.of_key(("policies", *((policy.number, policy.tile_tokens) for policy in found)))
+            # the policies are stored too, so that their id is not reused
+            known[key] = stage.activations, found, number
+        return known[key][1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +500,22 @@ class _Policy:
     layers: tuple[LayerPolicy, ...]
     tile_tokens: int
     number: int
+
+
+def _peak(numbers: NumberArray, saved: NumberArray, is_forward: BoolArray, book: BookMoments) -> NumberArray:
+    """Bytes of every pass on the device, without gradients that wait.
+
+    numbers: those of `ChunkBytes` of the chunk that runs, (5, passes). saved: bytes of all chunks in flight, with its own.
+    """
+    device, _, forward_workspace, backward_workspace, ending = numbers
+    work = np.where(is_forward, forward_workspace, backward_workspace)
+    peak: NumberArray = np.maximum(saved + work + book.first, saved - device + ending + book.last) + book.others
+    return peak
+
+
+def _has_head(group: SequenceGroup, stage: StagePlan, part: int) -> bool:
+    """Whether output head and loss are on this part: the last one of the last stage."""
+    return stage.stage == len(group.stages) - 1 and part == len(stage.parts) - 1
 
 
 # a forecast asks for the same few models and devices a hundred times

@@ -37,6 +37,13 @@ def lean_policy(
     shares = (min(1.0, max(0.0, host_bytes / input_bytes - place)) if input_bytes else 0.0 for place in places)
     # shares are rounded down to whole tokens, so that they never exceed the limit
     parts = [int(share * num_tokens) / max(1, num_tokens) for share in shares]
+    return ActivationPolicy(0, 0, _lean_layers(tuple(parts), keeps_attention, reruns), small_tile(tile_tokens))
+
+
+# most chunks have all of their inputs on the device or all on the host, so that their policies are equal
+@lru_cache(maxsize=256)
+def _lean_layers(host_parts: tuple[float, ...], keeps_attention: bool, reruns: bool) -> tuple[LayerPolicy, ...]:
+    """Layers of a `lean_policy` with these shares of their inputs on the host."""
     again = [TensorShare(name, recompute=1.0) for name in TENSOR_CLASSES]
     # equal layers share one object, which is counted once
     known = {
@@ -47,16 +54,18 @@ def lean_policy(
                 *again[2:],
             )
         )
-        for part in set(parts)
+        for part in set(host_parts)
     }
-    layers = [known[part] for part in parts]
+    layers = [known[part] for part in host_parts]
     if reruns:
-        layers[1::2] = [LayerPolicy(tuple(again))] * (num_layers // 2)
-    return ActivationPolicy(0, 0, tuple(layers), small_tile(tile_tokens))
+        layers[1::2] = [LayerPolicy(tuple(again))] * (len(layers) // 2)
+    return tuple(layers)
 
 
 def in_pieces(policy: ActivationPolicy, head_pieces: int) -> ActivationPolicy:
     """The policy of a lean chunk with attention of every layer in so many pieces of heads."""
+    if head_pieces == 1:
+        return policy
     # equal layers share one object
     known = {id(layer): replace(layer, head_pieces=head_pieces) for layer in policy.layers}
     return replace(policy, layers=tuple(known[id(layer)] for layer in policy.layers))

@@ -44,11 +44,10 @@ class ChunkBytes:
 
 
 class Passes:
-    """Forwards and backwards of a stage: their positions among its actions, their chunks and parts."""
+    """Forwards and backwards of a stage, their chunks and parts."""
 
     def __init__(self, stage: StagePlan) -> None:
-        self.places = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
-        self.actions = tuple(stage.actions[place] for place in self.places)
+        self.actions = tuple(action for action in stage.actions if action.kind in ("F", "B"))
         self.is_forward: BoolArray = np.array([action.kind == "F" for action in self.actions], dtype=bool)
         self.chunks: IntArray = np.array([action.chunk for action in self.actions], dtype=np.int64)
         parts: IntArray = np.array([action.part for action in self.actions], dtype=np.int64)

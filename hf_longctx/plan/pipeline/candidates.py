@@ -8,13 +8,14 @@ compares numbers of slices first (`StagedStep.cuts`); the best few are then simu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span
 from hf_longctx.plan.groups.placement import PlacedGroup, with_idle_ranks
 from hf_longctx.plan.pipeline.layouts import dealt_groups, dealt_layouts
+from hf_longctx.plan.pipeline.messages import MessagedPasses
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.staged_step import CUTS, Cut, StagedStep
 
@@ -59,6 +60,7 @@ class Candidates:
 
     def __init__(self, staged: StagedStep) -> None:
         self.staged = staged
+        self.passes = MessagedPasses()
         self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...]], SequenceGroup] = {}
         self._runs: dict[tuple[int, tuple[int, ...], int, float], tuple[float, tuple[Chunk, ...]]] = {}
 
@@ -159,7 +161,7 @@ class Candidates:
         longest = int(self.staged.lengths[list(members)].max())
         return self._sliced(groups, [count for count in _SEARCH.least_memory_slices if count <= longest])
 
-    def fewest_bytes(self, sequence: int) -> list[SequenceGroup]:
+    def fewest_bytes(self, sequence: int) -> Iterator[SequenceGroup]:
         """Groups that run this sequence in several chunks with little memory: in many slices, or whole after a dummy chunk.
 
         They have the largest degree. Slices are left out where groups side by side have to run in one order.
@@ -167,10 +169,9 @@ class Candidates:
         staged, degree = self.staged, self.staged.degrees[-1]
         own, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
         most = min(length, _SEARCH.least_memory_slices[-1])
-        ways: list[tuple[Chunk, ...]] = [(Chunk(0), Chunk(1, (Span(sequence, 0, length),)))]
         if most > 1 and not self._share_blocks([own, *([own] if degree < staged.ranks_per_stage else [])]):
-            ways.insert(0, self._chunks(own, most))
-        return [self.micro_batch([own], {own: chunks}).groups[0] for chunks in ways]
+            yield self.micro_batch([own], {own: self._chunks(own, most)}).groups[0]
+        yield self.micro_batch([own], {own: (Chunk(0), Chunk(1, (Span(sequence, 0, length),)))}).groups[0]
 
     def alone(self, sequence: int) -> list[Candidate]:
         """Pipelines of this sequence alone on the largest group, in few slices, for stages that lend ranks.
@@ -198,7 +199,7 @@ class Candidates:
             # pipelines of equal groups, such as idle ranks, differ in their positions only
             if (shape, own) not in self._pipelines:
                 group = SequenceGroup.of(shape, each.positions, own)
-                self._pipelines[shape, own] = pipelined(group, self.staged.parts, self.staged.schedule)
+                self._pipelines[shape, own] = pipelined(group, self.staged.parts, self.staged.schedule, self.passes)
             groups.append(replace(self._pipelines[shape, own], positions=tuple(each.positions)))
         return MicroBatch(tuple(groups))
 

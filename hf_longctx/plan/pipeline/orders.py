@@ -40,7 +40,7 @@ import numpy as np
 
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.types import Action, ActionKind, Chunk, LayerRange, SequenceGroup, StagePlan
-from hf_longctx.plan.pipeline.messages import with_messages
+from hf_longctx.plan.pipeline.messages import MessagedPasses
 
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -82,21 +82,28 @@ def compute_orders(
     chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
 ) -> tuple[ComputeOrder, ...]:
     """Computes the order of `compute_actions` as arrays: for every stage, its actions' kinds, chunks and parts."""
-    _check_request(len(chunks), num_stages, schedule, num_parts)
-    members = families(chunks)
+    return _family_orders(families(chunks), num_stages, schedule, num_parts)
+
+
+def _family_orders(
+    members: Sequence[Sequence[int]], num_stages: int, schedule: Schedule, num_parts: int
+) -> tuple[ComputeOrder, ...]:
+    """The `compute_orders` of chunks in these families."""
+    num_chunks = sum(map(len, members))
+    _check_request(num_chunks, num_stages, schedule, num_parts)
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
     backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
     longest = max(len(family) for family in members)
     if schedule == "gpipe":
         backwards = forwards[::-1]
-        needed = [[len(chunks)] * len(chunks)] * num_stages
+        needed = [[num_chunks] * num_chunks] * num_stages
     elif schedule == "1f1b":
-        needed = [_window(len(chunks), longest + num_stages - 1 - stage) for stage in range(num_stages)]
+        needed = [_window(num_chunks, longest + num_stages - 1 - stage) for stage in range(num_stages)]
     elif schedule == "elastic":
         ahead = _elastic_window(members)
         needed = [[count + num_stages - 1 - stage for count in ahead] for stage in range(num_stages)]
     else:
-        rounds = _rounds(len(chunks), num_stages)
+        rounds = _rounds(num_chunks, num_stages)
         forwards = _in_rounds(forwards, rounds, range(num_parts))
         backwards = _in_rounds(backwards, rounds, range(num_parts)[::-1])
         ahead_of_last = max((num_parts - 1) * num_stages + longest, _least_window(forwards, backwards))
@@ -105,14 +112,29 @@ def compute_orders(
     return tuple(_merged(forward_units, backward_units, np.array(counts, dtype=np.int64)) for counts in needed)
 
 
-def pipelined(group: SequenceGroup, parts: Sequence[tuple[LayerRange, ...]], schedule: Schedule = "elastic") -> SequenceGroup:
-    """Gives the group a stage plan (compute actions, messages) per entry of `parts`; nothing is offloaded or recomputed."""
-    num_parts = {len(ranges) for ranges in parts}
-    if len(num_parts) != 1:
+def pipelined(
+    group: SequenceGroup,
+    parts: Sequence[tuple[LayerRange, ...]],
+    schedule: Schedule = "elastic",
+    known: MessagedPasses | None = None,
+) -> SequenceGroup:
+    """Gives the group a stage plan (compute actions, messages) per entry of `parts`; nothing is offloaded or recomputed.
+
+    known: actions that were made for other groups.
+    """
+    sizes = {len(ranges) for ranges in parts}
+    if len(sizes) != 1:
         raise ValueError(f"every stage needs the same number of parts, at least one stage; found {[len(p) for p in parts]}")
-    actions = compute_actions(group.chunks, len(parts), schedule, num_parts.pop())
-    stages = tuple(StagePlan(stage, tuple(parts[stage]), actions[stage]) for stage in range(len(parts)))
-    return with_messages(replace(group, stages=stages))
+    known, num_stages, num_parts = MessagedPasses() if known is None else known, len(parts), sizes.pop()
+    members = families(group.chunks)
+    # chunks in equal families run in one order
+    key = num_stages, num_parts, schedule, *map(len, members)
+    if key not in known.stages:
+        orders = _family_orders(members, num_stages, schedule, num_parts)
+        passes = (zip(*(each.tolist() for each in order), strict=True) for order in orders)
+        known.stages[key] = [known.actions(stage, num_stages, num_parts, each) for stage, each in enumerate(passes)]
+    actions = zip(parts, known.stages[key], strict=True)
+    return replace(group, stages=tuple(StagePlan(stage, tuple(own), each) for stage, (own, each) in enumerate(actions)))
 
 
 def _check_request(num_chunks: int, num_stages: int, schedule: str, num_parts: int) -> None:

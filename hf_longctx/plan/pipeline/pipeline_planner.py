@@ -112,8 +112,8 @@ class PipelineSearch:
 
     def _fitting(self, plan: StepPlan) -> StepPlan | None:
         """The plan with room, and None where there is none."""
-        row = _Row(plan, self.planning.predict(plan))
-        made = row if self._fits(plan, row.run) else self._made_to_fit(row)
+        run = self.planning.predict(plan)
+        made = _Row(plan, run) if self._fits(plan, run) else self._with_room(plan)
         return None if made is None else made.plan
 
     @cached_property
@@ -139,32 +139,48 @@ class PipelineSearch:
         """Whether there is no group in the candidate that no policy fits."""
         return self._room is None or not any(map(self._room.is_hopeless, candidate.micro_batch.groups))
 
+    def _may_keep(self, candidate: Candidate) -> bool:
+        """Whether the candidate may fit as it is; its prediction tells whether it does."""
+        return self._room is None or not any(map(self._room.exceeds, candidate.micro_batch.groups))
+
+    def _kept_s(self, candidate: Candidate) -> float:
+        """Predicted seconds of a candidate's groups, which recompute and move nothing."""
+        assert self._room is not None
+        return max(map(self._room.kept_s, candidate.micro_batch.groups))
+
+    def _as_it_is(self, candidate: Candidate) -> _Row | None:
+        """The candidate's prediction; None where it does not fit as it is."""
+        if not self._may_keep(candidate):
+            return None
+        row = self._row(candidate)
+        return row if self._fits(row.plan, row.run) else None
+
     def _fastest(self, members: tuple[int, ...]) -> _Row | None:
         """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
         candidates = self.candidates.fastest(members)
         equal = [each for each in candidates if each.seconds <= _SEARCH.equal * candidates[0].seconds]
-        rows: list[_Row] = []
-        for candidate in equal:
-            row = self._row(candidate)
-            # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
-            if self._fits(row.plan, row.run):
-                return row
-            rows.append(row)
-            if len(rows) == 1 and not any(map(self._may_fit, equal)):
-                rows = []
-                break
-        quickest = sorted(rows, key=lambda row: row.run.step_s)[: _SEARCH.most_fits]
-        best = next(filter(None, map(self._made_to_fit, quickest)), None)
+        # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
+        row = next(filter(None, map(self._as_it_is, equal)), None)
+        if row is not None:
+            return row
+        best = next(filter(None, map(self._made_to_fit, self._quickest(equal))), None)
         for candidate in candidates[len(equal) :]:
             if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
-            if best is None and not self._may_fit(candidate):
-                continue
-            row = self._row(candidate)
-            fitting = row if self._fits(row.plan, row.run) else self._made_to_fit(row) if best is None else None
+            fitting = self._as_it_is(candidate)
+            if fitting is None and best is None and self._may_fit(candidate):
+                fitting = self._made_to_fit(candidate)
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
         return best
+
+    def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those of the quickest of these candidates that may fit, quickest first."""
+        may_fit = [self._room is not None and self._may_fit(each) for each in candidates]
+        if sum(may_fit) < 2 and (not any(may_fit) or len(may_fit) <= _SEARCH.most_fits):
+            return [each for each, may in zip(candidates, may_fit, strict=True) if may]
+        order = sorted(range(len(candidates)), key=lambda place: self._kept_s(candidates[place]))
+        return [candidates[place] for place in order[: _SEARCH.most_fits] if may_fit[place]]
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self._plan_of([candidate.micro_batch])
@@ -194,12 +210,16 @@ class PipelineSearch:
         most = self.config.tokens_per_rank * self.costs.model.num_layers
         return all(rank.peak_tokens * stages[rank.rank // plan.ranks_per_stage].num_layers <= most for rank in run.ranks)
 
-    def _made_to_fit(self, row: _Row) -> _Row | None:
-        """Makes room in a plan; None where it does not fit even so, or without a budget."""
+    def _made_to_fit(self, candidate: Candidate) -> _Row | None:
+        """Makes room in a candidate; None where it does not fit even so, or without a budget."""
+        return self._with_room(self._plan_of([candidate.micro_batch]))
+
+    def _with_room(self, plan: StepPlan) -> _Row | None:
+        """The plan with room; None where it does not fit even so, or without a budget."""
         if self.config.activations is None:
             return None
         try:
-            plan = make_room(row.plan, self.planning)
+            plan = make_room(plan, self.planning)
         except ValueError:
             return None
         made = _Row(plan, self.planning.predict(plan))
@@ -214,20 +234,20 @@ class PipelineSearch:
         row = None
         # the longest sequence first, since no search helps the others if it does not fit
         for tried in dict.fromkeys([(longest,), members]):
-            rows = [self._row(candidate) for candidate in self.candidates.least_memory(tried) if self._may_fit(candidate)]
-            row = next((each for each in rows if self._fits(each.plan, each.run)), None) or self._first_to_fit(rows)
+            candidates = [candidate for candidate in self.candidates.least_memory(tried) if self._may_fit(candidate)]
+            row = next(filter(None, map(self._as_it_is, candidates)), None) or self._first_to_fit(candidates)
             if row is None and tried == (longest,):
                 raise ValueError(self._nothing_fits(longest))
         return row
 
-    def _first_to_fit(self, rows: Sequence[_Row]) -> _Row | None:
-        """The first of these rows that can be made to fit; later ones, with more chunks, only while chunks are few."""
+    def _first_to_fit(self, candidates: Sequence[Candidate]) -> _Row | None:
+        """The first of these that can be made to fit; later ones, with more chunks, only while chunks are few."""
         best: _Row | None = None
-        for row in rows:
-            made = self._made_to_fit(row)
+        for candidate in candidates:
+            made = self._made_to_fit(candidate)
             if made is not None and (best is None or made.run.step_s < best.run.step_s):
                 best = made
-            num_chunks = min(len(group.chunks) for group in row.plan.micro_batches[0].groups if group.num_tokens)
+            num_chunks = min(len(group.chunks) for group in candidate.micro_batch.groups if group.num_tokens)
             if best is not None and num_chunks >= _SEARCH.few_chunks * self.staged.num_stages:
                 break
         return best

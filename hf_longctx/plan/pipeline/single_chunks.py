@@ -53,7 +53,7 @@ class SingleChunks:
         if longest > least:
             return
         problem = self._problem(members)
-        kept = int(_FILLED * self._most_tokens(lambda group: self.room.trial(group).over_bytes))
+        kept = int(_FILLED * self._most_tokens(self.room.over_bytes))
         least = max(longest, int(_FILLED * least))
         long = [place for place, i in enumerate(members) if lengths[i] > kept * degree]
         others = [place for place, i in enumerate(members) if lengths[i] <= kept * degree]
@@ -82,7 +82,7 @@ class SingleChunks:
         return again_s < more * (problem.micro_batch_s + min(problem.group_s))
 
     def _fits_in_several(self, sequence: int) -> bool:
-        return any(max(self.room.least_over_bytes(group)) <= 0 for group in self.candidates.fewest_bytes(sequence))
+        return any(map(self.room.may_recompute, self.candidates.fewest_bytes(sequence)))
 
     def _most_tokens(self, over_bytes: Callable[[SequenceGroup], Sequence[float]]) -> int:
         """Most tokens of one document on a rank of the largest group that fit as one chunk; 0 if not even one does."""
@@ -91,7 +91,7 @@ class SingleChunks:
         def fits(tokens: int) -> bool:
             chunk = Chunk(0, (Span(0, 0, tokens * degree),))
             group = SequenceGroup.of(staged.shapes[degree], range(degree), (chunk,))
-            return max(over_bytes(pipelined(group, staged.parts, staged.schedule))) <= 0
+            return max(over_bytes(pipelined(group, staged.parts, staged.schedule, self.candidates.passes))) <= 0
 
         low, high = 0, staged.config.tokens_per_rank
         if fits(high):

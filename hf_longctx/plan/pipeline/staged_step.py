@@ -275,9 +275,9 @@ def pipeline_s(
     orders = compute_orders(chunks, num_stages, schedule, num_parts)
     kinds, of_chunks, of_parts = zip(*orders, strict=True)
     wiring = Wiring(kinds, of_chunks, of_parts, num_parts)
-    times, _ = wiring.run(wiring.seconds(seconds), wiring.hops(hop_s))
+    stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
     held = tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_parts) for kind, chunk, _ in orders)
-    return max(stage_times[-1][1] for stage_times in times), held
+    return stop_s, held
 
 
 def _layer_and_head_s(

@@ -90,6 +90,22 @@ class Wiring:
         )
         return cls(kinds, chunks, parts, num_parts)
 
+    @classmethod
+    def of_passes(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring | None:
+        """Builds the wiring of the F and B alone, which has the same times, if all have their messages beside them; None if not.
+
+        All have them also where no action is a message. Raises PlanError like `of_actions`.
+        """
+        found = []
+        for stage, actions in enumerate(stages):
+            kinds = np.array([_KINDS[action.kind] for action in actions], dtype=np.int64)
+            chunks, parts = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "part"))
+            is_pass = kinds < 2
+            if not is_pass.all() and not _stand_beside(kinds, chunks, parts, stage, len(stages), num_parts):
+                return None
+            found.append((kinds[is_pass], chunks[is_pass], parts[is_pass]))
+        return cls(*zip(*found, strict=True), num_parts)
+
     def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
         """Lets each stage that is ready run until it has to wait, until no stage is ready. sends: SF and SB hand over results."""
         num_stages, num_chunks = self.num_stages, self.num_chunks
@@ -161,6 +177,23 @@ class Wiring:
         arrival of its result at another stage. start_s: when each stage is free. copies: steps in the order in which they run,
         () for a pass without saved tensors on the host; a pass also takes the seconds it waits for its copies.
         """
+        begun, ended, copied = self._walk(seconds, hop_s, start_s, copies, runs_ahead)
+        times = tuple(tuple(zip(begun[start:stop], ended[start:stop], strict=True)) for start, stop in pairwise(self.starts))
+        return times, tuple(copied)
+
+    def stop_s(self, seconds: Sequence[float], hop_s: Sequence[float]) -> float:
+        """When the last action stops, of a `run` without copies from second 0."""
+        return max(self._walk(seconds, hop_s)[1])
+
+    def _walk(
+        self,
+        seconds: Sequence[float],
+        hop_s: Sequence[float],
+        start_s: Sequence[float] = (),
+        copies: Sequence[tuple[CopyStep, ...]] = (),
+        runs_ahead: bool = False,
+    ) -> tuple[list[float], list[float], list[CopiedOut]]:
+        """When every action starts and stops, and the copies to the host, as in `run`."""
         clocks = list(start_s) or [0.0] * self.num_stages
         begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
         links = [_Links(runs_ahead) for _ in clocks]
@@ -177,8 +210,7 @@ class Wiring:
             else:
                 clock_s += seconds[number]
             ended[number] = clocks[stage] = clock_s
-        times = tuple(tuple(zip(begun[start:stop], ended[start:stop], strict=True)) for start, stop in pairwise(self.starts))
-        return times, tuple(copied)
+        return begun, ended, copied
 
     def _copy(
         self,
@@ -199,6 +231,23 @@ class Wiring:
         stop_s, stops_s = links.forward(chunk, start_s, seconds, steps)
         copied.append(CopiedOut(stage, steps, stops_s))
         return stop_s
+
+
+def _stand_beside(kinds: IntArray, chunks: IntArray, parts: IntArray, stage: int, num_stages: int, num_parts: int) -> bool:
+    """Whether a receive stands right before and a send right after every F and B whose neighbour is on another stage."""
+    is_backward, place = kinds % 2, parts * num_stages + stage
+    has_front, has_behind = place > 0, place < num_stages * num_parts - 1
+    receives, sends = np.flatnonzero((kinds == 2) | (kinds == 3)), np.flatnonzero(kinds > 3)
+    if (len(receives) and receives[-1] == len(kinds) - 1) or (len(sends) and sends[0] == 0):
+        return False
+    for message, beside in ((receives, receives + 1), (sends, sends - 1)):
+        same = (kinds[beside] < 2) & (is_backward[beside] == is_backward[message])
+        if not (same & (chunks[beside] == chunks[message]) & (parts[beside] == parts[message])).all():
+            return False
+    # no F or B has two of a kind, so that numbers tell whether all have theirs
+    needed = [(kinds == kind) & has for kind in (0, 1) for has in (has_front, has_behind)]
+    given = [np.count_nonzero(kinds == kind) for kind in (2, 4, 5, 3)]
+    return [int(each.sum()) for each in needed] == given
 
 
 def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: int) -> str:

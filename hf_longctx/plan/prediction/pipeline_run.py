@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, pairwise
 
 import numpy as np
 
@@ -77,8 +78,8 @@ class PredictionCache:
         # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
-        # whether no policy makes a pipeline fit, by ids of chunks and stages, and by shape
-        self.hopeless: dict[tuple[int, int, GroupShape], tuple[SequenceGroup, bool]] = {}
+        # whether a pipeline needs more bytes above the limit than these, by ids of chunks and stages, and by shape
+        self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 
     def byte_model(self, model: ModelSpec) -> ByteModel:
@@ -88,14 +89,18 @@ class PredictionCache:
         return self._bytes
 
     def wiring(self, group: SequenceGroup) -> Wiring:
-        """Returns the wiring of the group's actions, which does not depend on policies. Raises ValueError like `check_action`."""
+        """Returns the wiring of the group's F and B, or of all its actions where messages do not stand beside these.
+
+        It does not depend on policies. Raises ValueError like `check_action`.
+        """
         key = tuple(id(stage.actions) for stage in group.stages)
         if key not in self._wirings:
             for stage in group.stages:
                 for action in stage.actions:
-                    check_action(action, stage)
-            found = Wiring.of_actions([stage.actions for stage in group.stages], len(group.stages[0].parts))
-            self._wirings[key] = group, found
+                    if action.lenders or action.part:
+                        check_action(action, stage)
+            way = [stage.actions for stage in group.stages], len(group.stages[0].parts)
+            self._wirings[key] = group, Wiring.of_passes(*way) or Wiring.of_actions(*way)
         return self._wirings[key][1]
 
     def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
@@ -124,6 +129,12 @@ def run_pipeline(
     return known.runs[key][1]
 
 
+def kept_pipeline_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
+    """Seconds of the `run_pipeline` of a group that recomputes and moves nothing, from second 0; bytes are not counted."""
+    wiring, seconds = known.wiring(group), StageSeconds(plan, group, costs, known)
+    return wiring.stop_s(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()))
+
+
 def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:
     """Predicts a group on one stage that runs by itself from second 0."""
     plan = StepPlan(0, (), 1, group.degree, costs.parameters, (MicroBatch((group,)),))
@@ -136,37 +147,32 @@ def _run_pipeline(
 ) -> tuple[StageRun, ...]:
     wiring = known.wiring(group)
     seconds = StageSeconds(plan, group, costs, known)
-    copies = (
-        [seconds.copies(action) if action.kind in ("F", "B") else () for stage in group.stages for action in stage.actions]
-        if seconds.has_copies
-        else ()
-    )
+    passes = [known.byte_model(costs.model).passes(stage) for stage in group.stages]
+    copies = [seconds.copies(action) for of_stage in passes for action in of_stage.actions] if seconds.has_copies else []
+    if copies and not wiring.is_pass.all():
+        left = iter(copies)
+        copies = [next(left) if is_pass else () for is_pass in wiring.is_pass]
     times, _ = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()), start_s, copies)
     exchange_s = wiring.seconds(seconds.exchanges())
-    return tuple(
-        _stage_run(
-            plan,
-            seconds,
-            stage,
-            times[place],
-            exchange_s[wiring.starts[place] : wiring.starts[place + 1]],
-            known,
-        )
-        for place, stage in enumerate(group.stages)
-    )
+    runs = []
+    for place, (stage, (start, stop)) in enumerate(zip(group.stages, pairwise(wiring.starts), strict=True)):
+        is_pass = wiring.is_pass[start:stop]
+        when, exchanges = tuple(compress(times[place], is_pass)), tuple(compress(exchange_s[start:stop], is_pass))
+        runs.append(_stage_run(plan, seconds, stage, when, exchanges, known))
+    return tuple(runs)
 
 
 def _stage_run(
     plan: StepPlan,
     seconds: StageSeconds,
     stage: StagePlan,
-    times: Times,
-    exchange_s: Sequence[float],
+    when: Times,
+    exchange_s: tuple[float, ...],
     known: PredictionCache,
 ) -> StageRun:
+    """Run of one stage, given the times of its F and B and the exchanges inside each of them."""
     byte_model = known.byte_model(seconds.costs.model)
     passes = byte_model.passes(stage)
-    when = tuple(times[place] for place in passes.places)
     model, group = seconds.costs.model, seconds.group
     is_alone = plan.num_stages == 1
     waiting = 0 if is_alone else byte_model.stage_waiting(stage, plan)
@@ -180,7 +186,7 @@ def _stage_run(
     return StageRun(
         passes.actions,
         when,
-        tuple(exchange_s[place] for place in passes.places),
+        exchange_s,
         state_bytes + found.peak + messages,
         found.host,
         most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,46 +23,69 @@ def solve_with_highs(
     program: LinearProgram, is_integer: NDArray[np.bool_] | None, limits: SearchLimits, start: FloatArray | None
 ) -> Solution:
     """The solution that HiGHS returns, unchecked. is_integer: None for a linear program. start: a feasible solution, or None."""
-    highspy = _highspy()
-    highs = highspy.Highs()
-    options: dict[str, Any] = {"output_flag": False, "threads": 1, "mip_rel_gap": limits.relative_gap, "mip_abs_gap": 1e-9}
-    if math.isfinite(limits.time_limit_s):
-        options["time_limit"] = float(limits.time_limit_s)
-    if math.isfinite(limits.target):
-        options["objective_target"] = float(limits.target)
-    if limits.most_nodes:
-        options["mip_max_nodes"] = limits.most_nodes
-    if not limits.presolve:
-        options["presolve"] = "off"
-    for name, value in options.items():
-        if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
-            raise SolverError(f"this HiGHS rejects the option {name}={value}; install highspy 1.9 or later, or use CBC")
-    if highs.passModel(_highs_model(highspy, program, is_integer)) == highspy.HighsStatus.kError:
-        raise SolverError("HiGHS rejects the program; check that all its costs and values are finite")
-    if start is not None:
-        guess = highspy.HighsSolution()
-        guess.col_value = start.tolist()
-        highs.setSolution(guess)
-    highs.run()
-    return _highs_solution(highspy, highs, program, is_integer)
+    return HighsRun(program, is_integer, limits).solve(start)
 
 
-def _highs_model(highspy: Any, program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> Any:
-    """The program as a HiGHS model, stored row by row."""
+class HighsRun:
+    """A program in HiGHS, which may be solved again with other lower limits of its variables; it goes on from its last answer."""
+
+    def __init__(self, program: LinearProgram, is_integer: NDArray[np.bool_] | None, limits: SearchLimits) -> None:
+        self.program, self.is_integer = program, is_integer
+        self._highspy = highspy = _highspy()
+        self._highs = highs = highspy.Highs()
+        options: dict[str, Any] = {"output_flag": False, "threads": 1, "mip_rel_gap": limits.relative_gap, "mip_abs_gap": 1e-9}
+        if math.isfinite(limits.time_limit_s):
+            options["time_limit"] = float(limits.time_limit_s)
+        if math.isfinite(limits.target):
+            options["objective_target"] = float(limits.target)
+        if limits.most_nodes:
+            options["mip_max_nodes"] = limits.most_nodes
+        if not limits.presolve:
+            options["presolve"] = "off"
+        for name, value in options.items():
+            if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
+                raise SolverError(f"this HiGHS rejects the option {name}={value}; install highspy 1.9 or later, or use CBC")
+        if _pass_model(highspy, highs, program, is_integer) == highspy.HighsStatus.kError:
+            raise SolverError("HiGHS rejects the program; check that all its costs and values are finite")
+
+    def solve(self, start: FloatArray | None = None) -> Solution:
+        """Solves the program as it is; start: a feasible solution, or None."""
+        if start is not None:
+            guess = self._highspy.HighsSolution()
+            guess.col_value = start.tolist()
+            self._highs.setSolution(guess)
+        self._highs.run()
+        return _highs_solution(self._highspy, self._highs, self.program, self.is_integer)
+
+    def raise_limits(self, lower: FloatArray) -> None:
+        """Gives the variables these lower limits."""
+        self.program = replace(self.program, lower=lower)
+        columns = np.arange(len(lower), dtype=np.int32)
+        self._highs.changeColsBounds(len(lower), columns, lower.astype(np.float64), self.program.upper.astype(np.float64))
+
+
+def _pass_model(highspy: Any, highs: Any, program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> Any:
+    """Gives HiGHS the program, row by row, as arrays, which it copies faster than fields of a model."""
     order = np.lexsort((program.columns, program.rows))
-    counts = np.bincount(program.rows, minlength=len(program.row_lower))
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = len(program.costs), len(program.row_lower)
-    model.col_cost_, model.col_lower_, model.col_upper_ = program.costs, program.lower, program.upper
-    model.row_lower_, model.row_upper_ = program.row_lower, program.row_upper
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    model.a_matrix_.index_ = program.columns[order].astype(np.int32)
-    model.a_matrix_.value_ = program.values[order].astype(np.float64)
-    if is_integer is not None:
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        model.integrality_ = [kinds[int(whole)] for whole in is_integer]
-    return model
+    starts = np.searchsorted(program.rows[order], np.arange(len(program.row_lower)))
+    whole = np.zeros(len(program.costs), dtype=np.int32) if is_integer is None else is_integer.astype(np.int32)
+    return highs.passModel(
+        len(program.costs),
+        len(program.row_lower),
+        len(program.values),
+        int(highspy.MatrixFormat.kRowwise),
+        int(highspy.ObjSense.kMinimize),
+        0.0,
+        program.costs.astype(np.float64),
+        program.lower.astype(np.float64),
+        program.upper.astype(np.float64),
+        program.row_lower.astype(np.float64),
+        program.row_upper.astype(np.float64),
+        starts.astype(np.int32),
+        program.columns[order].astype(np.int32),
+        program.values[order].astype(np.float64),
+        whole,
+    )
 
 
 def _highs_solution(highspy: Any, highs: Any, program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> Solution:

@@ -22,6 +22,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import RoundBytes, chunk_load
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
 MODEL = named_model("llama-3.1-8b")
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
@@ -108,12 +109,12 @@ def test_chunks_in_flight_are_those_of_a_walk(seed: int) -> None:
     group = with_layers(group, {}, 4)
     cluster = ClusterSpec(len(group.stages), 8, GPU)
     costs = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster), "ulysses", parameters="gathered_per_round")
-    cells = GroupCells(group, costs, 4, True, ByteModel(MODEL))
+    cells = GroupCells(group, costs, 4, True, PredictionCache())
     moments = cells.moments([0.0] * len(group.stages))
     number = 0
     for stage in group.stages:
         passes = [action for action in stage.actions if action.kind in "FB"]
-        places = [cells.places[stage.stage, action.chunk, action.part] for action in passes]
+        places = [cells.place(stage.stage, action.chunk, action.part) for action in passes]
         waiting: list[int] = []
         for place, action in zip(places, passes, strict=True):
             if action.kind == "F":
@@ -132,7 +133,7 @@ def test_equal_stages_are_counted_once_whatever_objects_they_are(seed: int) -> N
     found = [byte_model.moments(group, stage).most for stage in group.stages]
     same = deepcopy(group)
     assert same == group and same.chunks is not group.chunks and same.stages[0].actions is not group.stages[0].actions
-    with patch.object(byte_model_file, "LayerBytes", None), patch.object(byte_model_file, "Passes", None):
+    with patch.object(byte_model_file, "LayerBytes", None):
         assert [byte_model.moments(same, stage).most for stage in same.stages] == found
     wider = replace(MODEL, hidden_size=2 * MODEL.hidden_size)
     assert ByteModel(wider).moments(group, group.stages[0]).most != found[0]

@@ -6,32 +6,31 @@ the copies of a layer overlap with the layer after it: out with its forward, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from hf_longctx.plan.activations.fit import with_layers
-from hf_longctx.plan.activations.slots import layer_slot
-from hf_longctx.plan.core.arrays import IntArray
-from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.activations.slots import Slot, layer_slot
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.core.model_spec import KindShares
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
-    Action,
     Chunk,
     LayerPolicy,
+    LayerRange,
     SequenceGroup,
     StagePlan,
     TensorClass,
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
+from hf_longctx.plan.pipeline.activations.joint_program import Cells, JointChoice, Moments
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +63,6 @@ def _offloaded(share: float, replayed: tuple[TensorClass, ...]) -> LayerPolicy:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerWays:
-    """Device bytes of one layer of a chunk if it is kept, recomputed or offloaded, and its host bytes if offloaded.
-
-    recompute_s, offload_s: seconds that recomputing or offloading the layer adds.
-    """
-
-    kept_bytes: int
-    recomputed_bytes: int
-    offloaded_bytes: int
-    host_bytes: int
-    recompute_s: float
-    offload_s: float
-
-
 class GroupCells:
     """Makes the cells and moments of one group whose policies have tiles and nothing else yet."""
 
@@ -88,28 +72,26 @@ class GroupCells:
         costs: CostModel,
         tile_tokens: int,
         keeps_attention: bool,
-        byte_model: ByteModel,
+        known: PredictionCache,
         offloads: bool = True,
     ) -> None:
         """offloads: whether anything may go to the host."""
-        self.group, self.costs, self.tile_tokens, self.bytes, self.offloads = group, costs, tile_tokens, byte_model, offloads
+        self.group, self.costs, self.tile_tokens, self.offloads = group, costs, tile_tokens, offloads
+        self.bytes, self._slots = known.byte_model(costs.model), known.seconds(group, costs)
         self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.replayed_classes)
         self.recomputed = recomputed_layer(keeps_attention)
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
-        self.pairs = {part: costs.attention_pairs((part,)) for stage in group.stages for part in stage.parts}
-        self.kinds = {part: costs.model.kind_shares(part) for part in self.pairs}
-        # place in `cells` by stage, chunk and part
-        self.places: dict[tuple[int, int, int], int] = {}
-        self.cells: list[Cell] = []
-        self._known_s: dict[tuple[int, str, AttentionPairs], tuple[float, float]] = {}
         # policies by layers offloaded, layers recomputed, tokens offloaded and tokens
         self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
         # policies by tokens and tokens offloaded
         self._known_moved: dict[tuple[int, int], LayerPolicy] = {}
-        self._exchanges = [costs.exchange_line(group.shape, is_backward) for is_backward in (False, True)]
-        self._add_cells()
+        self.cells = self._cells()
         self._stages = self._stage_moments()
+
+    def place(self, stage: int, chunk: int, part: int) -> int:
+        """Place in `cells` of a chunk on a part of a stage."""
+        return (stage * len(self.group.chunks) + chunk) * self.num_parts + part
 
     def moments(self, room_bytes: Sequence[float]) -> Moments:
         """Moments (forwards and backwards) of every stage; `room_bytes`: each stage's bytes for saved tensors and workspace."""
@@ -127,10 +109,9 @@ class GroupCells:
 
     def _under(self, layers: Sequence[int], offload: Sequence[float]) -> SequenceGroup:
         """The group whose cells recompute so many layers and offload these shares."""
-        policies = {
-            key: self._layers(self.cells[place].num_layers, layers[place], offload[place], self.tokens[key[1]])
-            for key, place in self.places.items()
-        }
+        keys = product(range(self.num_stages), range(len(self.tokens)), range(self.num_parts))
+        numbers = zip(keys, self.cells.num_layers.tolist(), layers, offload, strict=True)
+        policies = {key: self._layers(count, again, share, self.tokens[key[1]]) for key, count, again, share in numbers}
         return with_layers(self.group, policies, self.tile_tokens)
 
     def _layers(self, num_layers: int, num_recomputed: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
@@ -151,39 +132,73 @@ class GroupCells:
             self._known_moved[key] = _offloaded(moved / num_tokens, self.costs.model.replayed_classes)
         return self._known_moved[key]
 
-    def _add_cells(self) -> None:
-        last_passes = self.group.stages[-1].actions
-        backwards = (action.chunk for action in last_passes if (action.kind, action.part) == ("B", self.num_parts - 1))
-        order = {chunk: place for place, chunk in enumerate(backwards)}
-        last_place = self.num_stages * self.num_parts - 1
-        loads = self.bytes.loads(self.group, 0)
-        ways = {
-            (chunk.index, kinds): self._layer_ways(chunk, load, pairs, kinds)
-            for chunk, load in zip(self.group.chunks, loads, strict=True)
-            for kinds, pairs in {self.kinds[part]: pairs for part, pairs in self.pairs.items()}.items()
-        }
-        for stage in self.group.stages:
-            hiding_s = self._hiding_s(stage)
-            for chunk in self.group.chunks:
-                for part, owned in enumerate(stage.parts):
-                    diagonal = order[chunk.index] + last_place - (part * self.num_stages + stage.stage)
-                    self.places[stage.stage, chunk.index, part] = len(self.cells)
-                    way = ways[chunk.index, self.kinds[owned]]
-                    self.cells.append(self._cell(diagonal, owned.num_layers, way, hiding_s[chunk.index, part]))
+    def _cells(self) -> Cells:
+        """The cells of all stages, chunks and parts, in this order.
 
-    def _layer_ways(self, chunk: Chunk, load: Load, pairs: AttentionPairs, kinds: KindShares) -> _LayerWays:
-        model = self.costs.model
-        policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
-        kept, recomputed, offloaded = (self._mean_held(load, policy, kinds) for policy in policies)
-        slot = layer_slot(self.costs, chunk, self.group.shape, pairs, kinds)
-        again_s = {item.tensor_class: item.recompute_s for item in slot.saved}
-        return _LayerWays(
-            kept[0],
-            recomputed[0],
-            *offloaded,
-            slot.replay_s + sum(again_s[share.tensor_class] for share in self.recomputed.shares),
-            slot.replay_s + sum(again_s[name] for name in model.replayed_classes),
+        A layer's copies overlap with the layer after it, so nothing hides those of a part's last layer.
+        """
+        last_passes = self.group.stages[-1].actions
+        backwards = [action.chunk for action in last_passes if (action.kind, action.part) == ("B", self.num_parts - 1)]
+        order, last_place = np.argsort(backwards), self.num_stages * self.num_parts - 1
+        parts = [(stage, part, owned) for stage in self.group.stages for part, owned in enumerate(stage.parts)]
+        ways_of = {kinds: self._layer_ways(part) for kinds, part in {self._kinds(part): part for *_, part in parts}.items()}
+        hiding = [
+            self._hiding_s(stage) if self.offloads else np.zeros((len(order), self.num_parts)) for stage in self.group.stages
+        ]
+        rate, found = self.costs.cluster.hardware.copy_bytes_per_s, []
+        for stage, part, owned in parts:
+            count, hiding_s = owned.num_layers, hiding[stage.stage][:, part]
+            kept, recomputed, offloaded, on_host, recompute_s, offload_s = ways_of[self._kinds(owned)]
+            behind, copy_s = (count - 1) / count, count * on_host / rate
+            hidden_s = _COPIES.link_share * hiding_s * behind
+            most = np.minimum(behind, np.divide(hidden_s, copy_s, out=np.zeros_like(copy_s), where=copy_s > 0))
+            found.append(
+                (
+                    order + last_place - (part * self.num_stages + stage.stage),
+                    np.full(len(order), count),
+                    recompute_s,
+                    kept - recomputed,
+                    count * (kept - offloaded),
+                    count * on_host,
+                    _COPIES.idle_share * copy_s + count * offload_s,
+                    most,
+                )
+            )
+        # [stages * parts, fields, chunks] -> fields of [stages, chunks, parts]
+        return Cells(
+            *(
+                np.stack(values).reshape(self.num_stages, self.num_parts, -1).swapaxes(1, 2).reshape(-1)
+                for values in zip(*found, strict=True)
+            )
         )
+
+    def _kinds(self, part: LayerRange) -> KindShares:
+        return self.costs.model.kind_shares(part)
+
+    def _layer_ways(self, part: LayerRange) -> FloatArray:
+        """Numbers of one layer of every chunk, as a mean over layers of the part, (6, chunks).
+
+        Device bytes if it is kept, recomputed or offloaded; host bytes if it is offloaded; seconds that recomputing and that
+        offloading adds.
+        """
+        kinds, replayed = self._kinds(part), self.costs.model.replayed_classes
+        again = [share.tensor_class for share in self.recomputed.shares]
+        policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
+        found = np.empty((6, len(self.tokens)))
+        for chunk, load in zip(self.group.chunks, self.bytes.loads(self.group, 0), strict=True):
+            (found[0, chunk.index], _), (found[1, chunk.index], _), found[2:4, chunk.index] = (
+                self._mean_held(load, policy, kinds) for policy in policies
+            )
+            slot = self._slot(chunk, part, kinds)
+            again_s = {item.tensor_class: item.recompute_s for item in slot.saved}
+            found[4:, chunk.index] = [slot.replay_s + sum(again_s[name] for name in names) for names in (again, replayed)]
+        return found
+
+    def _slot(self, chunk: Chunk, part: LayerRange, kinds: KindShares) -> Slot:
+        """Slot of the mean layer of a part; predictions need those of single kinds, too."""
+        if len(kinds) == 1:
+            return self._slots.slot(chunk.index, kinds[0][0])
+        return layer_slot(self.costs, chunk, self.group.shape, self.costs.attention_pairs((part,)), kinds)
 
     def _mean_held(self, load: Load, policy: LayerPolicy, kinds: KindShares) -> tuple[int, int]:
         """Bytes that a layer holds on the device and on the host, as a mean over layers of these kinds."""
@@ -194,42 +209,18 @@ class GroupCells:
             on_host += share * layer.held_host
         return round(held), round(on_host)
 
-    def _cell(self, diagonal: int, num_layers: int, ways: _LayerWays, hiding_s: float) -> Cell:
-        """Makes a cell. hiding_s: see `_hiding_s`. The last layer's copies would be hidden by nothing."""
-        behind = (num_layers - 1) / num_layers
-        copy_s = num_layers * ways.host_bytes / self.costs.cluster.hardware.copy_bytes_per_s
-        hidden_s = _COPIES.link_share * hiding_s * behind
-        return Cell(
-            diagonal,
-            num_layers,
-            ways.recompute_s,
-            ways.kept_bytes - ways.recomputed_bytes,
-            num_layers * (ways.kept_bytes - ways.offloaded_bytes),
-            num_layers * ways.host_bytes,
-            _COPIES.idle_share * copy_s + num_layers * ways.offload_s,
-            min(behind, hidden_s / copy_s) if copy_s else 0.0,
-        )
-
-    def _hiding_s(self, stage: StagePlan) -> dict[tuple[int, int], float]:
-        """Seconds of computation by chunk and part beside which its copies run in each direction: of its shorter pass."""
-        passes = [action for action in stage.actions if action.kind in ("F", "B")]
-        hiding_s: dict[tuple[int, int], float] = {}
-        for action in passes:
-            key, seconds = (action.chunk, action.part), self._seconds(stage, action)
-            hiding_s[key] = min(hiding_s.get(key, math.inf), seconds)
-        return hiding_s
-
-    def _seconds(self, stage: StagePlan, action: Action) -> float:
-        pairs = self.pairs[stage.parts[action.part]]
-        key = action.chunk, action.kind, pairs
-        if key not in self._known_s:
-            chunk, is_backward, shape = self.group.chunks[action.chunk], action.kind == "B", self.group.shape
-            fixed_s, token_s = self._exchanges[is_backward]
-            exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
-            self._known_s[key] = self.costs.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
-        layer_s, head_s = self._known_s[key]
-        has_head = (stage.stage, action.part) == (self.num_stages - 1, self.num_parts - 1)
-        return layer_s * stage.parts[action.part].num_layers + (head_s if has_head else 0.0)
+    def _hiding_s(self, stage: StagePlan) -> FloatArray:
+        """Seconds of computation beside which copies run in each direction, (chunks, parts): of each chunk's shorter pass."""
+        found = np.empty((len(self.tokens), self.num_parts))
+        for part, owned in enumerate(stage.parts):
+            has_head = (stage.stage, part) == (self.num_stages - 1, self.num_parts - 1)
+            pairs = self.costs.attention_pairs((owned,))
+            of_passes = []
+            for is_backward in (False, True):
+                layer_s, head_s, _ = self._slots.passes(is_backward, 0, pairs).T
+                of_passes.append(layer_s * owned.num_layers + (head_s if has_head else 0.0))
+            found[:, part] = np.minimum(*of_passes)
+        return found
 
     def _stage_moments(self) -> list[Moments]:
         """Moments of every stage with a room of 0 bytes: `excess_bytes` are then all bytes on the device if everything is kept.
@@ -237,10 +228,10 @@ class GroupCells:
         Workspace beside saved tensors hardly depends on the policy; the largest of counts with everything kept or recomputed, and
         with all copies that hide.
         """
-        every, none = [cell.num_layers for cell in self.cells], [0] * len(self.cells)
-        ways = [self._under(every, [0.0] * len(self.cells))]
+        every, none = self.cells.num_layers.tolist(), [0] * len(self.cells.num_layers)
+        ways = [self._under(every, [0.0] * len(every))]
         if self.offloads:
-            ways.append(self._under(none, [cell.most_offload for cell in self.cells]))
+            ways.append(self._under(none, self.cells.most_offload.tolist()))
         found = []
         for stage, *others in zip(self.group.stages, *(way.stages for way in ways), strict=True):
             kept, *changed = (self.bytes.moments(self.group, each) for each in (stage, *others))
@@ -250,9 +241,8 @@ class GroupCells:
 
     def _with_ends(self, stage: StagePlan, num_bytes: IntArray) -> Moments:
         """Moments of a stage with these bytes, and its cells' first and last."""
-        passes = [action for action in stage.actions if action.kind in ("F", "B")]
-        cells = np.array([action.chunk * self.num_parts + action.part for action in passes])
-        is_forward = np.array([action.kind == "F" for action in passes])
+        passes = self.bytes.passes(stage)
+        cells, is_forward = passes.cells, passes.is_forward
         forwards, backwards = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
         first, stop = np.empty((2, len(forwards)), dtype=np.int64)
         first[cells[forwards]], stop[cells[backwards]] = forwards, backwards + 1

@@ -16,7 +16,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
+from hf_longctx.plan.activations.fit import (
+    FittedGroups,
+    Program,
+    Trial,
+    first_fitting,
+    in_tiles,
+    lean_group,
+    search_room,
+    with_layers,
+)
 from hf_longctx.plan.activations.lone_sequences import WAYS, in_equal_slices
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.activations.slot_table import SlotTable
@@ -283,7 +292,7 @@ class RoomMaker:
         programs: list[Program] = [partial(self._programmed, group, table, layers)]
         # a layer without a policy holds at least what its classes hold
         if table.num_bytes.sum() <= self.budget.device_bytes:
-            tiled = with_layers(group, {}, self.budget.tile_tokens)
+            tiled = in_tiles(group, self.budget.tile_tokens)
             programs.insert(0, lambda: [self._trial(tiled)])
         found = first_fitting(programs, self._lean(group), self._trial)
         # a rank without sequences runs a dummy chunk, which cannot be cut
@@ -306,7 +315,7 @@ class RoomMaker:
     def _fitting_cut(self, group: SequenceGroup) -> list[Trial]:
         """Trials of a group of several chunks that fit: with everything kept in tiles, or else with policies."""
         slots, layers = self._slice_way(group)
-        tiled = with_layers(group, {}, self.budget.tile_tokens)
+        tiled = in_tiles(group, self.budget.tile_tokens)
         programs: list[Program] = [lambda: [self._trial(tiled)], partial(self._programmed, group, SlotTable(slots), layers)]
         return first_fitting(programs, self._lean(group), self._trial)
 

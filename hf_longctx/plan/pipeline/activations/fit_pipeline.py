@@ -10,19 +10,19 @@ over the limit. Where more than copies that hide is needed, the program is also 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
+from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, in_tiles, lean_group, search_room
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import Action, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import Action, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
 from hf_longctx.plan.pipeline.activations.cells import GroupCells
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, kept_pipeline_s, run_pipeline
 from hf_longctx.plan.prediction.planning import Planning
 
 
@@ -115,6 +115,9 @@ class PipelineRoom:
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
         self.waiting_bytes = max(self._byte_model.stage_waiting(stage, plan) for stage in stages)
+        # a stage holds at least as many chunks as any after it, so that of equal ones the first needs most; ends have more weights
+        sizes = {tuple(part.num_layers for part in stage.parts): stage.stage for stage in reversed(stages[1:-1])}
+        self._fullest = sorted({0, *sizes.values(), len(stages) - 1})
         self._known = FittedGroups() if fitted is None else fitted
         # predictions of the latest group in least memory, which a refusal describes
         self._least: list[Trial] = []
@@ -135,21 +138,37 @@ class PipelineRoom:
             counted_s=counted_s,
         )
 
-    def _short_trial(self, group: SequenceGroup) -> Trial:
+    def over_bytes(self, group: SequenceGroup) -> tuple[float, ...]:
+        """Bytes above the limit on each stage of a group under its policies; copies on their way are left out."""
+        return tuple(next(of_stage) for of_stage in self._over_bytes(group, [group]))
+
+    def _short_trial(self, group: SequenceGroup, counted_s: float = 0.0) -> Trial:
         """The `trial` of a group, without its run, and so without seconds, if the bytes of its chunks alone exceed the limits."""
-        over_bytes = tuple(next(iter(of_stage)) for of_stage in self._over_bytes(group, [group]))
-        return Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self.trial(group)
+        over_bytes = self.over_bytes(group)
+        on_host = max(self._byte_model.moments(group, stage).most.host for stage in group.stages)
+        short = Trial(group, math.inf, over_bytes, float(on_host - self.budget.host_bytes), counted_s)
+        return self.trial(group, counted_s) if short.fits else short
+
+    def _kept_trial(self, group: SequenceGroup) -> Trial:
+        """The `trial` of a group that keeps everything; where a bound tells that it does not fit, its bytes are not counted."""
+        over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
+        if max(over_bytes) <= 0:
+            return self.trial(group)
+        return Trial(group, self.kept_s(group), over_bytes)
+
+    def kept_s(self, group: SequenceGroup) -> float:
+        """Predicted seconds of a group alone that recomputes and moves nothing."""
+        return kept_pipeline_s(self.plan, group, self.costs, self.predictions)
 
     def _fitting(self, group: SequenceGroup) -> list[Trial]:
         """Trials that fit, found in the order that the module describes."""
-        plain = self._short_trial(group)
-        if plain.fits:
+        if not self.exceeds(group) and (plain := self._short_trial(group)).fits:
             return [plain]
         self._least = []
         if self.is_hopeless(group):
             self._least.append(Trial(group, math.inf, self.least_over_bytes(group)))
             return []
-        tiled = self.trial(with_layers(group, {}, self.budget.tile_tokens))
+        tiled = self._kept_trial(in_tiles(group, self.budget.tile_tokens))
         programs: list[Program] = [lambda: [tiled]]
         for keeps_attention in (True, False) if self.keeps_attention else (False,):
             programs.append(partial(self._programmed, tiled, keeps_attention))
@@ -163,35 +182,59 @@ class PipelineRoom:
         """
         return tuple(min(of_stage) for of_stage in self._over_bytes(group, self._least_ways(group)))
 
+    def may_recompute(self, group: SequenceGroup) -> bool:
+        """Whether a group without policies is within the limit in the least memory, as `least_over_bytes` counts it."""
+        return all(any(over <= 0 for over in of_stage) for of_stage in self._over_bytes(group, self._least_ways(group)))
+
     def _least_ways(self, group: SequenceGroup) -> list[SequenceGroup]:
         """The group under each of the policies of `least_over_bytes`."""
         model, tile_tokens = self.costs.model, self.budget.tile_tokens
         least = lean_group(group, model, tile_tokens, lambda *_: self.budget.host_bytes)
-        return [least, with_layers(group, {}, tile_tokens), group]
+        return [least, in_tiles(group, tile_tokens), group]
 
-    def _over_bytes(self, group: SequenceGroup, ways: Sequence[SequenceGroup]) -> Iterator[Iterator[float]]:
+    def _over_bytes(
+        self,
+        group: SequenceGroup,
+        ways: Sequence[SequenceGroup],
+        places: Sequence[int] = (),
+        peak: Callable[[SequenceGroup, StagePlan, int], int] | None = None,
+    ) -> Iterator[Iterator[float]]:
         """Bytes above the limit for every stage under each of the policies of `ways`, counted when asked for.
 
-        When actions run does not matter: copies on their way would only add bytes.
+        When actions run does not matter: copies on their way would only add bytes. places: stages to count, all by default. peak:
+        what counts the bytes of a stage, all of its passes by default.
         """
         model, tokens = self.costs.model, max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
-        for place, room_bytes in enumerate(self.room_bytes):
+        peak = self._peak if peak is None else peak
+        for place in places or range(len(group.stages)):
             stage = group.stages[place]
             waiting = self._byte_model.stage_waiting(stage, self.plan)
-            beside = message_bytes(model, stage, len(group.stages), tokens) - room_bytes
-            peaks = (self._byte_model.moments(group, way.stages[place], waiting=waiting).most.peak for way in ways)
-            yield (peak + beside for peak in peaks)
+            beside = message_bytes(model, stage, len(group.stages), tokens) - self.room_bytes[place]
+            yield (peak(group, way.stages[place], waiting) + beside for way in ways)
+
+    def _least_over(self, group: SequenceGroup, ways: Sequence[SequenceGroup]) -> Iterator[Iterator[float]]:
+        """Lower bounds on the bytes above the limit, on those stages that probably need most, as in `_over_bytes`."""
+        return self._over_bytes(group, ways, self._fullest, self._byte_model.least_peak)
+
+    def _peak(self, group: SequenceGroup, stage: StagePlan, waiting: int) -> int:
+        return self._byte_model.moments(group, stage, waiting=waiting).most.peak
+
+    def exceeds(self, group: SequenceGroup) -> bool:
+        """Whether a bound tells that the group does not fit as it is."""
+        return self._is_over(group, lambda: [group], 0.0)
 
     def is_hopeless(self, group: SequenceGroup) -> bool:
-        """Whether no policy makes the group fit: some stage needs clearly more in every way."""
-        key, most = (id(group.chunks), id(group.stages), group.shape), _SEARCH.hopeless * self.limit_bytes
-        if key not in self.predictions.hopeless:
-            is_hopeless = any(
-                all(over > most for over in of_stage) for of_stage in self._over_bytes(group, self._least_ways(group))
-            )
+        """Whether a bound tells that no policy makes the group fit: some stage needs clearly more in every way."""
+        return self._is_over(group, lambda: self._least_ways(group), _SEARCH.hopeless * self.limit_bytes)
+
+    def _is_over(self, group: SequenceGroup, ways: Callable[[], list[SequenceGroup]], most: float) -> bool:
+        """Whether some stage needs more than `most` bytes above the limit in each of these ways, by `ByteModel.least_peak`."""
+        key = id(group.chunks), id(group.stages), group.shape, most
+        if key not in self.predictions.over:
+            is_over = any(all(over > most for over in of_stage) for of_stage in self._least_over(group, ways()))
             # the group is stored too, so that its ids are not reused
-            self.predictions.hopeless[key] = group, is_hopeless
-        return self.predictions.hopeless[key][1]
+            self.predictions.over[key] = group, is_over
+        return self.predictions.over[key][1]
 
     def _least_trial(self, group: SequenceGroup) -> Trial:
         """Predicts a group in least memory, and keeps the prediction for a refusal."""
@@ -205,7 +248,7 @@ class PipelineRoom:
             self.costs,
             self.budget.tile_tokens,
             keeps_attention,
-            self._byte_model,
+            self.predictions,
             self.budget.host_bytes > 0,
         )
         both = self._solve(cells, tiled.seconds, self.budget.host_bytes)
@@ -223,7 +266,7 @@ class PipelineRoom:
 
         def propose(room: _Room) -> Trial | None:
             choice = choose_jointly(cells.cells, cells.moments(room[0]), room[1], tolerance_s)
-            return None if choice is None else self.trial(cells.under(choice), choice.cost_s)
+            return None if choice is None else self._short_trial(cells.under(choice), choice.cost_s)
 
         def next_room(room: _Room, trial: Trial) -> _Room | None:
             device_bytes, host_bytes = room

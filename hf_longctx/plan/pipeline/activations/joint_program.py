@@ -22,15 +22,13 @@ is large; otherwise the integer program is solved, starting from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass
 
 import numpy as np
 
 from hf_longctx.plan.core.arrays import BoolArray, FloatArray, IntArray
 from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
-from hf_longctx.plan.solver.solve import solve_integer_program, solve_linear_program
+from hf_longctx.plan.solver.solve import RaisedProgram, solve_integer_program
 
 # relative margin by which limits are tightened, since solvers may exceed them slightly
 _MARGIN = 1e-6
@@ -57,26 +55,26 @@ class _JointSearch:
 _SEARCH = _JointSearch()
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One chunk on one part of a stage, with the costs and savings of recomputing or offloading its saved tensors.
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """Cells of a pipeline, one chunk on one part of a stage each, with what recomputing or offloading its saved tensors takes.
 
     layer_s: seconds to recompute one layer. layer_bytes: device bytes that this frees. If the whole cell is offloaded,
     offload_bytes leave the device, host_bytes reach the host and the objective counts offload_s. most_offload: the largest share
     whose copies can be hidden.
     """
 
-    diagonal: int
-    num_layers: int
-    layer_s: float
-    layer_bytes: float
-    offload_bytes: float
-    host_bytes: float
-    offload_s: float
-    most_offload: float
+    diagonal: IntArray
+    num_layers: IntArray
+    layer_s: FloatArray
+    layer_bytes: FloatArray
+    offload_bytes: FloatArray
+    host_bytes: FloatArray
+    offload_s: FloatArray
+    most_offload: FloatArray
 
-
-_CELL_NUMBERS = attrgetter(*(field.name for field in fields(Cell)))
+    def __len__(self) -> int:
+        return len(self.diagonal)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +105,7 @@ class JointChoice:
 
 
 def choose_jointly(
-    cells: Sequence[Cell],
+    cells: Cells,
     moments: Moments,
     host_bytes: float,
     tolerance_s: float = 0.0,
@@ -131,17 +129,16 @@ class _JointProgram:
     its room count; all others keep everything.
     """
 
-    def __init__(self, cells: Sequence[Cell], moments: Moments, host_bytes: float) -> None:
-        self.host_bytes = host_bytes
-        numbers = np.array(list(map(_CELL_NUMBERS, cells)), dtype=np.float64).T
-        self.diagonal: IntArray = numbers[0].astype(np.int64)
-        layer_s, self.layer_bytes, self.offload_bytes, self.cell_host_bytes, self.offload_s, self.most_offload = numbers[2:]
+    def __init__(self, cells: Cells, moments: Moments, host_bytes: float) -> None:
+        self.host_bytes, self.diagonal, self.layer_bytes = host_bytes, cells.diagonal, cells.layer_bytes
+        self.offload_bytes, self.cell_host_bytes = cells.offload_bytes, cells.host_bytes
+        self.offload_s, self.most_offload = cells.offload_s, cells.most_offload
         self.num_diagonals = int(self.diagonal.max(initial=-1)) + 1
         self.most_layers, self.layer_s = np.zeros(self.num_diagonals), np.zeros(self.num_diagonals)
-        np.maximum.at(self.most_layers, self.diagonal, numbers[1])
-        np.maximum.at(self.layer_s, self.diagonal, layer_s)
+        np.maximum.at(self.most_layers, self.diagonal, cells.num_layers)
+        np.maximum.at(self.layer_s, self.diagonal, cells.layer_s)
         # a diagonal's number of layers is that of its largest cell; smaller cells recompute proportionally fewer
-        self.part = numbers[1] / self.most_layers[self.diagonal]
+        self.part = cells.num_layers / self.most_layers[self.diagonal]
         places = _merge_equal(len(moments.excess_bytes), moments.first, moments.stop)
         self.excess_bytes = np.full(int(places[-1]), -np.inf)
         np.maximum.at(self.excess_bytes, places[:-1], moments.excess_bytes)
@@ -175,10 +172,11 @@ class _JointProgram:
         program = self._program()
         whole = np.arange(len(program.costs)) < self.num_diagonals
         try:
-            relaxed = solve_linear_program(program, time_limit_s, presolve=False)
+            raised = RaisedProgram(program, time_limit_s)
+            relaxed = raised.solve()
             if not relaxed.has_values:
                 return None
-            start = self._dive(program, relaxed.values, time_limit_s)
+            start = self._dive(raised, relaxed.values)
             gap = max(_SEARCH.gap, tolerance_s / self.second_unit / max(1e-9, relaxed.bound))
             is_near = start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9
             if is_near or len(program.costs) > _SEARCH.few_columns:
@@ -224,25 +222,25 @@ class _JointProgram:
             left[inside] -= back * size
         return layers.tolist()  # type: ignore[no-any-return]
 
-    def _dive(self, program: LinearProgram, values: FloatArray, time_limit_s: float) -> FloatArray | None:
+    def _dive(self, raised: RaisedProgram, values: FloatArray) -> FloatArray | None:
         """Finds an integer solution near an optimum of the linear program; None where a few roundings find none.
 
         Where rounding all layers up leaves too little to offload, 70 % of the fractional layers (the largest fractions first) are
         rounded up, and the program is solved again for the others.
         """
         for _ in range(_SEARCH.most_dives):
-            if (start := self._rounded(program, values)) is not None:
+            if (start := self._rounded(raised.program, values)) is not None:
                 return start
             layers = values[: self.num_diagonals]
             fractions = np.ceil(layers - 1e-6) - layers
             broken = np.flatnonzero(fractions > 1e-6)
             if not len(broken):
                 return None
-            raised = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_SEARCH.raised * len(broken))]
-            lower = program.lower.copy()
-            lower[raised] = np.ceil(layers[raised])
-            program = replace(program, lower=lower)
-            solved = solve_linear_program(program, time_limit_s, presolve=False)
+            upwards = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_SEARCH.raised * len(broken))]
+            lower = raised.program.lower.copy()
+            lower[upwards] = np.ceil(layers[upwards])
+            raised.raise_limits(lower)
+            solved = raised.solve()
             if not solved.has_values:
                 return None
             values = solved.values
@@ -313,22 +311,27 @@ class _JointProgram:
         )
 
     def _host_rows(self) -> _Rows:
-        """Rows for host bytes, only at local peaks: moments at whose start a cell arrives and after which a cell leaves."""
+        """Rows for host bytes, only where they may exceed the limit, and at local peaks.
+
+        Peaks are moments at whose start a cell arrives and after which a cell leaves.
+        """
         first, stop = self.first[self.shared], self.stop[self.shared]
         places = _merge_equal(len(self.excess_bytes), first, stop)
         grows, shrinks = np.zeros((2, int(places[-1]) + 1), dtype=bool)
         grows[places[first]] = True
         shrinks[places[stop]] = True
-        is_peak = grows[:-1] & shrinks[1:]
         owners, rows = _pairs(places[first], places[stop])
-        owners, rows = owners[is_peak[rows]], rows[is_peak[rows]]
-        most = np.full(int(is_peak.sum()), self.host_bytes / self.byte_unit * (1 - _MARGIN))
+        most = np.bincount(rows, (self.cell_host_bytes * self.most_offload)[self.shared][owners], int(places[-1]))
+        limit = self.host_bytes * (1 - _MARGIN)
+        is_row = grows[:-1] & shrinks[1:] & (most > limit)
+        owners, rows = owners[is_row[rows]], rows[is_row[rows]]
+        limits = np.full(int(is_row.sum()), limit / self.byte_unit)
         return _Rows(
-            (np.cumsum(is_peak) - 1)[rows],
+            (np.cumsum(is_row) - 1)[rows],
             self.num_diagonals + owners,
             self.cell_host_bytes[self.shared][owners] / self.byte_unit,
-            np.full(len(most), -np.inf),
-            most,
+            np.full(len(limits), -np.inf),
+            limits,
         )
 
     def _share_rows(self, column: IntArray) -> _Rows:

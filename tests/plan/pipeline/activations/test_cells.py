@@ -12,15 +12,15 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.cells import GroupCells
 from hf_longctx.plan.pipeline.activations.joint_program import JointChoice
 from hf_longctx.plan.pipeline.orders import Schedule
-from hf_longctx.plan.prediction.pipeline_run import run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_pipeline
 
 LENGTHS = [40_000, 9_000, 3_000, 5_000, 7_000]
 
 
 def moving(cells: GroupCells) -> SequenceGroup:
     """The group with all copies that hide, and nothing recomputed."""
-    none = (0,) * len(cells.cells)
-    return cells.under(JointChoice(none, none, tuple(cell.most_offload for cell in cells.cells), 0.0, 0.0, ""))
+    none = (0,) * len(cells.cells.num_layers)
+    return cells.under(JointChoice(none, none, tuple(cells.cells.most_offload.tolist()), 0.0, 0.0, ""))
 
 
 @pytest.mark.parametrize("copy_bytes_per_s", [1e11, 2e10, 1e9])
@@ -31,19 +31,19 @@ def test_copies_that_hide_cost_no_seconds_and_the_bytes_that_were_counted(
     costs = costs_of(LARGE, num_stages, 2, copy_bytes_per_s)
     plan = plan_of(costs, LENGTHS, 4 if num_parts == 1 else 1, num_stages, schedule, num_parts)
     group, byte_model = with_layers(plan.micro_batches[0].groups[0], {}, 1024), ByteModel(LARGE)
-    cells = GroupCells(group, costs, 1024, True, byte_model)
+    cells = GroupCells(group, costs, 1024, True, PredictionCache())
     under = moving(cells)
     kept_s, moved_s = (
         max(run.times[-1][1] for run in run_pipeline(plan, each, costs, [0.0] * num_stages)) for each in (group, under)
     )
     # replays of layers whose tensors were split
-    replays_s = sum(cell.offload_s for cell in cells.cells)
+    replays_s = cells.cells.offload_s.sum()
     assert moved_s == pytest.approx(kept_s, rel=1e-3, abs=replays_s)
     assert any(layer.share("mlp").host > 0 for stage in under.stages for policy in stage.activations for layer in policy.layers)
     moments = cells.moments([0.0] * num_stages)
     freed = np.zeros(len(moments.excess_bytes))
-    for cell, first, stop in zip(cells.cells, moments.first, moments.stop, strict=True):
-        freed[first:stop] += cell.most_offload * cell.offload_bytes
+    for place, (first, stop) in enumerate(zip(moments.first, moments.stop, strict=True)):
+        freed[first:stop] += cells.cells.most_offload[place] * cells.cells.offload_bytes[place]
     peaks = np.concatenate([byte_model.moments(under, stage).peak for stage in under.stages])
     # workspace is counted roughly, and predictions judge what the program finds
     assert (peaks <= 1.05 * (moments.excess_bytes - freed)).all()

@@ -24,6 +24,7 @@ from hf_longctx.plan.pipeline.activations.joint_program import Moments
 from hf_longctx.plan.pipeline.orders import Schedule, pipelined
 from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 from hf_longctx.plan.prediction.planning import Planning
 
 MODEL = ModelSpec(8, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
@@ -188,13 +189,13 @@ def test_backwards_of_one_diagonal_run_at_one_time() -> None:
     costs = costs_of(MODEL, 3, 1)
     plan = plan_of(costs, [2_000] * 12, 1, 3)
     (group,) = plan.micro_batches[0].groups
-    cells = GroupCells(group, costs, 0, True, ByteModel(costs.model))
+    cells = GroupCells(group, costs, 0, True, PredictionCache())
     starts: dict[int, list[float]] = {}
     for event in evaluate_plan(plan, costs).events:
         action = Action.parse(event.name)
         if action.kind == "B":
-            place = cells.places[action.stage, action.chunk, action.part]
-            starts.setdefault(cells.cells[place].diagonal, []).append(event.start_s)
+            place = cells.place(action.stage, action.chunk, action.part)
+            starts.setdefault(int(cells.cells.diagonal[place]), []).append(event.start_s)
     assert sum(len(times) == 3 for times in starts.values()) == 10
     chunk_s = sum(costs.part_s(group.chunks[0], group.shape, is_backward, 3, True) for is_backward in (False, True))
     assert all(max(times) - min(times) <= chunk_s for times in starts.values())

@@ -13,9 +13,22 @@ import numpy as np
 import pytest
 
 from hf_longctx.plan.pipeline.activations import joint_program
-from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
+from hf_longctx.plan.pipeline.activations.joint_program import Cells, JointChoice, Moments
 from hf_longctx.plan.solver.program import LinearProgram
 from hf_longctx.plan.solver.solve import solve_linear_program
+
+
+class Cell(NamedTuple):
+    """One of the program's `Cells`."""
+
+    diagonal: int
+    num_layers: int
+    layer_s: float
+    layer_bytes: float
+    offload_bytes: float
+    host_bytes: float
+    offload_s: float
+    most_offload: float
 
 
 class Moment(NamedTuple):
@@ -36,7 +49,8 @@ def choose_jointly(cells: Sequence[Cell], moments: Sequence[Moment], *settings: 
     in_flight = [[m for m, moment in enumerate(moments) if cell in moment.cells] for cell in range(len(cells))]
     first, stop = np.array([stretch(places) for places in in_flight]).T
     excess = np.array([moment.excess_bytes for moment in moments])
-    return joint_program.choose_jointly(cells, Moments(excess, first, stop), *settings, **named)
+    fields = (np.array(each) for each in zip(*cells, strict=True))
+    return joint_program.choose_jointly(Cells(*fields), Moments(excess, first, stop), *settings, **named)
 
 
 def random_case(seed: int) -> tuple[list[Cell], list[Moment], float]:
