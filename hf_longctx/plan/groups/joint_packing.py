@@ -104,27 +104,27 @@ class JointPacking:
         members: list[list[int]] = []
         opened = kinds[:0], time_left[:0], room_left[:0], room_shares[:0]
         for i, (length, row) in enumerate(zip(self._lengths, shares, strict=True)):
-            group = -1
             if members:
-                left = opened[1] - row.take(opened[0])
-                np.minimum(left, opened[2] - length * opened[3], out=left)
+                own_time = opened[1] - row.take(opened[0])
+                own_room = opened[2] - length * opened[3]
+                least = np.minimum(own_time, own_room)
                 # as whole numbers of their bits, numbers below zero are the largest
-                best = int(left.view(np.uint64).argmin())
-                group = best if left[best] >= 0 else -1
-            if group < 0:
-                kind = opening.open(i)
-                if kind < 0:
-                    # at least one, so that trials end
-                    self.num_placed += i + 1
-                    return None
-                group = len(members)
-                kinds[group], room_shares[group] = kind, inverse[kind]
-                time_left[group], room_left[group] = 1 + _ROUNDING - fixed[kind], 1 + _ROUNDING
-                members.append([])
-                opened = kinds[: group + 1], time_left[: group + 1], room_left[: group + 1], room_shares[: group + 1]
-            members[group].append(i)
-            time_left[group] -= row[kinds[group]]
-            room_left[group] -= length * room_shares[group]
+                group = int(least.view(np.uint64).argmin())
+                if least[group] >= 0:
+                    members[group].append(i)
+                    time_left[group], room_left[group] = own_time[group], own_room[group]
+                    continue
+            kind = opening.open(i)
+            if kind < 0:
+                # at least one, so that trials end
+                self.num_placed += i + 1
+                return None
+            group = len(members)
+            kinds[group], room_shares[group] = kind, inverse[kind]
+            time_left[group] = 1 + _ROUNDING - fixed[kind] - row[kind]
+            room_left[group] = 1 + _ROUNDING - length * inverse[kind]
+            members.append([i])
+            opened = kinds[: group + 1], time_left[: group + 1], room_left[: group + 1], room_shares[: group + 1]
         self.num_placed += len(self._lengths)
         layout: Layout = [[] for _ in range(num_micro_batches)]
         for kind, sequences in zip(kinds.tolist(), members, strict=False):
