@@ -22,7 +22,7 @@ from hf_longctx.plan.groups.backfill import backfill
 from hf_longctx.plan.groups.bounds import fluid_bounds_s, least_work
 from hf_longctx.plan.groups.consecutive import group_runs
 from hf_longctx.plan.groups.cuts import candidate_cuts, expected_s
-from hf_longctx.plan.groups.joint_packing import JointPacking
+from hf_longctx.plan.groups.joint_packing import JointPacking, one_fewer_s
 from hf_longctx.plan.groups.local_search import improve
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout, Piece
 from hf_longctx.plan.groups.vector_packing import Packed, Rule, Trial, pack_trials
@@ -37,8 +37,9 @@ class _GreedySearch:
     as well. step_budget, start_budget: matrix entries that local search may look at, for a step and for one packing of a
     micro-batch. backfill_passes: how often every micro-batch gives its sequences to others. runs_tolerance, tolerance: relative
     precision of the makespan of consecutive groups, and of the bisection.
-    joint_sequences, joint_ranks: with at least this many sequences per micro-batch and ranks, all micro-batches are packed at
-    once; joint_cuts: cuts whose expected seconds are tried as limits then.
+    joint_sequences: with at least this many sequences in a step and in a micro-batch, all micro-batches are packed at once, also
+    with one fewer, if it leaves at most this share of memory full (joint_fullness). joint_cuts: cuts whose expected seconds are
+    tried as limits.
 
     Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
     sequences. pod_groups: a pod has room for this many groups of the largest degree needed. many_pods: with this many pods,
@@ -52,8 +53,8 @@ class _GreedySearch:
     step_budget: int = 1_000_000
     start_budget: int = 100_000
     backfill_passes: int = 1
-    joint_sequences: int = 192
-    joint_ranks: int = 256
+    joint_sequences: tuple[int, int] = (640, 16)
+    joint_fullness: float = 0.95
     joint_cuts: int = 2
     runs_tolerance: float = 5e-2
     tolerance: float = 2e-3
@@ -195,12 +196,15 @@ def _start(problem: GroupingProblem, trials: int, time_aware: bool) -> Layout:
         layouts = [_best_cut(problem), *_bins(problem)] if cuts is None else _grouped(problem, cuts)
         start = min(layouts, key=problem.step_seconds)
         return backfill(problem, start, _group_all, _SEARCH.backfill_passes) if time_aware else start
-    is_large = len(problem.lengths) >= _SEARCH.joint_sequences * cuts.num_micro_batches
-    if cuts.num_micro_batches > 1 and is_large and problem.num_ranks >= _SEARCH.joint_ranks:
-        joint = JointPacking(problem)
-        found = joint.first(cuts.expected_s)
+    in_step, in_micro_batch = _SEARCH.joint_sequences
+    is_large = len(problem.lengths) >= max(in_step, in_micro_batch * cuts.num_micro_batches)
+    if cuts.num_micro_batches > 1 and is_large:
+        starts_s = [cuts.expected_s]
+        if sum(problem.lengths) < _SEARCH.joint_fullness * problem.capacity * problem.num_ranks * (cuts.num_micro_batches - 1):
+            starts_s.append([one_fewer_s(problem, cuts.expected_s[0]).tolist()])
+        found = JointPacking(problem).best(starts_s)
         if found is not None:
-            return joint.with_lower_limits(found)
+            return found
     start = min(_grouped(problem, cuts), key=problem.step_seconds)
     start = backfill(problem, start, _group_all, _SEARCH.backfill_passes)
     if cuts.num_micro_batches == 1:

@@ -3,11 +3,12 @@
 The greedy planner does this where micro-batches hold many sequences. Grouping one range of similar lengths after the other leaves
 ranks waiting where a few long sequences fill a micro-batch badly; here short sequences fill what long ones leave, in every
 micro-batch. Sequences go longest first, each to the open group that it fits best, or else into a new group with the fewest
-rank-seconds, in the micro-batch with the lowest limit where that is possible.
+rank-seconds, which count its share of the fixed cost.
 
-How long each micro-batch may take is found by trial: from the seconds that a cut by cost expects, on to limits that are a little
-lower in sum and differ a little more or less from each other. Trials end by their number, and their factors are fixed, so that
-equal lengths give equal layouts.
+How long each micro-batch may take is found by trial: from the seconds that a cut by cost expects, and from those with one
+micro-batch fewer, on to limits that are a little lower in sum and differ a little more or less from each other. Where a trial
+succeeds, the next one asks for more. Trials end by their number, and their factors are fixed, so that equal lengths give equal
+layouts.
 """
 
 from __future__ import annotations
@@ -30,24 +31,31 @@ _ROUNDING = 1e-9
 class _LimitSearch:
     """Constants of the search for limits, chosen with `recipes/bench/cpu/planner.py` (table times).
 
-    first_factors: factors on expected seconds, tried until all sequences fit. spreads, gains: by how much the limits of a trial
-    differ from those found so far, and how much lower their sum is, in turn. trials: number of such trials.
+    first_factors: factors on expected seconds, tried until all sequences fit. spreads: by how much the limits of a trial differ
+    from those found so far, in turn. first_gain: how much lower their sum is in the first trial, as a share; it is multiplied by
+    `after_success` or `after_failure`. trials: number of trials from each start, and further ones from the best of them; one that
+    fails counts by the sequences that it placed.
     """
 
     first_factors: tuple[float, ...] = (1.0, 1.02, 1.04, 1.07, 1.1)
-    spreads: tuple[float, ...] = (0.06, 0.03, 0.01)
-    gains: tuple[float, ...] = (0.01, 0.005, 0.002)
-    trials: int = 12
+    spreads: tuple[float, ...] = (0.03, 0.015)
+    first_gain: float = 0.015
+    after_success: float = 1.5
+    after_failure: float = 0.8
+    trials: tuple[float, float] = (3.0, 9.0)
 
 
 _SEARCH = _LimitSearch()
 
 
-@dataclass(frozen=True, eq=False)
 class JointPacking:
-    """Packs the sequences of a step, sorted longest first, into all of its micro-batches at once."""
+    """Packs the sequences of a step, sorted longest first, into all of its micro-batches at once.
 
-    problem: GroupingProblem
+    num_placed: how many sequences were placed so far, over all calls, which counts the work.
+    """
+
+    def __init__(self, problem: GroupingProblem) -> None:
+        self.problem, self.num_placed = problem, 0
 
     def first(self, expected_s: Iterable[Sequence[float]], below_s: float = math.inf) -> Layout | None:
         """The fastest layout within multiples of expected seconds, in less than `below_s`; None if there is none.
@@ -67,25 +75,22 @@ class JointPacking:
                     break
         return best
 
-    def with_lower_limits(self, layout: Layout) -> Layout:
-        """A layout that is at least as fast, packed within lower and lower limits, of which `layout` gives the first."""
-        # the legacy generator's numbers are the same in every version of numpy
-        random = np.random.RandomState(0)
-        best, best_s, limits = layout, *self._seconds(layout)
-        for trial in range(_SEARCH.trials):
-            spread, gain = (options[trial % len(options)] for options in (_SEARCH.spreads, _SEARCH.gains))
-            changed = limits * np.exp(spread * random.standard_normal(len(limits)))
-            found = self.pack(changed * (float(limits.sum()) * (1 - gain) / float(changed.sum())))
-            if found is not None:
-                found_s, own_limits = self._seconds(found)
-                if found_s < best_s:
-                    best, best_s, limits = found, found_s, own_limits
-        return best
+    def best(self, starts_s: Iterable[Iterable[Sequence[float]]]) -> Layout | None:
+        """The fastest layout found by trials from `first` of any of these expected seconds; None if there is none."""
+        firsts = [self.first(expected_s) for expected_s in starts_s]
+        descents = [_Descent(self, layout) for layout in firsts if layout is not None]
+        for descent in descents:
+            descent.run(_SEARCH.trials[0])
+        if not descents:
+            return None
+        best = min(descents, key=lambda descent: descent.best_s)
+        best.run(_SEARCH.trials[1])
+        return best.layout
 
     def pack(self, limits_s: FloatArray) -> Layout | None:
         """Groups in micro-batches that end within these seconds; None where a sequence fits none.
 
-        Of the open groups, a sequence joins the one that has the least time and memory left afterwards, as shares of the limit
+        Of the open groups, a sequence joins the one that has the least time or memory left afterwards, as shares of the limit
         and of the group's memory.
         """
         problem, num_micro_batches, limits = self.problem, len(limits_s), limits_s * (1 + _ROUNDING)
@@ -97,38 +102,35 @@ class JointPacking:
         most = problem.num_ranks // problem.degrees[0] * num_micro_batches
         kinds, time_left, room_left, room_shares = np.zeros(most, dtype=np.int64), np.empty(most), np.empty(most), np.empty(most)
         members: list[list[int]] = []
-        count = 0
+        opened = kinds[:0], time_left[:0], room_left[:0], room_shares[:0]
         for i, (length, row) in enumerate(zip(self._lengths, shares, strict=True)):
-            group = -1
-            if count:
-                time = time_left[:count] - row.take(kinds[:count])
-                room = room_left[:count] - length * room_shares[:count]
-                scores = time + room
-                np.minimum(time, room, out=time)
-                np.putmask(scores, time < -_ROUNDING, np.inf)
-                best = int(scores.argmin())
-                group = best if scores[best] < math.inf else -1
-            if group < 0:
-                kind = opening.open(i)
-                if kind < 0:
-                    return None
-                group, kinds[count] = count, kind
-                time_left[count], room_left[count], room_shares[count] = 1 - fixed[kind], 1.0, inverse[kind]
-                members.append([])
-                count += 1
-            members[group].append(i)
-            time_left[group] -= row[kinds[group]]
-            room_left[group] -= length * room_shares[group]
+            if members:
+                own_time = opened[1] - row.take(opened[0])
+                own_room = opened[2] - length * opened[3]
+                least = np.minimum(own_time, own_room)
+                # as whole numbers of their bits, numbers below zero are the largest
+                group = int(least.view(np.uint64).argmin())
+                if least[group] >= 0:
+                    members[group].append(i)
+                    time_left[group], room_left[group] = own_time[group], own_room[group]
+                    continue
+            kind = opening.open(i)
+            if kind < 0:
+                # at least one, so that trials end
+                self.num_placed += i + 1
+                return None
+            group = len(members)
+            kinds[group], room_shares[group] = kind, inverse[kind]
+            time_left[group] = 1 + _ROUNDING - fixed[kind] - row[kind]
+            room_left[group] = 1 + _ROUNDING - length * inverse[kind]
+            members.append([i])
+            opened = kinds[: group + 1], time_left[: group + 1], room_left[: group + 1], room_shares[: group + 1]
+        self.num_placed += len(self._lengths)
         layout: Layout = [[] for _ in range(num_micro_batches)]
         for kind, sequences in zip(kinds.tolist(), members, strict=False):
             k, home = divmod(kind, num_micro_batches)
             layout[home].append((problem.degrees[k], tuple(sequences)))
         return [groups for groups in layout if groups]
-
-    def _seconds(self, layout: Layout) -> tuple[float, FloatArray]:
-        """Seconds of the step, and those of every micro-batch without `micro_batch_s`."""
-        own = np.array([self.problem.micro_batch_seconds(groups) for groups in layout])
-        return float(own.sum()) + self.problem.micro_batch_s * len(layout), own
 
     @cached_property
     def _lengths(self) -> list[float]:
@@ -162,16 +164,61 @@ class _Opening:
         # index of the smallest degree that ends in time [sequence, micro-batch]; -1: none
         self.smallest: list[list[int]] = np.where(in_time.any(axis=1), in_time.argmax(axis=1), -1).tolist()
         self.free = [problem.num_ranks] * len(limits_s)
-        self.shortest_first: list[int] = np.argsort(limits_s, kind="stable").tolist()
+        # the fixed cost takes a smaller share of longer micro-batches
+        room_s = limits_s - min(problem.group_s)
+        self.weights: list[float] = np.divide(limits_s, room_s, out=np.ones_like(limits_s), where=room_s > 0).tolist()
 
     def open(self, i: int) -> int:
-        """Kind of a new group for sequence i, with the fewest rank-seconds; -1 where none holds it in time."""
+        """Kind of a new group for sequence i, with the fewest rank-seconds, fixed ones included; -1 where none ends in time."""
         least, chosen_k, chosen = math.inf, -1, -1
-        for home in self.shortest_first:
-            k = self.smallest[i][home]
-            if k >= 0 and self.work[i][k] < least and self.degrees[k] <= self.free[home]:
-                least, chosen_k, chosen = self.work[i][k], k, home
+        for home, (k, weight) in enumerate(zip(self.smallest[i], self.weights, strict=True)):
+            rank_seconds = self.work[i][k] * weight
+            if k >= 0 and rank_seconds < least and self.degrees[k] <= self.free[home]:
+                least, chosen_k, chosen = rank_seconds, k, home
         if chosen_k < 0:
             return -1
         self.free[chosen] -= self.degrees[chosen_k]
         return chosen_k * len(self.free) + chosen
+
+
+class _Descent:
+    """Trials of lower and lower limits, of which a layout gives the first."""
+
+    def __init__(self, packing: JointPacking, layout: Layout) -> None:
+        self.packing, self.layout = packing, layout
+        self.best_s, self.limits_s = self._seconds(layout)
+        self.gain, self.tried = _SEARCH.first_gain, 0
+        # the legacy generator's numbers are the same in every version of numpy
+        self.random = np.random.RandomState(0)
+
+    def run(self, trials: float) -> None:
+        """Tries limits until `trials` times all sequences were placed; the layout gets no slower."""
+        packing = self.packing
+        most = packing.num_placed + trials * len(packing.problem.lengths)
+        while packing.num_placed < most:
+            spread = _SEARCH.spreads[self.tried % len(_SEARCH.spreads)]
+            changed = self.limits_s * np.exp(spread * self.random.standard_normal(len(self.limits_s)))
+            found = packing.pack(changed * (float(self.limits_s.sum()) * (1 - self.gain) / float(changed.sum())))
+            self.tried += 1
+            self.gain *= _SEARCH.after_failure
+            if found is not None:
+                found_s, limits_s = self._seconds(found)
+                if found_s < self.best_s:
+                    self.layout, self.best_s, self.limits_s = found, found_s, limits_s
+                    self.gain *= _SEARCH.after_success / _SEARCH.after_failure
+
+    def _seconds(self, layout: Layout) -> tuple[float, FloatArray]:
+        """Seconds of the step, and those of every micro-batch without `micro_batch_s`."""
+        problem = self.packing.problem
+        own = np.array([problem.micro_batch_seconds(groups) for groups in layout])
+        return float(own.sum()) + problem.micro_batch_s * len(layout), own
+
+
+def one_fewer_s(problem: GroupingProblem, expected_s: Sequence[float]) -> FloatArray:
+    """Expected seconds without the shortest micro-batch, whose sequences lengthen the next longer ones to one length."""
+    ascending, fixed_s = np.sort(expected_s), min(problem.group_s)
+    rest = ascending[1:]
+    # the level of the n shortest that take its seconds, for every n; the lowest level is the right one
+    levels = (np.cumsum(rest) + ascending[0] - fixed_s) / np.arange(1, len(rest) + 1)
+    fewer_s: FloatArray = np.maximum(rest, levels.min(initial=math.inf))[::-1]
+    return fewer_s

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.groups import greedy
 from hf_longctx.plan.groups.greedy import plan_greedy
-from hf_longctx.plan.groups.joint_packing import JointPacking
+from hf_longctx.plan.groups.joint_packing import JointPacking, one_fewer_s
 from hf_longctx.plan.groups.problem import GroupingProblem
 
 
@@ -44,13 +44,35 @@ def test_micro_batches_keep_their_limits(problem: GroupingProblem, factors: list
 def test_trials_of_lower_limits_never_worsen_a_layout(problem: GroupingProblem) -> None:
     joint = JointPacking(problem)
     # more seconds than any micro-batch needs, so that the first try succeeds
-    first = joint.first([[float(alone_s(problem).sum())] * len(problem.lengths)])
-    assert first is not None
-    lower = joint.with_lower_limits(first)
-    check_problem_layout(lower, problem)
-    assert problem.step_seconds(lower) <= problem.step_seconds(first)
-    assert joint.with_lower_limits(first) == lower
+    starts = [[float(alone_s(problem).sum())] * number for number in (len(problem.lengths), len(problem.lengths) + 1)]
+    found = joint.best([[start] for start in starts])
+    assert found is not None
+    check_problem_layout(found, problem)
+    for start in starts:
+        first = joint.first([start])
+        assert first is not None
+        assert problem.step_seconds(found) <= problem.step_seconds(first)
+    assert JointPacking(problem).best([[start] for start in starts]) == found
+    # where a start has too little time, the other is left
+    too_short = [float(alone_s(problem).max()) / 2]
+    assert joint.best([[too_short], [starts[0]]]) is not None
+    assert joint.best([[too_short]]) is None
     assert joint.first([alone_s(problem).tolist()], below_s=0.0) is None
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.lists(st.floats(0.0, 9.0), min_size=2, max_size=8), st.floats(0.1, 2.0))
+def test_one_micro_batch_fewer_keeps_the_seconds_without_fixed_ones(own_s: list[float], fixed_s: float) -> None:
+    problem = replace(flexsp_problem((1000,)), group_s=(fixed_s,) * 7)
+    expected = fixed_s + np.array(own_s)
+    fewer = one_fewer_s(problem, expected.tolist())
+    assert len(fewer) == len(expected) - 1
+    assert (fewer - fixed_s).sum() == pytest.approx((expected - fixed_s).sum())
+    # only the shortest grow, to one length
+    longest_first = np.sort(expected)[::-1][:-1]
+    grown = fewer > longest_first * (1 + 1e-9)
+    assert (fewer >= longest_first * (1 - 1e-9)).all()
+    assert fewer[grown] == pytest.approx(fewer.min())
 
 
 def test_short_sequences_fill_what_a_long_one_leaves() -> None:
@@ -63,8 +85,9 @@ def test_short_sequences_fill_what_a_long_one_leaves() -> None:
     (groups,) = JointPacking(problem).pack(np.array([limit, 0.5])) or [[]]
     assert [degree for degree, _ in groups] == [8, *[1] * 8]
     assert [len(members) for _, members in groups] == [1, *[2] * 8]
-    # shorter micro-batches come first
-    assert [len(each) for each in JointPacking(problem).pack(np.array([limit, limit * 0.9])) or []] == [1, 8]
+    # longer micro-batches come first, since their fixed cost is a smaller share of them
+    more = flexsp_problem((7 * tokens, *[2 * tokens // 5] * 20), num_ranks=16)
+    assert [len(each) for each in JointPacking(more).pack(np.array([limit * 0.9, limit])) or []] == [2, 9]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -72,7 +95,7 @@ def test_large_micro_batches_get_faster_layouts(seed: int, monkeypatch: pytest.M
     problem = replace(flexsp_problem(lognormal_lengths(seed, 2048, 200_000, 700.0, 1.8)), num_ranks=256)
     jointly = plan_greedy(problem, 5)
     check_problem_layout(jointly, problem)
-    monkeypatch.setattr(greedy, "_SEARCH", replace(greedy._SEARCH, joint_sequences=10**9))
+    monkeypatch.setattr(greedy, "_SEARCH", replace(greedy._SEARCH, joint_sequences=(10**9, 1)))
     apart = plan_greedy(problem, 5)
     assert len(apart) > 1
     assert problem.step_seconds(jointly) < 0.99 * problem.step_seconds(apart)
