@@ -9,6 +9,7 @@ so, long sequences get a micro-batch of their own, and the others another one af
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +32,9 @@ class SearchConstants:
     equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these the search
     tries to make fit, fastest first. few_chunks: chunks per stage, up to which filling and draining take so much of the time that
     more slices are worth a try. much_waiting: share of the device's room that gradients take while they wait, from which on the
-    least bytes of sequences are counted before candidates for them are made. most_alone: sequences of a step that may get a
+    least bytes of sequences are counted before candidates for them are made. in_turn: factor on the
+    least seconds of sequences where stages run one after the other, beyond which a pipeline is slower: these mostly take 1.15 to
+    1.25 times as long. most_alone: sequences of a step that may get a
     micro-batch of their own to be lent ranks.
     """
 
@@ -39,6 +42,7 @@ class SearchConstants:
     most_fits: int = 2
     few_chunks: int = 2
     much_waiting: float = 0.5
+    in_turn: float = 1.3
     most_alone: int = 2
 
 
@@ -71,10 +75,14 @@ class PipelineSearch:
         """Micro-batches for these sequences, in running order: as few as fit, those of the longest sequences first."""
         # with one backward no gradients wait; to search for pipelines of these sequences would be in vain
         apart = self._single_only(members)
-        single = self._in_single_chunks(apart) if apart else None
-        others = members if single is None else tuple(i for i in members if i not in set(apart))
+        others = tuple(i for i in members if i not in set(apart))
         try:
-            return [*(single or ()), *(self._in_pipelines(others) if others or not members else ())]
+            found, left = self._in_pipelines(others, self._waiting_bytes > 0) if others or not members else ([], ())
+            single = self._in_single_chunks(tuple(sorted((*apart, *left)))) if apart or left else ()
+            if single is None:
+                # to search for pipelines of all sequences tells which of them does not fit
+                return self._in_pipelines(members, False)[0]
+            return [*single, *found]
         except ValueError:
             # sequences side by side that share weights cannot have slices, but may take turns
             whole = self._in_single_chunks(members)
@@ -82,23 +90,38 @@ class PipelineSearch:
                 raise
             return [*whole]
 
-    def _in_pipelines(self, members: tuple[int, ...]) -> list[MicroBatch]:
-        """Micro-batches of several chunks in which these sequences fit; raises ValueError for one for which nothing fits."""
+    def _in_pipelines(self, members: tuple[int, ...], may_leave: bool) -> tuple[list[MicroBatch], tuple[int, ...]]:
+        """Micro-batches of several chunks in which these sequences fit, and the sequences that are left.
+
+        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, and all longer ones.
+        Raises ValueError for a sequence for which nothing fits.
+        """
         found: list[MicroBatch] = []
         waiting = [members]
         while waiting:
             together = waiting.pop()
-            row = None if self._is_hopeless(together) else self._fastest(together) or self._least_memory(together)
-            if row is not None:
-                found += row.plan.micro_batches
+            most_s = _SEARCH.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
+            row, is_slow = None, False
+            if not self._is_hopeless(together):
+                row = self._fastest(together)
+                is_slow = row is None and self._is_slow(together, most_s)
+                row = row or (None if is_slow else self._least_memory(together))
+            if is_slow or (row is not None and row.run.step_s - row.run.once_s > most_s):
+                return found, tuple(i for each in (together, *waiting) for i in each)
+            if row is None:
+                waiting += self._apart(together)
             else:
-                long, others = self._apart(together)
-                waiting += [others, long]
-        return found
+                found = [*row.plan.micro_batches, *found]
+        return found, ()
+
+    @property
+    def _waiting_bytes(self) -> int:
+        """Most bytes of gradients that wait whole on a rank for the last of several backwards."""
+        return 0 if self._room is None else self._room.waiting_bytes
 
     def _single_only(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Sequences that do not fit in several chunks; only gradients that wait for the last backward make a difference."""
-        if self._room is None or not self._room.waiting_bytes or not members:
+        if self._room is None or not self._waiting_bytes or not members:
             return ()
         return SingleChunks(self.candidates, self._room).needed_for(members)
 
@@ -239,6 +262,13 @@ class PipelineSearch:
             if row is None and tried == (longest,):
                 raise ValueError(self._nothing_fits(longest))
         return row
+
+    def _is_slow(self, members: tuple[int, ...], most_s: float) -> bool:
+        """Whether pipelines of these sequences with little memory take more than `most_s` seconds even with everything kept."""
+        if math.isinf(most_s):
+            return False
+        candidates = [candidate for candidate in self.candidates.least_memory(members) if self._may_fit(candidate)]
+        return bool(candidates) and min(map(self._kept_s, candidates)) > most_s
 
     def _first_to_fit(self, candidates: Sequence[Candidate]) -> _Row | None:
         """The first of these that can be made to fit; later ones, with more chunks, only while chunks are few."""

@@ -141,10 +141,14 @@ class StagedStep:
         return seconds + self.room.added_s(held, self.work_s(group))
 
     def lower_bound_s(self) -> float:
-        """Lower bound on the seconds of any plan: each sequence at the degree of fewest rank-seconds, spread over all ranks."""
-        tokens, num_ranks = self.lengths.tolist(), self.num_stages * self.ranks_per_stage
+        """Lower bound on the seconds of any plan."""
+        return self.least_s(range(len(self.lengths))) + self.costs.coefficients.step_s
+
+    def least_s(self, members: Sequence[int]) -> float:
+        """Seconds of these sequences, each at the degree of fewest rank-seconds, spread over all ranks."""
+        tokens, num_ranks = self.lengths[list(members)].tolist(), self.num_stages * self.ranks_per_stage
         work = [degree * self.costs.sequences_s(tokens, shape) for degree, shape in self.shapes.items()]
-        return float(np.min(work, axis=0).sum()) / num_ranks + self.costs.coefficients.step_s
+        return float(np.min(work, axis=0).sum()) / num_ranks
 
 
 def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> None:
