@@ -387,24 +387,25 @@ class StageSeconds:
         self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
     ) -> tuple[float, tuple[CopyStep, ...]]:
         pass_s = self._kind_seconds(policy.chunk, is_backward, near, kinds)
-        again_s = plain_s = above_s = 0.0
+        again_s = plain_s = 0.0
         steps: list[CopyStep] = []
+        moves_below = False
         for of_layer, kind in zip(self._of_layers(policy, kinds), kinds, strict=True):
             own_s = pass_s[kind]
-            if of_layer is None:
-                above_s = above_s if plain_s else own_s
+            if of_layer is None and moves_below:
+                # while it runs, tensors of the layer below leave or come
+                steps.append(CopyStep(own_s, 0.0))
+            elif of_layer is None:
+                # other layers that keep everything belong to the step above them
                 plain_s += own_s
-                continue
-            layer_s = of_layer[0] if is_backward else 0.0
-            again_s += layer_s
-            # layers that keep everything belong to the step above them
-            steps.append(CopyStep(own_s + layer_s + plain_s, of_layer[1]))
-            plain_s = 0.0
+            else:
+                layer_s = of_layer[0] if is_backward else 0.0
+                again_s += layer_s
+                steps.append(CopyStep(own_s + layer_s + plain_s, of_layer[1]))
+                plain_s = 0.0
+            moves_below = of_layer is not None
         if not any(step.copy_s for step in steps):
             return again_s, ()
-        if plain_s:
-            # while the layer above all steps runs, tensors of the topmost step leave or come
-            steps.append(CopyStep(above_s, 0.0))
         return again_s, tuple(reversed(steps) if is_backward else steps)
 
     def _kind_seconds(self, chunk: int, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]) -> dict[LayerKind, float]:
@@ -413,7 +414,7 @@ class StageSeconds:
         slots = {kind: self.chunks.slot(chunk, kind) for kind in dict.fromkeys(kinds)}
         own_s = {kind: slot.backward_s if is_backward else slot.forward_s for kind, slot in slots.items()}
         sum_s = sum(own_s[kind] for kind in kinds)
-        return {kind: seconds * whole_s / sum_s for kind, seconds in own_s.items()}
+        return {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
 
     def _of_layers(self, policy: ActivationPolicy, kinds: tuple[LayerKind, ...]) -> list[tuple[float, float] | None]:
         """`ChunkSeconds.layer` of all layers, which both passes need."""

@@ -80,7 +80,10 @@ class ChunkActivations:
         self.slots: dict[int, LayerSlot] = {}
         previous: LayerSlot | None = None
         for binding, layer in zip(bindings, policy.layers, strict=False):
-            if not layer.keeps_everything:
+            if layer.keeps_everything:
+                # its own backward fetches for the layer before it
+                previous = None
+            else:
                 num_mlps = len(binding.modules.mlps)
                 slot = self.slots[binding.index] = LayerSlot(layer, policy.tile_tokens, tier, previous, num_mlps)
                 if slot.recomputes_input and (before := self.slots.get(binding.index - 1)) is not None:

@@ -35,7 +35,7 @@ class Rerun:
 class LayerSlot:
     """State of one layer in one forward, until its backward: its policy and the tensors it holds.
 
-    previous: the slot of the nearest earlier layer that has one; that layer's backward comes next. feeds_next: the next layer's
+    previous: the slot of the layer before, whose backward comes next; None if that layer has no slot. feeds_next: the next layer's
     input is recomputed from this one's.
     """
 

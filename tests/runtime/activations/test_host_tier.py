@@ -178,7 +178,7 @@ def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pyte
 
 def test_the_layer_before_is_fetched_while_a_layer_that_keeps_everything_runs_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetches_and_replays((split_layer(), LayerPolicy()), monkeypatch) == ["back"] * 3 + ["replay"]
-    # nothing runs backward below the first layer
+    # with the kept layer below it, nothing fetches the moved layer before its own replay
     assert fetches_and_replays((LayerPolicy(), split_layer()), monkeypatch)[0] == "replay"
 
 

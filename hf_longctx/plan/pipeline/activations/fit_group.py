@@ -509,7 +509,7 @@ class RoomMaker:
     def _trial(self, group: SequenceGroup) -> Trial:
         """Predicts the run of the group alone and compares it with the budget.
 
-        Copies on their way only add device bytes, so what does not fit without them gets no seconds, which saves planning time.
+        What does not fit gets no seconds, which saves planning time.
         """
         counted = self._bytes(group)
         over_bytes = counted.peak + self._beside_bytes(group) - self.budget.device_bytes
