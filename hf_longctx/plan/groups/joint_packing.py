@@ -37,12 +37,12 @@ class _LimitSearch:
     fails counts by the sequences that it placed.
     """
 
-    first_factors: tuple[float, ...] = (1.0, 1.02, 1.04, 1.07, 1.1)
-    spreads: tuple[float, ...] = (0.03, 0.015)
-    first_gain: float = 0.015
+    first_factors: tuple[float, ...] = (1.0, 1.05, 1.1)
+    spreads: tuple[float, ...] = (0.06, 0.03, 0.015)
+    first_gain: float = 0.03
     after_success: float = 1.5
     after_failure: float = 0.8
-    trials: tuple[float, float] = (3.0, 9.0)
+    trials: tuple[float, float] = (2.0, 7.0)
 
 
 _SEARCH = _LimitSearch()
