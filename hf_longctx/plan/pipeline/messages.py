@@ -68,9 +68,7 @@ class MessagedPasses:
         # forwards and backwards of all chunks so far, by stage, part, and numbers of stages and of layer ranges
         self._known: dict[tuple[int, int, int, int], tuple[list[tuple[Action, ...]], list[tuple[Action, ...]]]] = {}
 
-    def actions(
-        self, stage: int, num_stages: int, num_parts: int, passes: Iterable[tuple[bool, int, int]]
-    ) -> tuple[Action, ...]:
+    def actions(self, stage: int, num_stages: int, num_parts: int, passes: Iterable[tuple[bool, int, int]]) -> tuple[Action, ...]:
         """Actions of a stage that runs these passes: whether it is a backward, its chunk and its part."""
         known = [self._known.setdefault((stage, part, num_stages, num_parts), ([], [])) for part in range(num_parts)]
         found: list[Action] = []

@@ -95,7 +95,7 @@ class Wiring:
 
         All have them also where no action is a message. Raises PlanError like `of_actions`.
         """
-        found = []
+        found: list[tuple[IntArray, IntArray, IntArray]] = []
         for stage, actions in enumerate(stages):
             kinds = np.array([_KINDS[action.kind] for action in actions], dtype=np.int64)
             chunks, parts = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "part"))
@@ -103,7 +103,8 @@ class Wiring:
             if not is_pass.all() and not _stand_beside(kinds, chunks, parts, stage, len(stages), num_parts):
                 return None
             found.append((kinds[is_pass], chunks[is_pass], parts[is_pass]))
-        return cls(*zip(*found, strict=True), num_parts)
+        all_kinds, all_chunks, all_parts = zip(*found, strict=True)
+        return cls(all_kinds, all_chunks, all_parts, num_parts)
 
     def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
         """Lets each stage that is ready run until it has to wait, until no stage is ready. sends: SF and SB hand over results."""
@@ -230,14 +231,12 @@ class Wiring:
         return start_s + seconds
 
 
-def _stand_beside(
-    kinds: IntArray, chunks: IntArray, parts: IntArray, stage: int, num_stages: int, num_parts: int
-) -> bool:
+def _stand_beside(kinds: IntArray, chunks: IntArray, parts: IntArray, stage: int, num_stages: int, num_parts: int) -> bool:
     """Whether a receive stands right before and a send right after every F and B whose neighbour is on another stage."""
     is_backward, place = kinds % 2, parts * num_stages + stage
     has_front, has_behind = place > 0, place < num_stages * num_parts - 1
     receives, sends = np.flatnonzero((kinds == 2) | (kinds == 3)), np.flatnonzero(kinds > 3)
-    if len(receives) and receives[-1] == len(kinds) - 1 or len(sends) and sends[0] == 0:
+    if (len(receives) and receives[-1] == len(kinds) - 1) or (len(sends) and sends[0] == 0):
         return False
     for message, beside in ((receives, receives + 1), (sends, sends - 1)):
         same = (kinds[beside] < 2) & (is_backward[beside] == is_backward[message])

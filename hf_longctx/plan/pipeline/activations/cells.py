@@ -145,7 +145,9 @@ class GroupCells:
         order, last_place = np.argsort(backwards), self.num_stages * self.num_parts - 1
         parts = [(stage, part, owned) for stage in self.group.stages for part, owned in enumerate(stage.parts)]
         ways_of = {kinds: self._layer_ways(part) for kinds, part in {self._kinds(part): part for *_, part in parts}.items()}
-        windows = [self._windows_s(stage) if self.offloads else np.zeros((len(order), self.num_parts, 2)) for stage in self.group.stages]
+        windows = [
+            self._windows_s(stage) if self.offloads else np.zeros((len(order), self.num_parts, 2)) for stage in self.group.stages
+        ]
         rate, found = self.costs.cluster.hardware.copy_bytes_per_s, []
         for stage, part, owned in parts:
             count, (out_s, backward_s) = owned.num_layers, windows[stage.stage][:, part].T

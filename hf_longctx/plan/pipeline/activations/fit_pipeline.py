@@ -114,7 +114,7 @@ class PipelineRoom:
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
         self.waiting_bytes = max(self._byte_model.stage_waiting(stage, plan) for stage in stages)
-        # a stage holds at least as many chunks as any after it, so that of equal ones the first needs most; ends have more weights
+        # a stage holds at least as many chunks as any after it, so that of equal ones the first needs most; ends hold more
         sizes = {tuple(part.num_layers for part in stage.parts): stage.stage for stage in reversed(stages[1:-1])}
         self._fullest = sorted({0, *sizes.values(), len(stages) - 1})
         self._known = FittedGroups() if fitted is None else fitted
