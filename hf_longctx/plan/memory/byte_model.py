@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import BoolArray, FloatArray, IntArray
+from hf_longctx.plan.core.arrays import BoolArray, IntArray
 from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
@@ -51,8 +51,8 @@ _KEEPS_EVERYTHING = LayerPolicy()
 
 # passes in which a bound on a peak counts bytes
 _MOST_GUESSES = 6
-# bytes, counted or estimated
-NumberArray = TypeVar("NumberArray", IntArray, FloatArray)
+# bytes, counted or guessed
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class _Numbers:
@@ -502,14 +502,14 @@ class _Policy:
     number: int
 
 
-def _peak(numbers: NumberArray, saved: NumberArray, is_forward: BoolArray, book: BookMoments) -> NumberArray:
+def _peak(numbers: Numbers, saved: Numbers, is_forward: BoolArray, book: BookMoments) -> Numbers:
     """Bytes of every pass on the device, without gradients that wait.
 
     numbers: those of `ChunkBytes` of the chunk that runs, (5, passes). saved: bytes of all chunks in flight, with its own.
     """
     device, _, forward_workspace, backward_workspace, ending = numbers
     work = np.where(is_forward, forward_workspace, backward_workspace)
-    peak: NumberArray = np.maximum(saved + work + book.first, saved - device + ending + book.last) + book.others
+    peak: Numbers = np.maximum(saved + work + book.first, saved - device + ending + book.last) + book.others
     return peak
 
 

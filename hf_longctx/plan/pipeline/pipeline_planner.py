@@ -109,6 +109,10 @@ class PipelineSearch:
             if is_slow or (row is not None and row.run.step_s - row.run.once_s > most_s):
                 return found, tuple(i for each in (together, *waiting) for i in each)
             if row is None:
+                if together is members:
+                    # to split is in vain if the longest does not fit even alone
+                    longest = (self._longest(members),)
+                    _ = self._fastest(longest) or self._least_memory(longest)
                 waiting += self._apart(together)
             else:
                 found = [*row.plan.micro_batches, *found]
@@ -253,7 +257,7 @@ class PipelineSearch:
 
         Raises ValueError if the longest of these sequences does not fit even alone.
         """
-        longest = max(members, key=lambda i: (self.staged.lengths[i], -i))
+        longest = self._longest(members)
         row = None
         # the longest sequence first, since no search helps the others if it does not fit
         for tried in dict.fromkeys([(longest,), members]):
@@ -263,12 +267,16 @@ class PipelineSearch:
                 raise ValueError(self._nothing_fits(longest))
         return row
 
+    def _longest(self, members: Sequence[int]) -> int:
+        """The longest of these sequences."""
+        return max(members, key=lambda i: (self.staged.lengths[i], -i))
+
     def _is_slow(self, members: tuple[int, ...], most_s: float) -> bool:
         """Whether pipelines of these sequences with little memory take more than `most_s` seconds even with everything kept."""
         if math.isinf(most_s):
             return False
         candidates = [candidate for candidate in self.candidates.least_memory(members) if self._may_fit(candidate)]
-        return bool(candidates) and min(map(self._kept_s, candidates)) > most_s
+        return bool(candidates) and all(self._kept_s(candidate) > most_s for candidate in candidates)
 
     def _first_to_fit(self, candidates: Sequence[Candidate]) -> _Row | None:
         """The first of these that can be made to fit; later ones, with more chunks, only while chunks are few."""

@@ -96,7 +96,7 @@ class Wiring:
 
         All have them also where no action is a message. Raises PlanError like `of_actions`.
         """
-        found = []
+        found: list[tuple[IntArray, IntArray, IntArray]] = []
         for stage, actions in enumerate(stages):
             kinds = np.array([_KINDS[action.kind] for action in actions], dtype=np.int64)
             chunks, parts = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "part"))
@@ -104,7 +104,8 @@ class Wiring:
             if not is_pass.all() and not _stand_beside(kinds, chunks, parts, stage, len(stages), num_parts):
                 return None
             found.append((kinds[is_pass], chunks[is_pass], parts[is_pass]))
-        return cls(*zip(*found, strict=True), num_parts)
+        all_kinds, all_chunks, all_parts = zip(*found, strict=True)
+        return cls(all_kinds, all_chunks, all_parts, num_parts)
 
     def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
         """Lets each stage that is ready run until it has to wait, until no stage is ready. sends: SF and SB hand over results."""

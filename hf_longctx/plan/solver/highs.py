@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,45 +22,28 @@ def solve_with_highs(
     program: LinearProgram, is_integer: NDArray[np.bool_] | None, limits: SearchLimits, start: FloatArray | None
 ) -> Solution:
     """The solution that HiGHS returns, unchecked. is_integer: None for a linear program. start: a feasible solution, or None."""
-    return HighsRun(program, is_integer, limits).solve(start)
-
-
-class HighsRun:
-    """A program in HiGHS, which may be solved again with other lower limits of its variables; it goes on from its last answer."""
-
-    def __init__(self, program: LinearProgram, is_integer: NDArray[np.bool_] | None, limits: SearchLimits) -> None:
-        self.program, self.is_integer = program, is_integer
-        self._highspy = highspy = _highspy()
-        self._highs = highs = highspy.Highs()
-        options: dict[str, Any] = {"output_flag": False, "threads": 1, "mip_rel_gap": limits.relative_gap, "mip_abs_gap": 1e-9}
-        if math.isfinite(limits.time_limit_s):
-            options["time_limit"] = float(limits.time_limit_s)
-        if math.isfinite(limits.target):
-            options["objective_target"] = float(limits.target)
-        if limits.most_nodes:
-            options["mip_max_nodes"] = limits.most_nodes
-        if not limits.presolve:
-            options["presolve"] = "off"
-        for name, value in options.items():
-            if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
-                raise SolverError(f"this HiGHS rejects the option {name}={value}; install highspy 1.9 or later, or use CBC")
-        if _pass_model(highspy, highs, program, is_integer) == highspy.HighsStatus.kError:
-            raise SolverError("HiGHS rejects the program; check that all its costs and values are finite")
-
-    def solve(self, start: FloatArray | None = None) -> Solution:
-        """Solves the program as it is; start: a feasible solution, or None."""
-        if start is not None:
-            guess = self._highspy.HighsSolution()
-            guess.col_value = start.tolist()
-            self._highs.setSolution(guess)
-        self._highs.run()
-        return _highs_solution(self._highspy, self._highs, self.program, self.is_integer)
-
-    def raise_limits(self, lower: FloatArray) -> None:
-        """Gives the variables these lower limits."""
-        self.program = replace(self.program, lower=lower)
-        columns = np.arange(len(lower), dtype=np.int32)
-        self._highs.changeColsBounds(len(lower), columns, lower.astype(np.float64), self.program.upper.astype(np.float64))
+    highspy = _highspy()
+    highs = highspy.Highs()
+    options: dict[str, Any] = {"output_flag": False, "threads": 1, "mip_rel_gap": limits.relative_gap, "mip_abs_gap": 1e-9}
+    if math.isfinite(limits.time_limit_s):
+        options["time_limit"] = float(limits.time_limit_s)
+    if math.isfinite(limits.target):
+        options["objective_target"] = float(limits.target)
+    if limits.most_nodes:
+        options["mip_max_nodes"] = limits.most_nodes
+    if not limits.presolve:
+        options["presolve"] = "off"
+    for name, value in options.items():
+        if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
+            raise SolverError(f"this HiGHS rejects the option {name}={value}; install highspy 1.9 or later, or use CBC")
+    if _pass_model(highspy, highs, program, is_integer) == highspy.HighsStatus.kError:
+        raise SolverError("HiGHS rejects the program; check that all its costs and values are finite")
+    if start is not None:
+        guess = highspy.HighsSolution()
+        guess.col_value = start.tolist()
+        highs.setSolution(guess)
+    highs.run()
+    return _highs_solution(highspy, highs, program, is_integer)
 
 
 def _pass_model(highspy: Any, highs: Any, program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> Any:

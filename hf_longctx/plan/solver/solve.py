@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.solver.cbc import solve_with_cbc
-from hf_longctx.plan.solver.highs import HighsRun, solve_with_highs
+from hf_longctx.plan.solver.highs import solve_with_highs
 from hf_longctx.plan.solver.program import TOLERANCE, LinearProgram, SearchLimits, Solution, SolverError
 
 Backend = Literal["auto", "highs", "cbc"]
@@ -33,34 +32,7 @@ def solve_linear_program(
     presolve: let HiGHS first remove redundant rows and columns, which wastes time if there are none. Raises SolverError if the
     solver fails or its answer is wrong.
     """
-    return _checked(program, _solve(program, None, SearchLimits(time_limit_s, presolve=presolve), None, backend))
-
-
-class RaisedProgram:
-    """A linear program whose variables get higher lower limits, one solution after the other; HiGHS goes on from the last one."""
-
-    def __init__(self, program: LinearProgram, time_limit_s: float = math.inf, backend: Backend = "auto") -> None:
-        self.program, self._time_limit_s, self._backend = program, time_limit_s, backend
-        self._run: HighsRun | None = None
-
-    def solve(self) -> Solution:
-        """Solves the program as it is now; as `solve_linear_program`, without `presolve`."""
-        limits = SearchLimits(self._time_limit_s, presolve=False)
-        if _chosen(self._backend) != "highs" or not len(self.program.costs) or self._time_limit_s <= 0:
-            return _checked(self.program, _solve(self.program, None, limits, None, self._backend))
-        if self._run is None:
-            self._run = HighsRun(self.program, None, limits)
-        return _checked(self.program, self._run.solve())
-
-    def raise_limits(self, lower: FloatArray) -> None:
-        """Gives the variables these lower limits."""
-        self.program = replace(self.program, lower=lower)
-        if self._run is not None:
-            self._run.raise_limits(lower)
-
-
-def _checked(program: LinearProgram, solved: Solution) -> Solution:
-    """The solution of a linear program with the bound that it proves; raises SolverError for a wrong one."""
+    solved = _solve(program, None, SearchLimits(time_limit_s, presolve=presolve), None, backend)
     if not solved.has_values:
         return solved
     if solved.status != "optimal":
@@ -123,7 +95,12 @@ def _solve(
     backend: Backend,
 ) -> Solution:
     """Solve with a backend without checking its answer; raises ValueError if the backend is not installed."""
-    chosen = _chosen(backend)
+    installed = available_backends()
+    chosen = installed[0] if backend == "auto" and installed else backend
+    if chosen not in installed:
+        raise ValueError(
+            f"solver backend {chosen!r} is not among the installed {installed}; install highspy (HiGHS) or pulp (CBC)"
+        )
     if not len(program.costs):
         if program.violation(np.empty(0)) > TOLERANCE:
             return Solution("infeasible", chosen)
@@ -133,14 +110,3 @@ def _solve(
     if chosen == "highs":
         return solve_with_highs(program, is_integer, limits, start)
     return solve_with_cbc(program, is_integer, limits, start)
-
-
-def _chosen(backend: Backend) -> str:
-    """The backend that solves; raises ValueError if it is not installed."""
-    installed = available_backends()
-    chosen = installed[0] if backend == "auto" and installed else backend
-    if chosen not in installed:
-        raise ValueError(
-            f"solver backend {chosen!r} is not among the installed {installed}; install highspy (HiGHS) or pulp (CBC)"
-        )
-    return chosen

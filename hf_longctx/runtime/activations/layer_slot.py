@@ -35,8 +35,8 @@ class Rerun:
 class LayerSlot:
     """State of one layer in one forward, until its backward: its policy and the tensors it holds.
 
-    previous: the slot of the layer before, whose backward comes next; None if that layer has no slot. feeds_next: the next layer's
-    input is recomputed from this one's.
+    previous: the slot of the layer before, whose backward comes next; None if that layer has no slot. feeds_next: the next
+    layer's input is recomputed from this one's.
     """
 
     feeds_next = False

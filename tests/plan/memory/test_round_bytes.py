@@ -103,6 +103,20 @@ def test_bytes_of_every_pass_are_those_of_a_walk(seed: int) -> None:
         assert [getattr(most, name) for name in names] == [max(each) for each in zip(*expected, strict=True)]
 
 
+def test_a_peak_is_bounded_from_below_and_mostly_found() -> None:
+    found = []
+    for seed in range(60):
+        group, byte_model = random_group(seed), ByteModel(MODEL)
+        for stage in group.stages:
+            for waiting in (0, 10**9):
+                # a fresh model has counted nothing yet
+                least = ByteModel(MODEL).least_peak(group, stage, waiting)
+                peak = byte_model.moments(group, stage, waiting=waiting).most.peak
+                assert 0 < least <= peak
+                found.append(least == peak)
+    assert sum(found) > 0.9 * len(found)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_in_flight_are_those_of_a_walk(seed: int) -> None:
     group = random_group(seed)

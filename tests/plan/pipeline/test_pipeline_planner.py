@@ -22,8 +22,10 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.pipeline import pipeline_planner
+from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
 from hf_longctx.plan.pipeline.orders import Schedule, pipelined
-from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch
+from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch, SearchConstants
 from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
@@ -247,6 +249,54 @@ def test_room_is_asked_for_and_several_pipelines_come_in_a_row_where_none_is_mad
     assert asked and len(plan.micro_batches) > 1
     first = {span.sequence for group in plan.micro_batches[0].groups for chunk in group.chunks for span in chunk.spans}
     assert 0 in first and not first >= set(range(14))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(64, 20000), min_size=2, max_size=24),
+    st.sampled_from([(4, 2), (8, 4), (4, 4)]),
+    st.sampled_from(["replicated", "gathered_per_round"]),
+    st.floats(1.5, 12.0),
+    st.sampled_from([0, 8]),
+)
+def test_what_a_bound_refuses_makes_no_difference_to_plans(
+    lengths: list[int], ranks: tuple[int, int], parameters: Parameters, device_gib: float, host_gib: int
+) -> None:
+    num_ranks, num_stages = ranks
+    model, cluster = replace(named_model("llama-3.1-8b"), num_layers=8), ClusterSpec(num_ranks, 8, GPU)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses", parameters=parameters)
+    room = ByteModel(model).budget(int(device_gib * 2**30), host_gib << 30, 1024)
+    limits = config(16_000, (1, 2), activations=room)
+
+    def planned() -> str:
+        try:
+            return plan_digest(plan_stages(0, lengths, costs, num_stages, limits))
+        except ValueError as error:
+            return str(error).split(" tokens")[0]
+
+    quick = planned()
+    with pytest.MonkeyPatch.context() as patch:
+        # all bytes of all stages are counted
+        patch.setattr(ByteModel, "least_peak", lambda self, *of: self.moments(*of[:2], waiting=of[2]).most.peak)
+        patch.setattr(PipelineRoom, "_least_over", lambda self, group, ways: self._over_bytes(group, ways))
+        assert planned() == quick
+        # and nothing is refused before its run is predicted
+        patch.setattr(PipelineRoom, "_is_over", lambda *_: False)
+        patch.setattr(PipelineRoom, "_short_trial", lambda self, group, counted_s=0.0: self.trial(group, counted_s))
+        assert planned() == quick
+
+
+def test_stages_take_turns_for_sequences_of_which_pipelines_would_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = lognormal_lengths(3, 64, 65_536, median=1200.0, sigma=1.3)
+    model, cluster = named_model("llama-3.1-8b"), ClusterSpec(16, 8, GPU)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses", parameters="gathered_per_round")
+    limits = config(32_768, (1, 2, 4, 8), activations=ByteModel(model).budget(29 << 29, 32 << 30, 1024))
+    plan = plan_stages(0, lengths, costs, 2, limits)
+    assert {len(group.chunks) for each in plan.micro_batches for group in each.groups} == {1}
+    monkeypatch.setattr(pipeline_planner, "_SEARCH", SearchConstants(in_turn=float("inf")))
+    split = plan_stages(0, lengths, costs, 2, limits)
+    assert max(len(group.chunks) for each in split.micro_batches for group in each.groups) > 1
+    assert plan.estimate.step_s < 0.9 * split.estimate.step_s
 
 
 def test_without_a_budget_a_rank_holds_no_more_than_its_tokens_over_all_layers() -> None:

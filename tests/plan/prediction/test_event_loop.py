@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from helpers.plans.stage_orders import Stages, interleaved, one_forward_one_backward, with_messages
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Action
-from hf_longctx.plan.prediction.event_loop import CopyStep
+from hf_longctx.plan.prediction.event_loop import CopyStep, Wiring
 from hf_longctx.recipes.bench.papers.action_times import run_actions, run_copying
 
 
@@ -118,6 +119,44 @@ def test_times_are_the_longest_paths(data: st.DataObject) -> None:
 
     found = run_actions(stages, seconds, hop_s, num_parts, start_s)
     assert [list(times) for times in found] == brute_force(stages, seconds, hop_s, num_parts, start_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_passes_run_at_the_same_times_without_the_messages_beside_them(data: st.DataObject) -> None:
+    num_stages, num_parts = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2]))
+    num_chunks = num_stages * data.draw(st.integers(1, 3))
+    bare = (
+        interleaved(num_stages, num_chunks, num_parts)
+        if num_parts > 1 and num_stages > 1
+        else one_forward_one_backward(num_stages, num_chunks)
+    )
+    num_parts = num_parts if num_stages > 1 else 1
+    stages = with_messages(bare, num_parts) if num_stages > 1 else bare
+    every, passes = Wiring.of_actions(stages, num_parts), Wiring.of_passes(stages, num_parts)
+    assert passes is not None
+    shape = num_parts, num_stages, num_chunks, 2
+    drawn = data.draw(st.lists(st.integers(0, 9), min_size=50, max_size=50))
+    seconds, hop_s = np.resize(np.array(drawn, dtype=float), shape), np.resize(np.array(drawn[::-1], dtype=float), shape[1:])
+    found, _ = every.run(every.seconds(seconds), every.hops(hop_s))
+    alone, _ = passes.run(passes.seconds(seconds), passes.hops(hop_s))
+    for actions, of_all, of_passes in zip(stages, found, alone, strict=True):
+        assert [when for action, when in zip(actions, of_all, strict=True) if action.kind in "FB"] == list(of_passes)
+    assert passes.stop_s(passes.seconds(seconds), passes.hops(hop_s)) == max(times[-1][1] for times in found)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        # the send comes later, the receive earlier, and a message is missing or stands beside another chunk
+        ("0F0 0F1 0SF0 0SF1 0RB0 0B0 0RB1 0B1", "1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1"),
+        ("0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1", "1RF0 1RF1 1F0 1F1 1B0 1SB0 1B1 1SB1"),
+        ("0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1", "1RF0 1F0 1RF1 1F1 1B0 1SB0 1B1"),
+        ("0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1", "1RF0 1F0 1RF1 1F1 1SB0 1B0 1B1 1SB1"),
+    ],
+)
+def test_messages_that_stand_elsewhere_count(texts: tuple[str, ...]) -> None:
+    assert Wiring.of_passes([[Action.parse(word) for word in text.split()] for text in texts]) is None
 
 
 def test_a_result_takes_a_hop_and_a_send_does_not_block() -> None:

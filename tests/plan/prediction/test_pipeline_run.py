@@ -289,6 +289,7 @@ def test_only_the_last_part_holds_logits() -> None:
     assert ByteModel(MODEL).moments(group, last).most.saved == 2 * without + logits
 
 
+KEPT = LayerPolicy()
 HOST = LayerPolicy((TensorShare("mlp", host=0.5, device=0.5), TensorShare("layer_input", host=1.0)))
 
 
@@ -331,11 +332,14 @@ def test_on_one_stage_the_layer_above_hides_the_copies_of_a_layer() -> None:
     # each of four layers takes 16 seconds forward and 32 backward, and its copy 8; those of the top layer are hidden by nothing
     assert pass_seconds(costs, *(HOST,) * 4) == pytest.approx([64 + 8, 64 + 8, 64, 128, 128 + 8, 128 + 8])
     assert pass_seconds(costs, *(HOST,) * 3) == pytest.approx([64, 64, 64, 128, 128, 128])
-    assert pass_seconds(costs, LayerPolicy(), HOST, HOST) == pytest.approx([64, 64, 64, 128, 128, 128])
-    # at a fourth of the speed each layer above a copy takes as long forward as the copy, 32 seconds
+    assert pass_seconds(costs, KEPT, HOST, HOST) == pytest.approx([64, 64, 64, 128, 128, 128])
+    # at a fourth of the speed each layer above a copy takes as long forward as the copy, 32 seconds, and others 16
     slow = costs_with_link(costs, num_bytes / 32)
     assert pass_seconds(slow, *(HOST,) * 4) == pytest.approx([16 + 4 * 32, 16 + 4 * 32, 64, 128, 128 + 32, 128 + 32])
     assert pass_seconds(slow, *(HOST,) * 3) == pytest.approx([16 + 3 * 32, 16 + 3 * 32, 64, 128, 128, 128])
+    assert pass_seconds(slow, HOST, KEPT, HOST) == pytest.approx([2 * (16 + 32)] * 2 + [64] + [128] * 3)
+    assert pass_seconds(slow, HOST, KEPT, KEPT, HOST) == pytest.approx([16 + 32 + 16 + 16 + 32] * 2 + [64, 128] + [128 + 32] * 2)
+    assert pass_seconds(slow, HOST) == pytest.approx([16 + 32 + 16 + 16] * 2 + [64] + [128] * 3)
 
 
 def test_copies_hide_behind_layers_of_their_own_kind() -> None:

@@ -152,6 +152,8 @@ class GroupCells:
             behind, copy_s = (count - 1) / count, count * on_host / rate
             hidden_s = _COPIES.link_share * hiding_s * behind
             most = np.minimum(behind, np.divide(hidden_s, copy_s, out=np.zeros_like(copy_s), where=copy_s > 0))
+            # shares of less than a token move nothing
+            most = np.where(most * self.tokens < 1, 0.0, most)
             found.append(
                 (
                     order + last_place - (part * self.num_stages + stage.stage),
@@ -210,7 +212,10 @@ class GroupCells:
         return round(held), round(on_host)
 
     def _hiding_s(self, stage: StagePlan) -> FloatArray:
-        """Seconds of computation beside which copies run in each direction, (chunks, parts): of each chunk's shorter pass."""
+        """Seconds of computation beside which copies run in each direction, (chunks, parts): of each chunk's shorter pass.
+
+        Those of the head count, too: copies may take a little longer than layers, rather than a whole layer run again.
+        """
         found = np.empty((len(self.tokens), self.num_parts))
         for part, owned in enumerate(stage.parts):
             has_head = (stage.stage, part) == (self.num_stages - 1, self.num_parts - 1)

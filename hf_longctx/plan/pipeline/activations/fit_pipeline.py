@@ -34,9 +34,9 @@ class FitConstants:
     again with more room; regain: how much of the free bytes is given back then. shrink: how many times the excess of a stage is
     taken off its room, and margin: share of the limit that is taken off besides, since copies that wait for each other add up.
     tolerance: share of a group's seconds below which a better solution is not searched for. slack: factor on the
-    seconds that copies which hide would take, beyond which the program is solved without offloading too. hopeless: share of the
-    limit by which the least bytes of a group may exceed it for anything to be tried, since policies of the program may need
-    slightly less workspace.
+    group's seconds with everything kept, and with what the program recomputes of a single chunk, beyond which the program is
+    solved without offloading too. hopeless: share of the limit by which the least bytes of a group may exceed it for anything to
+    be tried, since policies of the program may need slightly less workspace.
     """
 
     attempts: int = 6
@@ -115,7 +115,7 @@ class PipelineRoom:
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
         self.waiting_bytes = max(self._byte_model.stage_waiting(stage, plan) for stage in stages)
-        # a stage holds at least as many chunks as any after it, so that of equal ones the first needs most; ends have more weights
+        # a stage holds at least as many chunks as any after it, so that of equal ones the first needs most; ends hold more
         sizes = {tuple(part.num_layers for part in stage.parts): stage.stage for stage in reversed(stages[1:-1])}
         self._fullest = sorted({0, *sizes.values(), len(stages) - 1})
         self._known = FittedGroups() if fitted is None else fitted
@@ -139,7 +139,7 @@ class PipelineRoom:
         )
 
     def over_bytes(self, group: SequenceGroup) -> tuple[float, ...]:
-        """Bytes above the limit on each stage of a group under its policies; copies on their way are left out."""
+        """Bytes above the limit on each stage of a group under its policies."""
         return tuple(next(of_stage) for of_stage in self._over_bytes(group, [group]))
 
     def _short_trial(self, group: SequenceGroup, counted_s: float = 0.0) -> Trial:
@@ -201,7 +201,7 @@ class PipelineRoom:
     ) -> Iterator[Iterator[float]]:
         """Bytes above the limit for every stage under each of the policies of `ways`, counted when asked for.
 
-        When actions run does not matter: copies on their way would only add bytes. places: stages to count, all by default. peak:
+        When actions run does not matter. places: stages to count, all by default. peak:
         what counts the bytes of a stage, all of its passes by default.
         """
         model, tokens = self.costs.model, max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
@@ -242,7 +242,7 @@ class PipelineRoom:
         return self._least[-1]
 
     def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:
-        """The program's answers that fit: with offloading, and without it where copies delay the pipeline."""
+        """The program's answers that fit: with offloading, and without it where that may be faster."""
         cells = GroupCells(
             tiled.group,
             self.costs,

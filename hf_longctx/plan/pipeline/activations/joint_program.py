@@ -7,7 +7,7 @@ P stages instead of n P. Offload shares are our addition; every cell has its own
 offloaded:
 
     minimize    sum over diagonals of c * seconds of a layer
-    subject to  bytes in flight - sum of c freed + sum of h offloaded <= room     in every moment of every stage
+    subject to  bytes in flight - sum of c freed - sum of h offloaded <= room     in every moment of every stage
                 sum of h host bytes <= host                                       in every moment of every stage
                 h / H + c / L <= 1        where H is the share that the link copies in time
 
@@ -22,13 +22,13 @@ is large; otherwise the integer program is solved, starting from it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hf_longctx.plan.core.arrays import BoolArray, FloatArray, IntArray
 from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
-from hf_longctx.plan.solver.solve import RaisedProgram, solve_integer_program
+from hf_longctx.plan.solver.solve import solve_integer_program, solve_linear_program
 
 # relative margin by which limits are tightened, since solvers may exceed them slightly
 _MARGIN = 1e-6
@@ -172,11 +172,10 @@ class _JointProgram:
         program = self._program()
         whole = np.arange(len(program.costs)) < self.num_diagonals
         try:
-            raised = RaisedProgram(program, time_limit_s)
-            relaxed = raised.solve()
+            relaxed = solve_linear_program(program, time_limit_s, presolve=False)
             if not relaxed.has_values:
                 return None
-            start = self._dive(raised, relaxed.values)
+            start = self._dive(program, relaxed.values, time_limit_s)
             gap = max(_SEARCH.gap, tolerance_s / self.second_unit / max(1e-9, relaxed.bound))
             is_near = start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9
             if is_near or len(program.costs) > _SEARCH.few_columns:
@@ -222,25 +221,25 @@ class _JointProgram:
             left[inside] -= back * size
         return layers.tolist()  # type: ignore[no-any-return]
 
-    def _dive(self, raised: RaisedProgram, values: FloatArray) -> FloatArray | None:
+    def _dive(self, program: LinearProgram, values: FloatArray, time_limit_s: float) -> FloatArray | None:
         """Finds an integer solution near an optimum of the linear program; None where a few roundings find none.
 
         Where rounding all layers up leaves too little to offload, 70 % of the fractional layers (the largest fractions first) are
         rounded up, and the program is solved again for the others.
         """
         for _ in range(_SEARCH.most_dives):
-            if (start := self._rounded(raised.program, values)) is not None:
+            if (start := self._rounded(program, values)) is not None:
                 return start
             layers = values[: self.num_diagonals]
             fractions = np.ceil(layers - 1e-6) - layers
             broken = np.flatnonzero(fractions > 1e-6)
             if not len(broken):
                 return None
-            upwards = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_SEARCH.raised * len(broken))]
-            lower = raised.program.lower.copy()
-            lower[upwards] = np.ceil(layers[upwards])
-            raised.raise_limits(lower)
-            solved = raised.solve()
+            raised = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_SEARCH.raised * len(broken))]
+            lower = program.lower.copy()
+            lower[raised] = np.ceil(layers[raised])
+            program = replace(program, lower=lower)
+            solved = solve_linear_program(program, time_limit_s, presolve=False)
             if not solved.has_values:
                 return None
             values = solved.values
@@ -311,27 +310,22 @@ class _JointProgram:
         )
 
     def _host_rows(self) -> _Rows:
-        """Rows for host bytes, only where they may exceed the limit, and at local peaks.
-
-        Peaks are moments at whose start a cell arrives and after which a cell leaves.
-        """
+        """Rows for host bytes, only at local peaks: moments at whose start a cell arrives and after which a cell leaves."""
         first, stop = self.first[self.shared], self.stop[self.shared]
         places = _merge_equal(len(self.excess_bytes), first, stop)
         grows, shrinks = np.zeros((2, int(places[-1]) + 1), dtype=bool)
         grows[places[first]] = True
         shrinks[places[stop]] = True
+        is_peak = grows[:-1] & shrinks[1:]
         owners, rows = _pairs(places[first], places[stop])
-        most = np.bincount(rows, (self.cell_host_bytes * self.most_offload)[self.shared][owners], int(places[-1]))
-        limit = self.host_bytes * (1 - _MARGIN)
-        is_row = grows[:-1] & shrinks[1:] & (most > limit)
-        owners, rows = owners[is_row[rows]], rows[is_row[rows]]
-        limits = np.full(int(is_row.sum()), limit / self.byte_unit)
+        owners, rows = owners[is_peak[rows]], rows[is_peak[rows]]
+        most = np.full(int(is_peak.sum()), self.host_bytes / self.byte_unit * (1 - _MARGIN))
         return _Rows(
-            (np.cumsum(is_row) - 1)[rows],
+            (np.cumsum(is_peak) - 1)[rows],
             self.num_diagonals + owners,
             self.cell_host_bytes[self.shared][owners] / self.byte_unit,
-            np.full(len(limits), -np.inf),
-            limits,
+            np.full(len(most), -np.inf),
+            most,
         )
 
     def _share_rows(self, column: IntArray) -> _Rows:
