@@ -53,7 +53,7 @@ class _GreedySearch:
     step_budget: int = 1_000_000
     start_budget: int = 100_000
     backfill_passes: int = 1
-    joint_sequences: tuple[int, int] = (640, 16)
+    joint_sequences: tuple[int, int] = (400, 16)
     joint_fullness: float = 0.95
     joint_cuts: int = 2
     runs_tolerance: float = 5e-2

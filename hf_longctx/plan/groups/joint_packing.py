@@ -34,15 +34,16 @@ class _LimitSearch:
     first_factors: factors on expected seconds, tried until all sequences fit. spreads: by how much the limits of a trial differ
     from those found so far, in turn. first_gain: how much lower their sum is in the first trial, as a share; it is multiplied by
     `after_success` or `after_failure`. trials: number of trials from each start, and further ones from the best of them; one that
-    fails counts by the sequences that it placed.
+    fails counts by the sequences that it placed. least_placed: sequences that they place at least, so that small steps have more.
     """
 
     first_factors: tuple[float, ...] = (1.0, 1.05, 1.1)
-    spreads: tuple[float, ...] = (0.06, 0.03, 0.015)
-    first_gain: float = 0.03
+    spreads: tuple[float, ...] = (0.07, 0.035, 0.018)
+    first_gain: float = 0.025
     after_success: float = 1.5
     after_failure: float = 0.8
-    trials: tuple[float, float] = (2.0, 7.0)
+    trials: tuple[int, int] = (2, 7)
+    least_placed: tuple[int, int] = (1536, 5120)
 
 
 _SEARCH = _LimitSearch()
@@ -79,12 +80,13 @@ class JointPacking:
         """The fastest layout found by trials from `first` of any of these expected seconds; None if there is none."""
         firsts = [self.first(expected_s) for expected_s in starts_s]
         descents = [_Descent(self, layout) for layout in firsts if layout is not None]
-        for descent in descents:
-            descent.run(_SEARCH.trials[0])
         if not descents:
             return None
+        placed = [max(n * len(self._lengths), least) for n, least in zip(_SEARCH.trials, _SEARCH.least_placed, strict=True)]
+        for descent in descents:
+            descent.run(placed[0])
         best = min(descents, key=lambda descent: descent.best_s)
-        best.run(_SEARCH.trials[1])
+        best.run(placed[1])
         return best.layout
 
     def pack(self, limits_s: FloatArray) -> Layout | None:
@@ -191,10 +193,10 @@ class _Descent:
         # the legacy generator's numbers are the same in every version of numpy
         self.random = np.random.RandomState(0)
 
-    def run(self, trials: float) -> None:
-        """Tries limits until `trials` times all sequences were placed; the layout gets no slower."""
+    def run(self, num_placed: int) -> None:
+        """Tries limits until trials have placed `num_placed` sequences; the layout gets no slower."""
         packing = self.packing
-        most = packing.num_placed + trials * len(packing.problem.lengths)
+        most = packing.num_placed + num_placed
         while packing.num_placed < most:
             spread = _SEARCH.spreads[self.tried % len(_SEARCH.spreads)]
             changed = self.limits_s * np.exp(spread * self.random.standard_normal(len(self.limits_s)))
