@@ -35,7 +35,9 @@ class FitConstants:
     taken off its room, and margin: share of the limit that is taken off besides, since copies that wait for each other add up.
     tolerance: share of a group's seconds below which a better solution is not searched for. slack: factor on the seconds that
     the program counted, beyond which it is solved without offloading too. hopeless: share of the limit by which the least bytes
-    of a group may exceed it for anything to be tried, since policies of the program may need slightly less workspace.
+    of a group may exceed it for anything to be tried, since policies of the program may need slightly less workspace. many_cells:
+    chunks on parts of stages from which on offloading is left out where all else takes at most `little_lost` times as long as
+    with everything kept.
     """
 
     attempts: int = 6
@@ -46,6 +48,8 @@ class FitConstants:
     tolerance: float = 0.001
     slack: float = 1.005
     hopeless: float = 0.01
+    many_cells: int = 4000
+    little_lost: float = 1.02
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -241,15 +245,21 @@ class PipelineRoom:
         return self._least[-1]
 
     def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:
-        """The program's answers that fit: with offloading, and without it where copies delay the pipeline."""
-        cells = GroupCells(
-            tiled.group,
-            self.costs,
-            self.budget.tile_tokens,
-            keeps_attention,
-            self.predictions,
-            self.budget.host_bytes > 0,
-        )
+        """The program's answers that fit: with offloading, and without it where copies delay the pipeline.
+
+        A program of many cells is solved without offloading first, which may lose so little that the host is not asked.
+        """
+
+        def cells_of(offloads: bool) -> GroupCells:
+            known, tile_tokens = self.predictions, self.budget.tile_tokens
+            return GroupCells(tiled.group, self.costs, tile_tokens, keeps_attention, known, offloads)
+
+        num_cells = len(tiled.group.chunks) * sum(len(stage.parts) for stage in tiled.group.stages)
+        if self.budget.host_bytes and num_cells > _SEARCH.many_cells:
+            alone = self._solve(cells_of(False), tiled.seconds, 0)
+            if alone is not None and alone.seconds <= _SEARCH.little_lost * tiled.seconds:
+                return [alone]
+        cells = cells_of(self.budget.host_bytes > 0)
         both = self._solve(cells, tiled.seconds, self.budget.host_bytes)
         found = [both]
         # copies cost almost nothing in the program, but may still delay the pipeline
