@@ -9,22 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from itertools import chain
 
-from hf_longctx.plan.core.types import Action, ActionKind, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import Action, ActionKind, SequenceGroup
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
 # for each action, the receive before it and the send after it
 _AROUND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("RF", "SF"), "B": ("RB", "SB")}
-
-
-def with_messages(group: SequenceGroup) -> SequenceGroup:
-    """Adds a receive right before and a send right after every F and B whose neighbour is on another stage.
-
-    Chunks go through part 0 of every stage, then through part 1 of every stage, and so on; gradients go the other way.
-    """
-    bare = without_messages(group)
-    return replace(bare, stages=tuple(_with_messages(stage, len(bare.stages)) for stage in bare.stages))
 
 
 def without_messages(group: SequenceGroup) -> SequenceGroup:
@@ -36,12 +26,6 @@ def without_messages(group: SequenceGroup) -> SequenceGroup:
             for stage in group.stages
         ),
     )
-
-
-def _with_messages(stage: StagePlan, num_stages: int) -> StagePlan:
-    places = len(stage.parts) * num_stages
-    actions = chain.from_iterable(_messaged(action, num_stages, places) for action in stage.actions)
-    return replace(stage, actions=tuple(actions))
 
 
 def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action, ...]:

@@ -36,7 +36,8 @@ class FitConstants:
     tolerance: share of a group's seconds below which a better solution is not searched for. slack: factor on the
     group's seconds with everything kept, and with what the program recomputes of a single chunk, beyond which the program is
     solved without offloading too. hopeless: share of the limit by which the least bytes of a group may exceed it for anything to
-    be tried, since policies of the program may need slightly less workspace.
+    be tried, since policies of the program may need slightly less workspace. many_cells: chunks on parts of stages from which on
+    offloading is left out where all else takes at most `little_lost` times as long as with everything kept.
     """
 
     attempts: int = 6
@@ -47,6 +48,8 @@ class FitConstants:
     tolerance: float = 0.001
     slack: float = 1.005
     hopeless: float = 0.01
+    many_cells: int = 4000
+    little_lost: float = 1.02
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -242,22 +245,27 @@ class PipelineRoom:
         return self._least[-1]
 
     def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:
-        """The program's answers that fit: with offloading, and without it where that may be faster."""
-        cells = GroupCells(
-            tiled.group,
-            self.costs,
-            self.budget.tile_tokens,
-            keeps_attention,
-            self.predictions,
-            self.budget.host_bytes > 0,
-        )
-        both = self._solve(cells, tiled.seconds, self.budget.host_bytes)
-        found = [both]
-        # the program counts recomputation as if each of several chunks took as long as the largest beside it, so that copies seem
-        # to save more than they do
-        counted_s = both.counted_s if both is not None and len(tiled.group.chunks) == 1 else 0.0
-        if self.budget.host_bytes and (both is None or both.seconds > _SEARCH.slack * (tiled.seconds + counted_s)):
-            found.append(self._solve(cells, tiled.seconds, 0))
+        """The program's answers that fit: with offloading, and without it where that may be faster.
+
+        A program of many cells is solved without offloading first, which may lose so little that the host is not asked.
+        """
+
+        def solved(offloads: bool) -> Trial | None:
+            known, tile_tokens = self.predictions, self.budget.tile_tokens
+            cells = GroupCells(tiled.group, self.costs, tile_tokens, keeps_attention, known, offloads)
+            return self._solve(cells, tiled.seconds, self.budget.host_bytes if offloads else 0)
+
+        num_cells = len(tiled.group.chunks) * sum(len(stage.parts) for stage in tiled.group.stages)
+        is_large = num_cells > _SEARCH.many_cells
+        found = [solved(False)] if is_large or not self.budget.host_bytes else []
+        lost = (trial.seconds / tiled.seconds for trial in found if trial is not None)
+        if self.budget.host_bytes and min(lost, default=math.inf) > _SEARCH.little_lost:
+            found.append(both := solved(True))
+            # the program counts recomputation as if each of several chunks took as long as the largest beside it, so that copies
+            # seem to save more than they do
+            counted_s = both.counted_s if both is not None and len(tiled.group.chunks) == 1 else 0.0
+            if not is_large and (both is None or both.seconds > _SEARCH.slack * (tiled.seconds + counted_s)):
+                found.append(solved(False))
         return [trial for trial in found if trial is not None]
 
     def _solve(self, cells: GroupCells, plain_s: float, host_bytes: float) -> Trial | None:
