@@ -37,9 +37,9 @@ class _GreedySearch:
     as well. step_budget, start_budget: matrix entries that local search may look at, for a step and for one packing of a
     micro-batch. backfill_passes: how often every micro-batch gives its sequences to others. runs_tolerance, tolerance: relative
     precision of the makespan of consecutive groups, and of the bisection.
-    joint_sequences: with at least this many sequences in a step and in a micro-batch, all micro-batches are packed at once, also
-    with one fewer, if it leaves at most this share of memory full (joint_fullness). joint_cuts: cuts whose expected seconds are
-    tried as limits.
+    joint_sequences, joint_pairs: with at least this many sequences in a step and in a micro-batch, and this many pairs of a
+    sequence and a rank, all micro-batches are packed at once, also with one fewer, if it leaves at most this share of memory full
+    (joint_fullness). joint_cuts: cuts whose expected seconds are tried as limits.
 
     Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
     sequences. pod_groups: a pod has room for this many groups of the largest degree needed. many_pods: with this many pods,
@@ -54,6 +54,7 @@ class _GreedySearch:
     start_budget: int = 100_000
     backfill_passes: int = 1
     joint_sequences: tuple[int, int] = (400, 16)
+    joint_pairs: int = 12_800
     joint_fullness: float = 0.95
     joint_cuts: int = 2
     runs_tolerance: float = 5e-2
@@ -196,8 +197,8 @@ def _start(problem: GroupingProblem, trials: int, time_aware: bool) -> Layout:
         layouts = [_best_cut(problem), *_bins(problem)] if cuts is None else _grouped(problem, cuts)
         start = min(layouts, key=problem.step_seconds)
         return backfill(problem, start, _group_all, _SEARCH.backfill_passes) if time_aware else start
-    in_step, in_micro_batch = _SEARCH.joint_sequences
-    is_large = len(problem.lengths) >= max(in_step, in_micro_batch * cuts.num_micro_batches)
+    count, (in_step, in_micro_batch) = len(problem.lengths), _SEARCH.joint_sequences
+    is_large = count >= max(in_step, in_micro_batch * cuts.num_micro_batches, _SEARCH.joint_pairs / problem.num_ranks)
     if cuts.num_micro_batches > 1 and is_large:
         starts_s = [cuts.expected_s]
         if sum(problem.lengths) < _SEARCH.joint_fullness * problem.capacity * problem.num_ranks * (cuts.num_micro_batches - 1):

@@ -110,7 +110,7 @@ class JointPacking:
                 own_time = opened[1] - row.take(opened[0])
                 own_room = opened[2] - length * opened[3]
                 least = np.minimum(own_time, own_room)
-                # as whole numbers of their bits, numbers below zero are the largest
+                # numbers below zero are the largest if their bits are read as whole numbers
                 group = int(least.view(np.uint64).argmin())
                 if least[group] >= 0:
                     members[group].append(i)

@@ -138,7 +138,7 @@ class _Prices:
 
 @dataclass(frozen=True, eq=False)
 class _Shares:
-    """What sequences (or means of their classes) take of the pools of a node.
+    """Shares of the pools of a node that sequences, or means of their classes, take.
 
     A pool is the ranks of one of the longest micro-batches, or of all others. Seconds are counted without the least fixed cost
     of a group, which every micro-batch adds. lengths, seconds: as in `GroupingProblem`.
