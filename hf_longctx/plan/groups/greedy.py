@@ -39,7 +39,8 @@ class _GreedySearch:
     precision of the makespan of consecutive groups, and of the bisection.
     joint_sequences, joint_pairs: with at least this many sequences in a step and in a micro-batch, and this many pairs of a
     sequence and a rank, all micro-batches are packed at once, also with one fewer, if it leaves at most this share of memory full
-    (joint_fullness). joint_cuts: cuts whose expected seconds are tried as limits.
+    (joint_fullness). Cuts are grouped, too, in steps of fewer sequences than `joint_alone` that got none fewer. joint_cuts: cuts
+    whose expected seconds are tried as limits.
 
     Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
     sequences. pod_groups: a pod has room for this many groups of the largest degree needed. many_pods: with this many pods,
@@ -54,6 +55,7 @@ class _GreedySearch:
     start_budget: int = 100_000
     backfill_passes: int = 1
     joint_sequences: tuple[int, int] = (400, 16)
+    joint_alone: int = 640
     joint_pairs: int = 12_800
     joint_fullness: float = 0.95
     joint_cuts: int = 2
@@ -199,15 +201,18 @@ def _start(problem: GroupingProblem, trials: int, time_aware: bool) -> Layout:
         return backfill(problem, start, _group_all, _SEARCH.backfill_passes) if time_aware else start
     count, (in_step, in_micro_batch) = len(problem.lengths), _SEARCH.joint_sequences
     is_large = count >= max(in_step, in_micro_batch * cuts.num_micro_batches, _SEARCH.joint_pairs / problem.num_ranks)
+    packed = None
     if cuts.num_micro_batches > 1 and is_large:
         starts_s = [cuts.expected_s]
         if sum(problem.lengths) < _SEARCH.joint_fullness * problem.capacity * problem.num_ranks * (cuts.num_micro_batches - 1):
             starts_s.append([one_fewer_s(problem, cuts.expected_s[0]).tolist()])
-        found = JointPacking(problem).best(starts_s)
-        if found is not None:
-            return found
+        packed = JointPacking(problem).best(starts_s)
+        if packed is not None and (count >= _SEARCH.joint_alone or len(packed) < cuts.num_micro_batches):
+            return packed
     start = min(_grouped(problem, cuts), key=problem.step_seconds)
     start = backfill(problem, start, _group_all, _SEARCH.backfill_passes)
+    if packed is not None:
+        return min(packed, start, key=problem.step_seconds)
     if cuts.num_micro_batches == 1:
         return start
     return JointPacking(problem).first(cuts.expected_s, problem.step_seconds(start)) or start
