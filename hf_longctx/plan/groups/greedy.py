@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -39,7 +39,7 @@ class _GreedySearch:
     precision of the makespan of consecutive groups, and of the bisection.
     joint_sequences, joint_pairs: with at least this many sequences in a step and in a micro-batch, and this many pairs of a
     sequence and a rank, all micro-batches are packed at once, also with one fewer, if it leaves at most this share of memory full
-    (joint_fullness). Cuts are grouped, too, in steps of fewer sequences than `joint_alone` that got none fewer. joint_cuts: cuts
+    (joint_fullness). In steps of fewer sequences than `joint_alone` that got none fewer, one cut is grouped, too. joint_cuts: cuts
     whose expected seconds are tried as limits.
 
     Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
@@ -209,7 +209,7 @@ def _start(problem: GroupingProblem, trials: int, time_aware: bool) -> Layout:
         packed = JointPacking(problem).best(starts_s)
         if packed is not None and (count >= _SEARCH.joint_alone or len(packed) < cuts.num_micro_batches):
             return packed
-    start = min(_grouped(problem, cuts), key=problem.step_seconds)
+    start = min(_grouped(problem, cuts if packed is None else replace(cuts, cuts=cuts.cuts[:1])), key=problem.step_seconds)
     start = backfill(problem, start, _group_all, _SEARCH.backfill_passes)
     if packed is not None:
         return min(packed, start, key=problem.step_seconds)

@@ -43,7 +43,7 @@ class _LimitSearch:
     after_success: float = 1.5
     after_failure: float = 0.8
     trials: tuple[int, int] = (2, 7)
-    least_placed: tuple[int, int] = (1280, 4096)
+    least_placed: tuple[int, int] = (1536, 5120)
 
 
 _SEARCH = _LimitSearch()
