@@ -39,8 +39,8 @@ class _GreedySearch:
     precision of the makespan of consecutive groups, and of the bisection.
     joint_sequences, joint_pairs: with at least this many sequences in a step and in a micro-batch, and this many pairs of a
     sequence and a rank, all micro-batches are packed at once, also with one fewer, if it leaves at most this share of memory full
-    (joint_fullness). In steps of fewer sequences than `joint_alone` that got none fewer, one cut is grouped, too. joint_cuts: cuts
-    whose expected seconds are tried as limits.
+    (joint_fullness). In steps of fewer sequences than `joint_alone` that got none fewer, one cut is grouped, too. joint_cuts:
+    cuts whose expected seconds are tried as limits.
 
     Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
     sequences. pod_groups: a pod has room for this many groups of the largest degree needed. many_pods: with this many pods,
