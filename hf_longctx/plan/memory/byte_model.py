@@ -290,12 +290,7 @@ class ByteModel:
         if key not in known:
             known[key] = group.chunks, stage, self._moments(group, stage, position, tiles_loss)
         found = known[key][2]
-        if not waiting:
-            return found
-        peak = found.peak.copy()
-        # while the first backward runs, gradients take the place of what it frees
-        peak[np.argmin(self.passes(stage).is_forward) + 1 :] += waiting
-        return replace(found, peak=peak)
+        return replace(found, peak=found.peak + _waits(self.passes(stage).is_forward, waiting)) if waiting else found
 
     def _moments(self, group: SequenceGroup, stage: StagePlan, position: int, tiles_loss: bool) -> RoundMoments:
         """The `moments` without gradients that wait."""
@@ -304,8 +299,7 @@ class ByteModel:
         place, is_forward = passes.cells, passes.is_forward
         numbers = chunks[place].T
         device, host, forward_workspace, backward_workspace, _ = numbers
-        # a chunk is held from its forward to the end of its backward
-        saved, on_host = (np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each) for each in (device, host))
+        saved, on_host = _in_flight(device, is_forward), _in_flight(host, is_forward)
         book = book_moments(self.model, stage, self._book(group, position), len(group.chunks), place, is_forward)
         work = np.where(is_forward, forward_workspace, backward_workspace)
         return RoundMoments(saved, on_host, book.most + book.others, work, _peak(numbers, saved, is_forward, book))
@@ -319,7 +313,7 @@ class ByteModel:
         passes, loads, num_parts = self.passes(stage), self._group_loads(group, 0, True), len(stage.parts)
         place, is_forward = passes.cells, passes.is_forward
         book = book_moments(self.model, stage, self._book(group, 0), len(group.chunks), place, is_forward)
-        waits = waiting * (np.arange(len(place)) > np.argmin(is_forward))
+        waits = _waits(is_forward, waiting)
         # passes of the forward and of the backward of every cell
         begins, ends = (passed[np.argsort(place[passed])] for passed in map(np.flatnonzero, (is_forward, ~is_forward)))
 
@@ -338,8 +332,7 @@ class ByteModel:
         moments: list[int] = []
         while True:
             own = numbers.reshape(-1, 5)[place].T
-            saved = np.cumsum(np.where(is_forward, own[0], -own[0])) + np.where(is_forward, 0, own[0])
-            peak = _peak(own, saved, is_forward, book) + waits
+            peak = _peak(own, _in_flight(own[0], is_forward), is_forward, book) + waits
             moment = int(np.argmax(peak))
             in_flight = np.unique(np.flatnonzero((begins <= moment) & (moment <= ends)) // num_parts)
             guessed = in_flight[is_guess[in_flight]]
@@ -500,6 +493,18 @@ class _Policy:
     layers: tuple[LayerPolicy, ...]
     tile_tokens: int
     number: int
+
+
+def _in_flight(each: Numbers, is_forward: BoolArray) -> Numbers:
+    """Bytes of all chunks in flight in every pass, from those of its own: from a forward to the end of its backward."""
+    held: Numbers = np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each)
+    return held
+
+
+def _waits(is_forward: BoolArray, waiting: int) -> IntArray:
+    """Bytes of gradients that wait in every pass: while the first backward runs, they take the place of what it frees."""
+    found: IntArray = waiting * (np.arange(len(is_forward)) > np.argmin(is_forward))
+    return found
 
 
 def _peak(numbers: Numbers, saved: Numbers, is_forward: BoolArray, book: BookMoments) -> Numbers:

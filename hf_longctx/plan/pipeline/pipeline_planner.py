@@ -32,10 +32,9 @@ class SearchConstants:
     equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these the search
     tries to make fit, fastest first. few_chunks: chunks per stage, up to which filling and draining take so much of the time that
     more slices are worth a try. much_waiting: share of the device's room that gradients take while they wait, from which on the
-    least bytes of sequences are counted before candidates for them are made. in_turn: factor on the
-    least seconds of sequences where stages run one after the other, beyond which a pipeline is slower: these mostly take 1.15 to
-    1.25 times as long. most_alone: sequences of a step that may get a
-    micro-batch of their own to be lent ranks.
+    least bytes of sequences are counted before candidates for them are made. in_turn: factor on the least seconds of sequences
+    where stages run one after the other, beyond which a pipeline is slower: these mostly take 1.15 to 1.25 times as long.
+    most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
     """
 
     equal: float = 1.01

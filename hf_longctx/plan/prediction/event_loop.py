@@ -83,11 +83,7 @@ class Wiring:
     @classmethod
     def of_actions(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring:
         """Builds the wiring. Raises PlanError when no stage can go on, naming the action at which each of them is stuck."""
-        kinds = [np.array([_KINDS[action.kind] for action in actions], dtype=np.int64) for actions in stages]
-        chunks, parts = (
-            [np.array([getattr(action, name) for action in actions], dtype=np.int64) for actions in stages]
-            for name in ("chunk", "part")
-        )
+        kinds, chunks, parts = zip(*map(_codes, stages), strict=True)
         return cls(kinds, chunks, parts, num_parts)
 
     @classmethod
@@ -98,8 +94,7 @@ class Wiring:
         """
         found: list[tuple[IntArray, IntArray, IntArray]] = []
         for stage, actions in enumerate(stages):
-            kinds = np.array([_KINDS[action.kind] for action in actions], dtype=np.int64)
-            chunks, parts = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "part"))
+            kinds, chunks, parts = _codes(actions)
             is_pass = kinds < 2
             if not is_pass.all() and not _stand_beside(kinds, chunks, parts, stage, len(stages), num_parts):
                 return None
@@ -232,6 +227,13 @@ class Wiring:
         stop_s, stops_s = links.forward(chunk, start_s, seconds, steps)
         copied.append(CopiedOut(stage, steps, stops_s))
         return stop_s
+
+
+def _codes(actions: Sequence[Action]) -> tuple[IntArray, IntArray, IntArray]:
+    """Codes from `_KINDS`, chunks and parts of actions."""
+    kinds = np.array([_KINDS[action.kind] for action in actions], dtype=np.int64)
+    chunks, parts = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "part"))
+    return kinds, chunks, parts
 
 
 def _stand_beside(kinds: IntArray, chunks: IntArray, parts: IntArray, stage: int, num_stages: int, num_parts: int) -> bool:

@@ -29,7 +29,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.pipeline.activations.joint_program import Cells, JointChoice, Moments
+from hf_longctx.plan.pipeline.activations.joint_program import Cells, Moments
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
 
@@ -57,10 +57,8 @@ def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
 
 def _offloaded(share: float, replayed: tuple[TensorClass, ...]) -> LayerPolicy:
     """Policy of a layer that offloads this share of its tokens. replayed: classes that none keeps."""
-    moved = (TensorShare(name, host=share, device=1 - share) for name in TENSOR_CLASSES)
-    return LayerPolicy(
-        tuple(TensorShare(one.tensor_class, recompute=1.0) if one.tensor_class in replayed else one for one in moved)
-    )
+    kept, again = {"host": share, "device": 1 - share}, {"recompute": 1.0}
+    return LayerPolicy(tuple(TensorShare(name, **(again if name in replayed else kept)) for name in TENSOR_CLASSES))
 
 
 class GroupCells:
@@ -103,11 +101,7 @@ class GroupCells:
         )
         return Moments(np.concatenate(excess), *ends)
 
-    def under(self, choice: JointChoice) -> SequenceGroup:
-        """The group under the policies of the program's answer."""
-        return self._under(choice.layers, choice.offload)
-
-    def _under(self, layers: Sequence[int], offload: Sequence[float]) -> SequenceGroup:
+    def under(self, layers: Sequence[int], offload: Sequence[float]) -> SequenceGroup:
         """The group whose cells recompute so many layers and offload these shares."""
         keys = product(range(self.num_stages), range(len(self.tokens)), range(self.num_parts))
         numbers = zip(keys, self.cells.num_layers.tolist(), layers, offload, strict=True)
@@ -142,12 +136,9 @@ class GroupCells:
         order, last_place = np.argsort(backwards), self.num_stages * self.num_parts - 1
         parts = [(stage, part, owned) for stage in self.group.stages for part, owned in enumerate(stage.parts)]
         ways_of = {kinds: self._layer_ways(part) for kinds, part in {self._kinds(part): part for *_, part in parts}.items()}
-        hiding = [
-            self._hiding_s(stage) if self.offloads else np.zeros((len(order), self.num_parts)) for stage in self.group.stages
-        ]
         rate, found = self.costs.cluster.hardware.copy_bytes_per_s, []
         for stage, part, owned in parts:
-            count, hiding_s = owned.num_layers, hiding[stage.stage][:, part]
+            count, hiding_s = owned.num_layers, self._hiding_s(stage, part) if self.offloads else np.zeros(len(order))
             kept, recomputed, offloaded, on_host, recompute_s, offload_s = ways_of[self._kinds(owned)]
             behind, copy_s = (count - 1) / count, count * on_host / rate
             hidden_s = _COPIES.link_share * hiding_s * behind
@@ -211,21 +202,16 @@ class GroupCells:
             on_host += share * layer.held_host
         return round(held), round(on_host)
 
-    def _hiding_s(self, stage: StagePlan) -> FloatArray:
-        """Seconds of computation beside which copies run in each direction, (chunks, parts): of each chunk's shorter pass.
+    def _hiding_s(self, stage: StagePlan, part: int) -> FloatArray:
+        """Seconds of computation beside which each chunk's copies run in each direction: of its shorter pass.
 
         Those of the head count, too: copies may take a little longer than layers, rather than a whole layer run again.
         """
-        found = np.empty((len(self.tokens), self.num_parts))
-        for part, owned in enumerate(stage.parts):
-            has_head = (stage.stage, part) == (self.num_stages - 1, self.num_parts - 1)
-            pairs = self.costs.attention_pairs((owned,))
-            of_passes = []
-            for is_backward in (False, True):
-                layer_s, head_s, _ = self._slots.passes(is_backward, 0, pairs).T
-                of_passes.append(layer_s * owned.num_layers + (head_s if has_head else 0.0))
-            found[:, part] = np.minimum(*of_passes)
-        return found
+        owned, has_head = stage.parts[part], (stage.stage, part) == (self.num_stages - 1, self.num_parts - 1)
+        pairs = self.costs.attention_pairs((owned,))
+        passes = (self._slots.passes(is_backward, 0, pairs).T for is_backward in (False, True))
+        shorter: FloatArray = np.minimum(*(layer_s * owned.num_layers + has_head * head_s for layer_s, head_s, _ in passes))
+        return shorter
 
     def _stage_moments(self) -> list[Moments]:
         """Moments of every stage with a room of 0 bytes: `excess_bytes` are then all bytes on the device if everything is kept.
@@ -234,9 +220,9 @@ class GroupCells:
         with all copies that hide.
         """
         every, none = self.cells.num_layers.tolist(), [0] * len(self.cells.num_layers)
-        ways = [self._under(every, [0.0] * len(every))]
+        ways = [self.under(every, [0.0] * len(every))]
         if self.offloads:
-            ways.append(self._under(none, self.cells.most_offload.tolist()))
+            ways.append(self.under(none, self.cells.most_offload.tolist()))
         found = []
         for stage, *others in zip(self.group.stages, *(way.stages for way in ways), strict=True):
             kept, *changed = (self.bytes.moments(self.group, each) for each in (stage, *others))

@@ -204,8 +204,8 @@ class PipelineRoom:
     ) -> Iterator[Iterator[float]]:
         """Bytes above the limit for every stage under each of the policies of `ways`, counted when asked for.
 
-        When actions run does not matter. places: stages to count, all by default. peak:
-        what counts the bytes of a stage, all of its passes by default.
+        When actions run does not matter. places: stages to count, all by default. peak: what counts the bytes of a stage, all of
+        its passes by default.
         """
         model, tokens = self.costs.model, max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
         peak = self._peak if peak is None else peak
@@ -274,7 +274,7 @@ class PipelineRoom:
 
         def propose(room: _Room) -> Trial | None:
             choice = choose_jointly(cells.cells, cells.moments(room[0]), room[1], tolerance_s)
-            return None if choice is None else self._short_trial(cells.under(choice), choice.cost_s)
+            return None if choice is None else self._short_trial(cells.under(choice.layers, choice.offload), choice.cost_s)
 
         def next_room(room: _Room, trial: Trial) -> _Room | None:
             device_bytes, host_bytes = room

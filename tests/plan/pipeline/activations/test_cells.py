@@ -12,7 +12,6 @@ from hf_longctx.plan.activations.fit import with_layers
 from hf_longctx.plan.core.types import SequenceGroup
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.cells import GroupCells
-from hf_longctx.plan.pipeline.activations.joint_program import JointChoice
 from hf_longctx.plan.pipeline.orders import Schedule
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_pipeline
 
@@ -21,8 +20,7 @@ LENGTHS = [40_000, 9_000, 3_000, 5_000, 7_000]
 
 def moving(cells: GroupCells) -> SequenceGroup:
     """The group with all copies that hide, and nothing recomputed."""
-    none = (0,) * len(cells.cells.num_layers)
-    return cells.under(JointChoice(none, none, tuple(cells.cells.most_offload.tolist()), 0.0, 0.0, ""))
+    return cells.under([0] * len(cells.cells.num_layers), cells.cells.most_offload.tolist())
 
 
 @pytest.mark.parametrize(("copy_bytes_per_s", "vocab_size"), [(1e11, 32_000), (2e10, 32_000), (1e9, 32_000), (2e10, 128_256)])
