@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -180,6 +181,22 @@ def test_the_layer_before_is_fetched_while_a_layer_that_keeps_everything_runs_ba
     assert fetches_and_replays((split_layer(), LayerPolicy()), monkeypatch) == ["back"] * 3 + ["replay"]
     # with the kept layer below it, nothing fetches the moved layer before its own replay
     assert fetches_and_replays((LayerPolicy(), split_layer()), monkeypatch)[0] == "replay"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda hidden: hidden * 1, lambda hidden: hidden.view_as(hidden), lambda hidden: hidden.mul_(1)]
+)
+def test_hooks_on_a_kept_layer_change_nothing_about_what_is_fetched_behind_it(change: Callable[[Tensor], Tensor]) -> None:
+    step = Step(HostTier(2**20, LateCopies(False)))
+    handle = step.model.model.layers[1].register_forward_hook(lambda module, given, output: change(output))
+    loss, _ = step.forward((split_layer(mlp_recompute=0.25, mlp_host=0.5), LayerPolicy()))
+    loss.backward(retain_graph=True)
+    step.model.zero_grad()
+    loss.backward()
+    assert step.error() <= TOLERANCE
+    handle.remove()
+    del loss
+    assert step.engine.tier is not None and step.engine.tier.stored_bytes == 0
 
 
 def interleaved_reuse(tier: HostTier) -> tuple[Tensor, Tensor]:
