@@ -117,6 +117,17 @@ def test_a_peak_is_bounded_from_below_and_mostly_found() -> None:
     assert sum(found) > 0.9 * len(found)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_gradients_wait_after_the_first_backward(seed: int) -> None:
+    group, byte_model = random_group(seed), ByteModel(MODEL)
+    for stage in group.stages:
+        peak, waiting_peak = (byte_model.moments(group, stage, waiting=waiting).peak for waiting in (0, 1000))
+        passes = [action.kind for action in stage.actions if action.kind in "FB"]
+        # while the first backward runs, they take the place of what it frees
+        first = passes.index("B")
+        assert (waiting_peak - peak).tolist() == [0] * (first + 1) + [1000] * (len(passes) - first - 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_in_flight_are_those_of_a_walk(seed: int) -> None:
     group = random_group(seed)
