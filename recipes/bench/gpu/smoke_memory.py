@@ -23,8 +23,8 @@ from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import BACKENDS, MOST_HEADS, tile_backward, tile_forward
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
-# name -> (policy of both layers, tile tokens, slices)
-POLICIES: dict[str, tuple[LayerPolicy, int, int]] = {
+# name -> (policy of the layers, tile tokens, slices); the last of several policies is that of the upper layer
+POLICIES: dict[str, tuple[LayerPolicy | tuple[LayerPolicy, LayerPolicy], int, int]] = {
     "attention kept on the device": (replayed(), 0, 1),
     "attention and inputs on the host": (replayed(attention_host=1.0, input_host=1.0), 64, 1),
     "shares recomputed, on host, on device": (replayed(attention_host=0.4, attention_recompute=0.3, input_host=0.5), 64, 1),
@@ -38,6 +38,7 @@ POLICIES: dict[str, tuple[LayerPolicy, int, int]] = {
         64,
         1,
     ),
+    "kept layer above one on the host": ((replayed(attention_host=1.0, input_host=1.0), LayerPolicy()), 64, 1),
     "loss in tiles, everything kept": (LayerPolicy(), 64, 1),
     "four slices, everything kept": (LayerPolicy(), 0, 4),
     "four slices, attention kept on the host": (replayed(attention_host=1.0), 64, 4),
@@ -181,7 +182,13 @@ def document_model(device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM
     return LlamaForCausalLM(config).to(device, dtype).train()
 
 
-def check_policy(tokens: int, device: torch.device, layer: LayerPolicy, tile_tokens: int, slices: int) -> tuple[float, str]:
+def check_policy(
+    tokens: int,
+    device: torch.device,
+    layers: LayerPolicy | tuple[LayerPolicy, LayerPolicy],
+    tile_tokens: int,
+    slices: int,
+) -> tuple[float, str]:
     """Checks loss and gradients of a document under one policy in bf16; the error is relative to that of the plain model in bf16.
 
     Both are compared with the plain model in fp32. The policy runs twice, so that blocks of host memory are used again.
@@ -192,7 +199,8 @@ def check_policy(tokens: int, device: torch.device, layer: LayerPolicy, tile_tok
     half_loss = float(plain_step(half, ids))
     allowed = max(abs(half_loss / expected_loss - 1), largest_error(gradients(half), gradients(plain)))
     tier = HostTier.on(device, 2**20 + tokens * 2**15)
-    document = PlannedDocument.of(model, ids, document_plan(tokens, (layer,) * 2, tile_tokens, slices), tier)
+    both = layers if isinstance(layers, tuple) else (layers,) * 2
+    document = PlannedDocument.of(model, ids, document_plan(tokens, both, tile_tokens, slices), tier)
     error = 0.0
     for _ in range(2):
         model.zero_grad(set_to_none=True)

@@ -4,13 +4,16 @@
 
 The second step is profiled, without the host's operations, which would slow it down. Printed are the seconds and number of calls
 of each kind of work, the seconds in which nothing computes (by length of the pause: short ones mean that the host is too slow,
-long ones that it waits), how busy computing and copying were in each fortieth of the step, and the kernels that take most time.
+long ones that it waits), how busy computing and copying were in each fortieth of the step, the kernels that take most time, and
+the longest pauses with what the host did in them: calls of CUDA, and Python's garbage collector.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,12 +27,13 @@ from hf_longctx.recipes.bench.gpu import trainings
 _PARTS = 40
 # lengths of pauses, in microseconds
 _PAUSES_US = (5, 20, 100, 1_000, 10_000)
+_LONGEST = 12
 _COPIES = {"dtoh": "copies to the host", "htod": "copies from the host"}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel or copy on the device, in nanoseconds of the profiler's clock."""
+    """One kernel or copy on the device, or one call on the host, in nanoseconds since 1970."""
 
     start: int
     stop: int
@@ -59,11 +63,14 @@ class Profiled(trainings.DeviceTimes):
         super().__init__()
         self.num_steps = 0
         self._profile: Any = None
+        self._collections: list[Work] = []
+        self._began = 0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.num_steps += 1
         if self.num_steps == 2 and torch.cuda.is_available():
             torch.cuda.synchronize()
+            gc.callbacks.append(self._collected)
             self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.__enter__()
         super().on_step_begin(*args, **kwargs)
@@ -72,14 +79,26 @@ class Profiled(trainings.DeviceTimes):
         super().on_step_end(*args, **kwargs)
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
-            events = self._profile.profiler.kineto_results.events()
-            on_device = (event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
-            print("\n".join(report(Work(e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in on_device)), flush=True)
+            gc.callbacks.remove(self._collected)
+            works: dict[bool, list[Work]] = {True: [], False: []}
+            for event in self._profile.profiler.kineto_results.events():
+                work = Work(event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+                works[event.device_type() == torch.autograd.DeviceType.CUDA].append(work)
+            print("\n".join(report(works[True], [*works[False], *self._collections])), flush=True)
             self._profile = None
 
+    def _collected(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.time_ns()
+        else:
+            self._collections.append(Work(self._began, time.time_ns(), f"garbage of generation {info['generation']}"))
 
-def report(found: Iterable[Work]) -> list[str]:
-    """Lines that sum up all work of a step."""
+
+def report(found: Iterable[Work], calls_of_host: Sequence[Work] = ()) -> list[str]:
+    """Lines that sum up all work of a step on the device.
+
+    calls_of_host: names what the host did in the longest pauses.
+    """
     works = sorted((work for work in found if work.stop > work.start), key=lambda work: work.start)
     if not works:
         return ["the profiler saw nothing on the device"]
@@ -100,7 +119,29 @@ def report(found: Iterable[Work]) -> list[str]:
         "computing " + " ".join(f"{share:.2f}" for share in busy(computing, start, stop)),
         "copying   " + " ".join(f"{share:.2f}" for share in busy(copying, start, stop)),
         *(f"  {nanoseconds / 1e6:9.1f} ms  {name[:100]}" for name, nanoseconds in names.most_common(16)),
+        *explained([work for work in works if work.computes], calls_of_host),
     ]
+
+
+def explained(works: Sequence[Work], calls: Sequence[Work]) -> list[str]:
+    """Lines on the longest pauses of works sorted by their start: when, between which works, in which calls of the host."""
+    found, last = [], works[0]
+    for work in works:
+        if work.start > last.stop:
+            found.append((work.start - last.stop, last, work))
+        last = max(last, work, key=lambda each: each.stop)
+    longest = sorted(sorted(found, key=lambda each: each[0])[-_LONGEST:], key=lambda each: each[1].stop)
+    lines = []
+    for gap, before, after in longest:
+        inside = Counter[str]()
+        for call in calls:
+            inside[call.name] += max(min(call.stop, after.start) - max(call.start, before.stop), 0)
+        named = ", ".join(f"{name} {of / 1e6:.1f} ms" for name, of in inside.most_common(4) if of >= gap / 50)
+        lines.append(
+            f"  pause of {gap / 1e6:.1f} ms after {(before.stop - works[0].start) / 1e9:.3f} s, "
+            f"{before.name[:40]} to {after.name[:40]}: {named or 'no call of CUDA'}"
+        )
+    return lines
 
 
 def pauses(intervals: Sequence[tuple[int, int]]) -> list[int]:

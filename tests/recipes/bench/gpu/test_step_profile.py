@@ -34,6 +34,18 @@ def test_work_is_named_by_what_it_does() -> None:
     assert "0.020 s longer than 10,000 us" in lines[5]
 
 
+def test_the_longest_pause_names_the_calls_of_the_host_in_it() -> None:
+    calls = [
+        Work(5 * MS, 12 * MS, "cudaMalloc"),
+        Work(13 * MS, 29 * MS, "garbage of generation 2"),
+        Work(31 * MS, 39 * MS, "late"),
+    ]
+    assert report(WORKS, calls)[-1] == (
+        "  pause of 20.0 ms after 0.010 s, nvjet_sm90_tst_256x160 to cudnn_generated_sdpa_flash_bprop_wgmma: "
+        "garbage of generation 2 16.0 ms, cudaMalloc 2.0 ms"
+    )
+
+
 def test_a_toy_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--toy"]) == 0
     assert "hf_longctx" in capsys.readouterr().out
