@@ -77,14 +77,14 @@ def search_room(
     """Returns the fastest trial that fits; None if none does.
 
     propose: makes a trial with the given room, or None if there is no solution. next_room: gives less room after a trial that
-    does not fit; after one that fits, it gives more room, or None to stop.
+    does not fit; after one that fits, it gives more room, or None to stop. More room that makes nothing faster ends the search.
     """
     best: Trial | None = None
     for _ in range(attempts):
         trial = propose(room)
-        if trial is None or (best is not None and not trial.fits):
+        if trial is None or (best is not None and not (trial.fits and trial.seconds < best.seconds)):
             break
-        if trial.fits and (best is None or trial.seconds < best.seconds):
+        if trial.fits:
             best = trial
         following = next_room(room, trial)
         if following is None:

@@ -148,21 +148,22 @@ def _pack(tails: list[_Bucket], short: list[tuple[int, int, float]], target_s: f
     densities = sorted((bucket.density, index) for index, bucket in enumerate(buckets))
     for sequence, length, seconds in short:
         room = capacity_tokens - length
-        rank = next(
-            (
-                rank
-                for rank, (_, index) in enumerate(densities)
-                if buckets[index].num_tokens <= room and buckets[index].seconds + seconds <= limit_s
-            ),
-            -1,
-        )
-        if rank < 0:
-            with_room = (rank for rank, (_, index) in enumerate(densities) if buckets[index].num_tokens <= room)
-            rank = min(with_room, key=lambda rank: buckets[densities[rank][1]].seconds, default=-1)
-            if rank < 0 or buckets[densities[rank][1]].seconds + seconds > _MOST_LOAD * target_s:
+        rank, least_s = -1, math.inf
+        for place, (_, index) in enumerate(densities):
+            bucket = buckets[index]
+            if bucket.num_tokens > room:
+                continue
+            if bucket.seconds + seconds <= limit_s:
+                rank = place
+                break
+            if bucket.seconds < least_s:
+                rank, least_s = place, bucket.seconds
+        else:
+            # no bucket has time left: the one with the fewest seconds, unless they would be too many
+            if least_s + seconds > _MOST_LOAD * target_s:
+                rank = len(densities)
                 densities.append((0.0, len(buckets)))
                 buckets.append(_Bucket(0.0, 0, []))
-                rank = len(densities) - 1
             limit_s = max(limit_s, buckets[densities[rank][1]].seconds + seconds)
         _, index = densities.pop(rank)
         bucket = buckets[index]

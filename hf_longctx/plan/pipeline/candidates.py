@@ -63,6 +63,7 @@ class Candidates:
         self.passes = MessagedPasses()
         self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...]], SequenceGroup] = {}
         self._runs: dict[tuple[int, tuple[int, ...], int, float], tuple[float, tuple[Chunk, ...]]] = {}
+        self._least: dict[tuple[int, ...], list[Candidate]] = {}
 
     def fastest(self, members: Sequence[int]) -> list[Candidate]:
         """Fastest pipelines for these sequences, one for each of the most promising layouts, fastest first.
@@ -151,6 +152,12 @@ class Candidates:
         Their seconds are not estimated (nan). The list is empty if these groups cannot hold all sequences or cannot run
         concurrently.
         """
+        key = tuple(members)
+        if key not in self._least:
+            self._least[key] = self._least_memory(members)
+        return self._least[key]
+
+    def _least_memory(self, members: Sequence[int]) -> list[Candidate]:
         degree = self.staged.degrees[-1]
         try:
             groups = dealt_groups(self.staged, (degree,) * (self.staged.ranks_per_stage // degree), members)

@@ -257,14 +257,12 @@ class PipelineSearch:
         Raises ValueError if the longest of these sequences does not fit even alone.
         """
         longest = self._longest(members)
-        row = None
-        # the longest sequence first, since no search helps the others if it does not fit
-        for tried in dict.fromkeys([(longest,), members]):
+        for tried in dict.fromkeys([members, (longest,)]):
             candidates = [candidate for candidate in self.candidates.least_memory(tried) if self._may_fit(candidate)]
             row = next(filter(None, map(self._as_it_is, candidates)), None) or self._first_to_fit(candidates)
-            if row is None and tried == (longest,):
-                raise ValueError(self._nothing_fits(longest))
-        return row
+            if row is not None:
+                return row if tried == members else None
+        raise ValueError(self._nothing_fits(longest))
 
     def _longest(self, members: Sequence[int]) -> int:
         """The longest of these sequences."""
