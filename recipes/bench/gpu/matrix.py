@@ -51,7 +51,7 @@ from hf_longctx.recipes.bench.gpu.cases import (
     run_case,
     split_layers,
 )
-from hf_longctx.recipes.bench.gpu.rows import append_row, is_wanted
+from hf_longctx.recipes.bench.gpu.rows import append_row, end_with_children, is_wanted
 
 BUDGETS_S = {"A": 360, "B": 530, "C": 530, "D": 530, "E": 530}
 MARK = "OUTCOME "
@@ -260,4 +260,5 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    end_with_children()
     main()

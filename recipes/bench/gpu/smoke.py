@@ -40,7 +40,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
-from hf_longctx.recipes.bench.gpu.rows import append_row, is_wanted
+from hf_longctx.recipes.bench.gpu.rows import append_row, end_with_children, is_wanted
 from hf_longctx.recipes.bench.gpu.smoke_kernels import kernel_checks, random_heads
 from hf_longctx.recipes.bench.gpu.smoke_memory import (
     HEAD_DIM,
@@ -362,4 +362,5 @@ def check_training(device: torch.device) -> tuple[float, str]:
 
 
 if __name__ == "__main__":
+    end_with_children()
     sys.exit(main())

@@ -43,7 +43,7 @@ from hf_longctx.hf.calibration.shapes import shaped_config
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.recipes.bench.cpu.skewed import StepTimes
 from hf_longctx.recipes.bench.gpu.cases import TOY
-from hf_longctx.recipes.bench.gpu.rows import append_row, is_wanted
+from hf_longctx.recipes.bench.gpu.rows import append_row, end_with_children, is_wanted
 
 METHODS = (
     *("HF checkpointing", "HF checkpointing, Liger", "TRL selective, Liger"),
@@ -261,4 +261,5 @@ def build(job: Job) -> Any:
 
 
 if __name__ == "__main__":
+    end_with_children()
     sys.exit(main())

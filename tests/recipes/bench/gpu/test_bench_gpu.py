@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -167,3 +172,25 @@ def test_operations_count_causal_pairs_once() -> None:
 def test_without_cuda_it_is_skipped_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     matrix.main([])
     assert capsys.readouterr().out.startswith("skipped: torch sees no CUDA device")
+
+
+def test_a_script_that_is_told_to_end_takes_its_process_along(tmp_path: Path) -> None:
+    number_of = tmp_path / "number"
+    inner = f"import os, pathlib, time; pathlib.Path({str(number_of)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    outer = (
+        "import subprocess, sys; from hf_longctx.recipes.bench.gpu.rows import end_with_children\n"
+        f"end_with_children(); subprocess.run([sys.executable, '-c', {inner!r}], capture_output=True)"
+    )
+    script = subprocess.Popen([sys.executable, "-c", outer])
+    wait_for(lambda: number_of.exists() and number_of.read_text() != "")
+    number = int(number_of.read_text())
+    script.terminate()
+    assert script.wait(timeout=30) == 143
+    wait_for(lambda: not psutil.pid_exists(number))
+
+
+def wait_for(happened: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.05)
