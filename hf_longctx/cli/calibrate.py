@@ -36,6 +36,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--precision", choices=("float32", "bfloat16", "autocast"), help="default: float32 on CPU, autocast (bf16) on CUDA"
     )
+    parser.add_argument(
+        "--compile-layers",
+        action=argparse.BooleanOptionalAction,
+        help="norms, gated MLPs and rotary embeddings run as kernels, as in runs with compile_layers (default: on GPUs)",
+    )
     parser.add_argument("--ranks", type=int, help="processes to start; default: one per visible GPU, or 2 on CPU")
     parser.add_argument("--seconds", type=float, default=_DEFAULT_SECONDS, help="when to stop measuring (default: %(default)g)")
     parser.add_argument(
@@ -98,6 +103,8 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
     words = ["--seconds", str(options.seconds), "--stop-at", str(options.stop_at), "--model", options.model]
     words += ["--repeats", str(options.repeats)]
     words += ["--precision", options.precision] if options.precision else []
+    if options.compile_layers is not None:
+        words.append("--compile-layers" if options.compile_layers else "--no-compile-layers")
     words += ["--output", str(options.output)] if options.output is not None else []
     words += ["--json"] if options.json else []
     command = [sys.executable, "-m", "hf_longctx.cli.main", "calibrate", *words]
@@ -145,7 +152,8 @@ def _run_rank(options: argparse.Namespace) -> int:
 
     is_first = int(os.environ.get("RANK", "0")) == 0
     try:
-        request = CalibrationRequest(options.model, options.precision or "", options.stop_at, options.repeats)
+        precision, compiles = options.precision or "", options.compile_layers
+        request = CalibrationRequest(options.model, precision, options.stop_at, options.repeats, compiles)
         calibration = calibrate(request)
     except ValueError as error:
         # all ranks raise the same error, so one prints it

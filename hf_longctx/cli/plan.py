@@ -162,6 +162,11 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
     how.add_argument(
         "--activations", choices=("auto", "keep"), default="auto", help="auto: recompute and offload as needed; keep: never"
     )
+    how.add_argument(
+        "--compile-layers",
+        action=argparse.BooleanOptionalAction,
+        help="norms, gated MLPs and rotary embeddings run as kernels, as compile_layers has it (default: on GPUs)",
+    )
     how.add_argument("--degrees", type=_degrees, default=(), help="allowed sizes of sequence groups, for example 1,2,4,8")
     how.add_argument("--method", choices=("auto", "ulysses", "ring", "hybrid"), default="auto", help="how groups share attention")
     how.add_argument("--solver", default="auto", help="auto, greedy, lp, milp or static (default: %(default)s)")
@@ -328,6 +333,7 @@ def request_of(options: argparse.Namespace, longest_tokens: int) -> Request:
         quantize=options.quantize,
         activations=options.activations,
         expert_ranks=options.expert_ranks,
+        compile_layers=options.compile_layers,
         bf16_updates=options.bf16_updates,
         optim=options.optim,
         optimizer_states=options.optimizer_states,
@@ -379,6 +385,7 @@ def _optimizer_of(file: PlanFile) -> str:
 
 def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, DeviceMemory]:
     """Cost model and device memory of a plan: those of the file, or those that the options name."""
+    from hf_longctx.plan.cost.catalog import has_kernels
     from hf_longctx.sim.scenario import Request, build_scenario
 
     changes = [name for name in ("model", "hardware", "dtype", "shard_ranks", "ranks_per_node") if getattr(options, name)]
@@ -398,6 +405,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         parameters=file.plan.parameters,
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
         expert_ranks=file.costs.model.experts.num_ranks if file.costs and file.costs.model.experts.are_spread else 0,
+        compile_layers=None if file.costs is None else has_kernels(file.costs.model),
         bf16_updates=file.costs is not None and not file.costs.model.has_master_weights,
         optim=_optimizer_of(file),
         optimizer_states="host" if file.costs is not None and file.costs.model.updates_on_host else "device",

@@ -20,6 +20,7 @@ from hf_longctx.plan.core.types import (
     Span,
     StagePlan,
 )
+from hf_longctx.plan.cost.catalog import has_kernels
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
@@ -87,9 +88,9 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
 
     A switch that would hold fewer tokens is left off, so no row has fewer tokens than the row that it builds on.
     """
-    tile, host = LEAST_TILE_TOKENS, budget.host_bytes
+    tile, host, like = LEAST_TILE_TOKENS, budget.host_bytes, " with Liger" if has_kernels(costs.model) else ""
     rows = [
-        _Switches("everything kept, as Hugging Face does", keeps_everything=True),
+        _Switches(f"everything kept, as Hugging Face does{like}", keeps_everything=True),
         _Switches(f"+ loss in tiles of {tile:,} tokens", loss_tile=tile, keeps_everything=True),
         _Switches("+ layer inputs kept, the rest recomputed", loss_tile=tile),
         _Switches("+ MLP and norms in tiles", tile, tile),

@@ -6,14 +6,12 @@ Called by `hf-longctx plan` and `hf-longctx simulate`. Options that the user lef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.configs.fields import has_position_table
-from hf_longctx.plan.core.configs.kept import kept_reason
 from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.core.planner_config import (
     SOLVERS,
@@ -24,14 +22,14 @@ from hf_longctx.plan.core.planner_config import (
     check_degrees,
     default_degrees,
 )
-from hf_longctx.plan.core.serialize import parse_json
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.catalog import with_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
-from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
+from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, normal_name, read_profile
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
 from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, remedies
+from hf_longctx.sim.models import kept_because, kernels_of, most_positions, read_model, short_name
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 # optimizer -> bytes of both moments per parameter, with an fp32 scale for 256 elements; 0: those of the weights it updates
@@ -60,7 +58,8 @@ class Request:
     are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optim: the optimizer. optimizer_states: "host"
     keeps its states in host memory, "auto" only if the longest sequence needs that. layer_weights: "host" keeps shards of layers
     there while a step computes, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
-    node, which its ranks share. name: what to call the model in place of `model`.
+    node, which its ranks share. name: what to call the model in place of `model`. compile_layers: norms, gated MLPs and rotary
+    embeddings run as kernels, as they do on GPUs unless a run's setting of this name says no (None: on GPUs).
     """
 
     model: str
@@ -87,6 +86,7 @@ class Request:
     layer_weights: str = "device"
     network_gbit: float = 0.0
     name: str = ""
+    compile_layers: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,9 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if request.optimizer_states == "auto":
         return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
-    # a path is never a measured model, even if its last component is the name of one
-    calibration = None if Path(request.model).exists() else profile.calibration(_short_name(request.model))
+    on_gpu = "cpu" not in profile.spec.name.lower()
+    kernels = kernels_of(request.model) if (on_gpu if request.compile_layers is None else request.compile_layers) else {}
+    calibration = _calibration(request.model, profile, kernels)
     if calibration and request.network_gbit:
         raise ValueError(
             f"the costs of {request.model} on {request.hardware} were measured, over the network of that run; --slow-network has "
@@ -161,7 +162,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         )
     if request.lora_rank < 0:
         raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
-    model, notes = _model(request, profile.spec.name, calibration)
+    model, notes = _model(request, profile.spec.name, calibration, kernels)
     if request.expert_ranks:
         request, model = _spread(request, model)
         notes.append(
@@ -173,12 +174,13 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep; choose one of these")
-    kept_because = _kept_because(request.model, notes)
+    if kept := kept_because(request.model):
+        notes.append(f"a run of this class keeps everything, which holds fewer tokens than recomputing would: {kept}")
     memory = replace(
         memory,
         lora_rank=request.lora_rank,
         host_bytes=_host_bytes(request, cluster, notes),
-        keeps_everything=memory.is_measured or request.activations == "keep" or bool(kept_because),
+        keeps_everything=memory.is_measured or request.activations == "keep" or bool(kept),
     )
     if not calibration:
         notes.append(
@@ -222,7 +224,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         request.solver,
         tuple(notes),
         request.solver_time_limit_s,
-        kept_because,
+        kept,
     )
     if must_fit:
         _check_fits(scenario)
@@ -270,72 +272,19 @@ def _with_chosen_layers(request: Request, must_fit: bool) -> Scenario:
     return replace(chosen, notes=(*chosen.notes, place.line()))
 
 
-def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
-    """The spec of a named shape, of a config.json, or of the folder of a checkpoint."""
-    path = _config_path(name_or_path)
-    if path is None:
-        try:
-            return named_model(_short_name(name_or_path), bytes_per_element)
-        except ValueError as error:
-            if name_or_path.count("/") != 1:
-                raise
-            raise ValueError(
-                f"{error} {name_or_path} is not in the hub's local cache either; `hf download {name_or_path} config.json` puts "
-                f"it there"
-            ) from None
-    try:
-        return ModelSpec.from_config(_read_config(path), bytes_per_element)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be read as a model config: {error}; give the config.json of a causal language model"
-        ) from None
+def _calibration(name: str, profile: HardwareProfile, kernels: Mapping[str, bool]) -> ModelCalibration | None:
+    """Measurements of the model with these kernels, or else of the model without kernels, if there are any.
 
-
-def _config_path(name_or_path: str) -> Path | None:
-    """The config.json that a name or path stands for; None for the name of a shape. Raises ValueError if it does not exist."""
-    path = Path(name_or_path)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"the folder {name_or_path!r} has no config.json; give the folder of a checkpoint, or the name of a model"
-            )
-    if not path.is_file() and path.suffix == ".json":
-        raise ValueError(f"the model config {name_or_path!r} does not exist; give another path, or the name of a model")
-    return path if path.is_file() else None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    config = parse_json(path.read_text(encoding="utf-8"), "the file")
-    if not isinstance(config, dict):
-        raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
-    return config
-
-
-def _kept_because(name_or_path: str, notes: list[str]) -> str:
-    """Why a run of this model keeps everything, with a note that says so; empty if it may recompute, and for named shapes."""
-    path = _config_path(name_or_path)
-    reason = "" if path is None else kept_reason(_read_config(path))
-    if reason:
-        notes.append(f"a run of this class keeps everything, which holds fewer tokens than recomputing would: {reason}")
-    return reason
-
-
-def _most_positions(name_or_path: str, model: ModelSpec) -> int:
-    """Positions of a model that nothing extends, so that a run refuses longer sequences; 0 if they can be extended.
-
-    A named shape is no checkpoint, and may be made with as many as are needed.
+    A path is never a measured model, even if its last component is the name of one.
     """
-    path = _config_path(name_or_path)
-    return 0 if path is None or not has_position_table(_read_config(path)) else model.max_positions
+    if Path(name).exists():
+        return None
+    return profile.calibration(with_kernels(short_name(name), kernels)) or profile.calibration(short_name(name))
 
 
-def _short_name(name: str) -> str:
-    """A name on the Hub without its owner: "Qwen/Qwen3-8B" becomes "Qwen3-8B"."""
-    return name.rpartition("/")[2]
-
-
-def _model(request: Request, hardware: str, calibration: ModelCalibration | None) -> tuple[ModelSpec, list[str]]:
+def _model(
+    request: Request, hardware: str, calibration: ModelCalibration | None, kernels: dict[str, Any]
+) -> tuple[ModelSpec, list[str]]:
     if request.dtype and request.dtype not in BYTES_PER_ELEMENT:
         raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(BYTES_PER_ELEMENT)}; choose one of these")
     if calibration and request.dtype:
@@ -361,9 +310,13 @@ def _model(request: Request, hardware: str, calibration: ModelCalibration | None
         layers_on_host=request.layer_weights == "host",
         moment_bytes=MOMENT_BYTES[request.optim],
     )
-    model = replace(model, saves_kv_once=_shares_calls(model, hardware))
+    is_plain = calibration is not None and normal_name(calibration.model) == normal_name(short_name(request.model))
+    model = replace(model, saves_kv_once=_shares_calls(model, hardware), **({} if is_plain else kernels))
     sizes = Counter(window for window in model.windows if window)
-    notes = [
+    notes = (
+        ["it was measured without kernels, and a run with compile_layers is faster"] if is_plain and any(kernels.values()) else []
+    )
+    notes += [
         f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"
         for window, count in sorted(sizes.items())
     ]
@@ -488,7 +441,7 @@ def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...],
     parameters = _as_parameters(wanted)
     per_node = request.ranks_per_node or min(8, request.num_ranks)
     whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank, per_node)
-    whole = replace(whole, most_positions=_most_positions(request.model, memory.model))
+    whole = replace(whole, most_positions=most_positions(request.model, memory.model))
     if parameters != "replicated":
         return replace(whole, shard_ranks=shard_ranks)
     sharded = replace(whole, parameters="sharded", shard_ranks=shard_ranks)

@@ -29,7 +29,7 @@ plan.pipeline.activations
 plan.pipeline
 plan.planner
 plan.stage_count  plan.anytime
-sim.text_lines  sim.hub_cache
+sim.text_lines  sim.hub_cache  sim.models
 sim.workloads  sim.capacity  sim.prices
 sim.scenario  sim.execution  sim.longest
 sim.memory_use  sim.others

@@ -10,16 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.configs.kernels import kernel_fields
+from hf_longctx.plan.cost.catalog import named_model, with_kernels
 from hf_longctx.plan.cost.cost_model import backward_share, default_coefficients, with_adapters
-from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.lora import lora_adapters
+from hf_longctx.plan.planner import plan_step
 from hf_longctx.sim.capacity import remedies
 from hf_longctx.sim.forecast import make_forecast
+from hf_longctx.sim.models import read_model
 from hf_longctx.sim.output.summary import forecast_summary, run_settings
 from hf_longctx.sim.output.text import forecast_text
-from hf_longctx.sim.scenario import MOMENT_BYTES, Request, build_scenario, read_model
+from hf_longctx.sim.scenario import MOMENT_BYTES, Request, build_scenario
 from hf_longctx.sim.workloads import Workload
 
 GPT = Request("gpt-7b", "a100-40g", 64, method="ulysses")
@@ -66,6 +71,44 @@ def test_keys_and_values_are_saved_once_where_a_run_would_save_them_once(
     repeated = replace(scenario.memory, model=replace(scenario.memory.model, saves_kv_once=False))
     tokens = (scenario.placement.kept_tokens(memory) for memory in (scenario.memory, repeated))
     assert (next(tokens) > next(tokens)) == is_once
+
+
+def test_layers_have_the_kernels_of_a_run(tmp_path: Path) -> None:
+    def fields(model: str, hardware: str = "h200", **changes: Any) -> list[bool]:
+        spec = build_scenario(Request(model, hardware, 8, **changes), must_fit=False).costs.model
+        return [spec.fuses_norms, spec.fuses_gates, spec.fuses_rotary]
+
+    assert fields("llama-3.1-8b") == [True, True, True] and fields("qwen3.5-9b") == [False, True, False]
+    # runs compile on GPUs, unless they are told not to
+    assert fields("llama-3.1-8b", "cpu") == fields("llama-3.1-8b", compile_layers=False) == fields("gpt-7b") == [False] * 3
+    assert fields("llama-3.1-8b", "cpu", compile_layers=True) == [True] * 3
+    file = Path(mixture(tmp_path), "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "mixtral"}))
+    assert fields(str(tmp_path)) == [True, False, True]
+    # what they save less lets more tokens stay, and what they move less takes less time
+    runs = [build_scenario(Request("llama-3.1-8b", "h200", 1, lora_rank=16, compile_layers=each)) for each in (True, False)]
+    assert runs[0].kept_tokens > 1.2 * runs[1].kept_tokens
+    seconds = [plan_step(0, [8192] * 4, run.costs, run.planner_config).estimate.step_s for run in runs]
+    assert seconds[0] < 0.9 * seconds[1]
+
+
+def test_measurements_with_kernels_come_before_those_without(tmp_path: Path) -> None:
+    path, with_all = tmp_path / "gpu.json", with_kernels("llama-3.2-1b", kernel_fields("llama"))
+
+    def measured(*names: str, compile_layers: bool | None = None) -> tuple[float, bool, str]:
+        """Fixed seconds of a step, which tell the measurement, whether layers have kernels, and the notes."""
+        costs = default_coefficients(named_model("llama-3.2-1b"), ClusterSpec(1, 1, read_profile("h200").spec))
+        models = [ModelCalibration(name, replace(costs, step_s=1.0 + place), 1000, 2**36) for place, name in enumerate(names)]
+        path.write_text(profile_to_json(HardwareProfile(read_profile("h200").spec, tuple(models))))
+        found = build_scenario(Request("llama-3.2-1b", str(path), 1, compile_layers=compile_layers))
+        return found.costs.coefficients.step_s, found.costs.model.fuses_norms, " ".join(found.notes)
+
+    assert measured("llama-3.2-1b", with_all)[:2] == (2.0, True)
+    assert measured("llama-3.2-1b", with_all, compile_layers=False)[:2] == (1.0, False)
+    step_s, fuses, notes = measured("llama-3.2-1b")
+    assert (step_s, fuses) == (1.0, False) and "measured without kernels" in notes
+    # what was measured with kernels says nothing of a run without them
+    assert measured(with_all, compile_layers=False)[:2] == (0.0, False)
 
 
 def test_states_are_replicated_where_they_fit_and_else_sharded_and_said_so() -> None:
@@ -197,10 +240,10 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     message = str(error.value)
     assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 314.5 GiB" in message
     assert "59.6 of the 74.5 GiB" in message
-    assert "8 times the ranks: --gpus 16 (up to 1,318,768 tokens)" in message
+    assert "8 times the ranks: --gpus 16 (up to 1,476,560 tokens)" in message
     assert "adapters over weights of four bits (QLoRA): --lora-rank 16 --quantize nf4 (up to" in message
     # the change that it proposes works
-    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 1_318_768
+    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 1_476_560
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
 

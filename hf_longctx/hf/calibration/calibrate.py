@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import copy
 import datetime
+import math
 import os
 import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.calibration.shapes import build_model, few_layers, model_config, set_layers
+from hf_longctx.hf.models.adapters import hidden_dtype
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, states_of, tokens_that_fit, windows_of
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.start.layer_kernels import compiled_layers
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.layer_kinds import with_states
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -39,12 +43,23 @@ from hf_longctx.plan.cost.traffic import group_shapes, mean_traffic
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.measure import ChunkBench, Timing, copy_rate, exchange_rates, neighbour_rate, probe_grid, target_seconds
+from hf_longctx.runtime.measure import (
+    ChunkBench,
+    Probe,
+    Timing,
+    copy_rate,
+    exchange_rates,
+    neighbour_rate,
+    probe_grid,
+    target_seconds,
+)
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 # a chunk that ran less often than this has noisy timings, which the report says
 FEW_RUNS = 4
 _TIMEOUT_S = 60.0
+# tokens of two chunks with which kernels are compiled: for one size, and then for all
+_COMPILED_TOKENS = (16, 24)
 # how long a rank that refuses waits for the others to do so
 _LEAVE_S = 10.0
 
@@ -57,12 +72,14 @@ class CalibrationRequest:
     precision: "float32", "bfloat16" or "autocast"; "" means float32 on CPU, and float32 weights under bf16 autocast on CUDA.
     stop_at_s: wall-clock time (`time.time()`) at which to stop, so ranks that start late measure less.
     repeats: runs of every chunk that count; fewer leave time for longer chunks (0: as many as a noisy machine needs).
+    compile_layers: norms, gated MLPs and rotary embeddings run as kernels, as under a run's setting of this name.
     """
 
     model: str = ""
     precision: str = ""
     stop_at_s: float = 0.0
     repeats: int = 0
+    compile_layers: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +137,24 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     few = copy.deepcopy(config)
     set_layers(few, few_layers(config))
     model = build_model(few, device, precision)
-    spec = model_spec(model, precision == "autocast")
+    control, started_s = control_group(_TIMEOUT_S), time.monotonic()
+    inner = torch.bfloat16 if precision == "autocast" else hidden_dtype(model)
+    fused = compiled_layers(model, device, inner, request.compile_layers, control)
+    kernels: dict[str, Any] = fused.covered(model)
+    spec = replace(model_spec(model, precision == "autocast"), **kernels)
     cluster = cluster_spec(device, num_ranks, ranks_per_node)
     degrees = default_degrees(num_ranks, spec.num_heads)
-    pool = GroupPool(degrees, _TIMEOUT_S, control_group(_TIMEOUT_S))
+    pool = GroupPool(degrees, _TIMEOUT_S, control)
+    bench = _bench(model, spec, pool, device, math.inf, request.repeats)
+    if fused.maker:
+        # nothing but the head alone is measured after this model, so kernels stay bound
+        fused.bind(model)
+        for tokens in _COMPILED_TOKENS:
+            bench.run(Probe((tokens,)))
+    # compiling is no measuring
+    stop_at_s = request.stop_at_s + max(gather_objects(time.monotonic() - started_s, control)) + time.monotonic() - time.time()
+    bench.stop_at_s = stop_at_s
     cluster = replace(cluster, hardware=measure_rates(pool, degrees, cluster, device))
-    stop_at_s = time.monotonic() + request.stop_at_s - time.time()
-    bench = _bench(model, spec, pool, device, stop_at_s, request.repeats)
     head_costs = None
     if config.num_hidden_layers > few.num_hidden_layers:
         head_costs = _measure_head(config, device, precision, pool, cluster, stop_at_s)

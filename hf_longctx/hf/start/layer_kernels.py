@@ -18,6 +18,31 @@ logger = logging.getLogger(__name__)
 _LEFT_OUT = "left out: its rotary embedding, which writes over what plans keep, and its losses, which plans compute in tiles"
 
 
+def compiled_layers(
+    model: nn.Module,
+    device: torch.device,
+    inner_dtype: torch.dtype,
+    compile_layers: bool | None,
+    control: dist.ProcessGroup | None,
+) -> FusedLayers:
+    """Kernels for `model` by torch.compile, compared with its own code; nobody's if they are not wanted, or fail on any rank.
+
+    Collective over the ranks of `control`. compile_layers: None compiles on CUDA. inner_dtype: that of an MLP's products.
+    """
+    if not (device.type == "cuda" if compile_layers is None else compile_layers):
+        return FusedLayers("")
+    layers = FusedLayers("compile")
+    problem = layers.problem(model, device, inner_dtype)
+    failed = next((each for each in gather_objects(problem, control) if each), "")
+    if failed and (control is None or dist.get_rank(control) == 0):
+        logger.warning(
+            "compile_layers is left out, and layers run their own code: %s; torch.compile needs a C++ compiler on CPU and "
+            "Triton on a GPU (compile_layers=False does not try)",
+            failed,
+        )
+    return FusedLayers("") if failed else layers
+
+
 def fused_layers(
     model: nn.Module, args: TrainingArguments, compile_layers: bool | None, control: dist.ProcessGroup | None
 ) -> tuple[FusedLayers, str]:
@@ -26,22 +51,16 @@ def fused_layers(
     compile_layers: None compiles on CUDA. If compiling fails on any rank, all run the model's own code. Raises ValueError on all
     ranks if Liger's kernels cannot run here or differ.
     """
-    compiles = args.device.type == "cuda" if compile_layers is None else compile_layers
-    layers = FusedLayers("liger" if args.use_liger_kernel else "compile" if compiles else "")
-    if not layers.maker:
-        return layers, ""
     inner = torch.bfloat16 if args.bf16 else hidden_dtype(model)
-    problem, counts = layers.problem(model, args.device, inner), layers.counts(model)
-    if layers.maker == "liger":
+    if args.use_liger_kernel:
+        layers = FusedLayers("liger")
+        problem = layers.problem(model, args.device, inner)
         what = f"use_liger_kernel=True cannot be used: {problem}; leave it out (Liger's kernels need a GPU)"
         raise_together([what] if problem else [], control)
-    elif failed := next((each for each in gather_objects(problem, control) if each), ""):
-        if args.process_index == 0:
-            logger.warning(
-                "compile_layers is left out, and layers run their own code: %s; torch.compile needs a C++ compiler on CPU and "
-                "Triton on a GPU (compile_layers=False does not try)",
-                failed,
-            )
-        return FusedLayers(""), ""
+    else:
+        layers = compiled_layers(model, args.device, inner, compile_layers, control)
+    if not layers.maker:
+        return layers, ""
+    counts = layers.counts(model)
     found = ", ".join(f"{count} {name}" for name, count in counts.items()) or f"nothing in {type(base_of(model)).__name__}"
     return layers, f"Liger runs {found}; {_LEFT_OUT}" if layers.maker == "liger" else f"torch.compile runs {found}"

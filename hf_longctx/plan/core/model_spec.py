@@ -42,7 +42,7 @@ _QK_NORM_TYPES = (
     *(*_GATED_TYPES, *_GEMMA4_TYPES),
 )
 # values whose attention modules may run in pieces of their heads, as the runtime finds by their code
-_CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # fields of a config with the cap of logits after the head
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # values of models on BERT's layers or others as old, whose MLPs have no gate, and which no policy can run alone
@@ -292,7 +292,7 @@ class ModelSpec:
             has_wide_hidden=config.get("model_type") in _WIDE_TYPES and bool(config.get("residual_in_fp32", True)),
             scales_residuals=config.get("model_type") == "zaya",
             passed_elements=int(config["router_hidden_size"]) if config.get("model_type") == "zaya" else 0,
-            cuts_heads=config.get("model_type") in _CUT_TYPES and not any(config.get(field) for field in WEIGHT_DROPOUT),
+            cuts_heads=config.get("model_type") in CUT_TYPES and not any(config.get(field) for field in WEIGHT_DROPOUT),
             experts=experts,
             heads=heads,
             norms_results=is_gemma4,

@@ -15,12 +15,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import CUT_TYPES, ModelSpec
 from hf_longctx.plan.cost.profiles import normal_name
 
 _TIED = True
-# beginnings of names of models whose attention may run in pieces of its heads
-_CUT = ("llama", "mistral", "qwen2", "qwen3-")
+# beginnings of names, and the model type of their decoders in a config
+_TYPES = {
+    **{"llama": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3-": "qwen3", "qwen3.5": "qwen3_5_text"},
+    **{"gemma-7b": "gemma", "gemma-3": "gemma3_text", "gemma-4": "gemma4_text", "gpt-oss": "gpt_oss"},
+}
+# names of functions that run as kernels, by the field of `ModelSpec` that says so
+_KERNELS = {"fuses_norms": "norms", "fuses_gates": "gates", "fuses_rotary": "rotary embeddings"}
 
 
 def _gpt(num_layers: int, hidden_size: int) -> ModelSpec:
@@ -139,11 +144,19 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
     for known, spec in _MODELS.items():
         if normal_name(known) == normal_name(name):
             capped_bytes = bytes_per_element if spec.capped_bytes else 0
-            cuts_heads = known.startswith(_CUT)
+            cuts_heads = named_type(known) in CUT_TYPES
             return replace(spec, bytes_per_element=bytes_per_element, capped_bytes=capped_bytes, cuts_heads=cuts_heads)
     close = difflib.get_close_matches(name.lower(), _MODELS, n=3, cutoff=0.5)
     near = " or ".join(close) if close else f"one of {', '.join(_MODELS)}"
     raise ValueError(f"model {name!r} is not known; give {near}, or the path of a config.json")
+
+
+def named_type(name: str) -> str:
+    """Model type of the decoder of a model that `named_model` knows, as its config has it; empty for GPTs."""
+    known = {normal_name(start): model_type for start, model_type in _TYPES.items()}
+    matching = [start for start in known if normal_name(name).startswith(start)]
+    # the longer of two that match, such as qwen3 and qwen3.5
+    return known[max(matching, key=len)] if matching else ""
 
 
 def is_named(name: str) -> bool:
@@ -158,8 +171,12 @@ def is_named(name: str) -> bool:
 def spec_name(spec: ModelSpec) -> str:
     """A name for a model of these shapes: its name in the catalogue (in bf16), or else a list of its shapes and bytes.
 
-    Models with equal names cost the same.
+    Functions that run as kernels follow. Models with equal names cost the same.
     """
+    if has_kernels(spec):
+        kernels: dict[str, Any] = {field: getattr(spec, field) for field in _KERNELS}
+        plain = replace(spec, fuses_norms=False, fuses_gates=False, fuses_rotary=False)
+        return with_kernels(spec_name(plain), kernels)
     # how weights are updated, and what memory may be saved, costs no seconds of a chunk
     spec = replace(spec, has_master_weights=False, updates_on_host=False, moment_bytes=0.0)
     spec = replace(spec, saves_kv_once=False, cuts_heads=False, capped_bytes=0, tower_parameters=0, frozen_parameters=0)
@@ -192,6 +209,17 @@ def spec_name(spec: ModelSpec) -> str:
         f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{other_heads}{values}{ranks}{capped}{windows}{carried}, "
         f"vocabulary {vocabulary}, {spec.bytes_per_element} bytes{sent}{normed}{idle}{packed}{adapters}"
     )
+
+
+def has_kernels(spec: ModelSpec) -> bool:
+    """Whether some function of the model's layers runs as a kernel."""
+    return any(getattr(spec, field) for field in _KERNELS)
+
+
+def with_kernels(name: str, kernels: Mapping[str, bool]) -> str:
+    """The name of a model some of whose functions run as kernels. kernels: fields of `ModelSpec`."""
+    named = [word for field, word in _KERNELS.items() if kernels.get(field)]
+    return f"{name}, {' and '.join(named)} as kernels" if named else name
 
 
 def no_model(name: str) -> str:

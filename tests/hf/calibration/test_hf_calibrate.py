@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,12 @@ from hf_longctx.hf.calibration import calibrate as module
 from hf_longctx.hf.calibration.calibrate import Calibration, CalibrationRequest, calibrate, chunk_samples
 from hf_longctx.hf.calibration.shapes import few_layers, model_config
 from hf_longctx.hf.calibration.text import calibration_text
+from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.hf.start import layer_kernels
+from hf_longctx.hf.start.setup import starting_costs
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.configs.kernels import kernel_fields
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import spec_name
@@ -106,6 +113,31 @@ def test_the_text_has_a_line_per_chunk_and_the_errors(calibrated) -> None:
     assert len(rows) == len(calibration.timings)
     assert sum(row.startswith("held out") for row in rows) == sum(t.probe.is_held_out for t in calibration.timings) > 0
     assert lines[-1].startswith(f"held-out chunks: mean absolute error {calibration.held_out.mean:.1%}")
+
+
+def test_kernels_are_measured_as_a_run_has_them(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small_config(2)))
+    bound: list[tuple[str, int]] = []
+
+    class Counted(FusedLayers):
+        def bind(self, model: Any) -> None:
+            super().bind(model)
+            bound.append((self.maker, sum("forward" in vars(module) for module in model.modules())))
+
+    monkeypatch.setattr(layer_kernels, "FusedLayers", partial(Counted, backend="eager"))
+    found = calibrate(CalibrationRequest(str(path), "float32", time.time() + 2.0, compile_layers=True))
+    # norms of two layers and the last, their MLPs, and their attention, whose forward has another rotary embedding
+    assert [maker for maker, _ in bound] == ["compile"] and bound[0][1] >= 5 + 2 + 2
+    spec = replace(ModelSpec.from_config(small_config(2)), **kernel_fields("llama"))
+    assert found.costs.model.fuses_norms and found.profile.models[0].model == spec_name(spec)
+    # a run with kernels finds what was measured, one without does not
+    cluster = ClusterSpec(1, 1, found.profile.spec)
+    file = tmp_path / "hardware.json"
+    file.write_text(profile_to_json(found.profile))
+    measured = found.profile.models[0].coefficients
+    assert starting_costs(str(file), spec, cluster, None)[1] == measured
+    assert starting_costs(str(file), ModelSpec.from_config(small_config(2)), cluster, None)[1] != measured
 
 
 @pytest.mark.parametrize(

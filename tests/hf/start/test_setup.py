@@ -71,6 +71,12 @@ def test_a_profile_with_this_model_gives_its_coefficients_and_rates(tmp_path: Pa
     assert costs.cluster.hardware == replace(RATES, device_bytes=lone_setup("").costs.cluster.hardware.device_bytes)
 
 
+def test_a_profile_is_of_a_model_with_kernels_or_without() -> None:
+    spec = model_spec(build_model(ModelCase()))
+    fused = replace(spec, fuses_norms=True, fuses_gates=True, fuses_rotary=True)
+    assert spec_name(fused) == f"{spec_name(spec)}, norms and gates and rotary embeddings as kernels"
+
+
 def test_a_profile_of_another_model_gives_rates_and_says_so(tmp_path: Path, caplog) -> None:
     path = written(tmp_path / "hardware.json", "llama-3.1-8b")
     costs = lone_setup(path).costs

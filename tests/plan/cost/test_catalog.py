@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers import CONFIG_MAPPING
 
-from hf_longctx.plan.cost.catalog import model_names, named_model, spec_name
+from hf_longctx.plan.core.configs.kernels import kernel_fields
+from hf_longctx.plan.cost.catalog import model_names, named_model, named_type, spec_name, with_kernels
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 # parameter counts from model cards and safetensors indices; for gpt-* from FlexSP's artefact, at 192K positions
@@ -94,6 +96,26 @@ def test_models_that_cost_differently_are_called_differently() -> None:
     names = [spec_name(spec), *(spec_name(replace(spec, **{field: value})) for field, value in changed.items())]
     assert len(set(names)) == 1 + len(changed)
     assert names[0] == "16 layers of 2048 and 8192, 32/8 heads of 64, vocabulary 128256 tied, 4 bytes"
+
+
+def test_functions_that_run_as_kernels_are_in_the_name() -> None:
+    spec = named_model("qwen3-8b")
+    names = {spec_name(replace(spec, **kernel_fields(kind))) for kind in ("", "qwen3", "qwen3_moe", "cohere")}
+    assert names == {
+        "qwen3-8b",
+        "qwen3-8b, norms and gates and rotary embeddings as kernels",
+        "qwen3-8b, norms and rotary embeddings as kernels",
+        "qwen3-8b, gates as kernels",
+    }
+    assert with_kernels("qwen3-8b", kernel_fields("cohere")) == "qwen3-8b, gates as kernels"
+
+
+def test_named_shapes_have_the_type_of_their_class() -> None:
+    types = {name: named_type(name) for name in model_names()}
+    assert types["qwen3-8b"] == "qwen3" and types["qwen3.5-9b"] == "qwen3_5_text" and types["gemma-7b"] == "gemma"
+    assert {name for name, kind in types.items() if not kind} == {"gpt-7b", "gpt-13b", "gpt-30b"}
+    # a type that no class has would have no kernels
+    assert set(types.values()) - {""} <= {*CONFIG_MAPPING, "gemma3_text", "qwen3_5_text", "gemma4_text"}
 
 
 def test_windows_are_in_the_name_by_their_size_and_number() -> None:

@@ -19,7 +19,7 @@ from hf_longctx.hf.models.spec import config_spec
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.plan.core.configs.fields import has_position_table
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.sim.scenario import read_model
+from hf_longctx.sim.models import read_model
 
 
 def default_configs() -> Iterator[tuple[str, PretrainedConfig]]:

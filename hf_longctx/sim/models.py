@@ -1,0 +1,83 @@
+"""Read a model for a forecast: a named shape, a config.json, or the folder of a checkpoint, without building anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_longctx.plan.core.configs.fields import decoder_config, has_position_table
+from hf_longctx.plan.core.configs.kept import kept_reason
+from hf_longctx.plan.core.configs.kernels import kernel_fields
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.serialize import parse_json
+from hf_longctx.plan.cost.catalog import named_model, named_type
+
+
+def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
+    """The spec of a named shape, of a config.json, or of the folder of a checkpoint."""
+    path = _config_path(name_or_path)
+    if path is None:
+        try:
+            return named_model(short_name(name_or_path), bytes_per_element)
+        except ValueError as error:
+            if name_or_path.count("/") != 1:
+                raise
+            raise ValueError(
+                f"{error} {name_or_path} is not in the hub's local cache either; `hf download {name_or_path} config.json` puts "
+                f"it there"
+            ) from None
+    try:
+        return ModelSpec.from_config(_read_config(path), bytes_per_element)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} cannot be read as a model config: {error}; give the config.json of a causal language model"
+        ) from None
+
+
+def _config_path(name_or_path: str) -> Path | None:
+    """The config.json that a name or path stands for; None for the name of a shape. Raises ValueError if it does not exist."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"the folder {name_or_path!r} has no config.json; give the folder of a checkpoint, or the name of a model"
+            )
+    if not path.is_file() and path.suffix == ".json":
+        raise ValueError(f"the model config {name_or_path!r} does not exist; give another path, or the name of a model")
+    return path if path.is_file() else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = parse_json(path.read_text(encoding="utf-8"), "the file")
+    if not isinstance(config, dict):
+        raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
+    return config
+
+
+def kept_because(name_or_path: str) -> str:
+    """Why a run of this model keeps everything; empty if it may recompute, and for named shapes."""
+    path = _config_path(name_or_path)
+    return "" if path is None else kept_reason(_read_config(path))
+
+
+def most_positions(name_or_path: str, model: ModelSpec) -> int:
+    """Positions of a model that nothing extends, so that a run refuses longer sequences; 0 if they can be extended.
+
+    A named shape is no checkpoint, and may be made with as many as are needed.
+    """
+    path = _config_path(name_or_path)
+    return 0 if path is None or not has_position_table(_read_config(path)) else model.max_positions
+
+
+def short_name(name: str) -> str:
+    """A name on the Hub without its owner: "Qwen/Qwen3-8B" becomes "Qwen3-8B"."""
+    return name.rpartition("/")[2]
+
+
+def kernels_of(name_or_path: str) -> dict[str, Any]:
+    """Fields of `ModelSpec` that say which functions of this model's layers run as kernels where layers are compiled."""
+    path = _config_path(name_or_path)
+    if path is None:
+        return kernel_fields(named_type(short_name(name_or_path)))
+    return kernel_fields(str(decoder_config(_read_config(path)).get("model_type")))
