@@ -12,7 +12,7 @@ from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
+from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.scenario import Request, build_scenario
 from hf_longctx.timeline import save_png_timeline
@@ -31,7 +31,7 @@ def runs() -> tuple[Execution, Execution]:
     slices = elastic_chunks(dict(enumerate(_LENGTHS)), _SLICES, rates, max(_LENGTHS))
 
     def run(chunks: tuple[Chunk, ...]) -> Execution:
-        group = pipelined(SequenceGroup.of(GroupShape(1, 1), (0,), chunks), stage_parts(costs.model, _STAGES), "1f1b")
+        group = pipelined(SequenceGroup.of(GroupShape(1, 1), (0,), chunks), balanced_ranges(costs, _STAGES, _LENGTHS), "1f1b")
         return execute_plan(StepPlan(0, _LENGTHS, _STAGES, 1, "replicated", (MicroBatch((group,)),)), costs)
 
     return run(whole), run(slices)

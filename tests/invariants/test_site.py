@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import json
 import re
@@ -33,6 +35,16 @@ PAGES = loaded("generated_pages")
 @pytest.mark.parametrize("file", PAGES.PAGES, ids=lambda file: file.name)
 def test_generated_pages_are_up_to_date(file: Path) -> None:
     assert file.read_text() == PAGES.PAGES[file](), f"run python docs/scripts/generated_pages.py, which writes {file.name}"
+
+
+def test_scripts_find_what_they_import_of_the_package() -> None:
+    missing = []
+    for file in (DOCS / "scripts").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_longctx"):
+                module = importlib.import_module(node.module or "")
+                missing += [f"{file.name}: {node.module}.{name.name}" for name in node.names if not hasattr(module, name.name)]
+    assert not missing
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

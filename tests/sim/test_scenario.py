@@ -85,7 +85,7 @@ def test_layers_have_the_kernels_of_a_run(tmp_path: Path) -> None:
     file = Path(mixture(tmp_path), "config.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "mixtral"}))
     assert fields(str(tmp_path)) == [True, False, True]
-    # what they save less lets more tokens stay, and what they move less takes less time
+    # kernels save less, so that more tokens stay, and move less, which takes less time
     runs = [build_scenario(Request("llama-3.1-8b", "h200", 1, lora_rank=16, compile_layers=each)) for each in (True, False)]
     assert runs[0].kept_tokens > 1.2 * runs[1].kept_tokens
     seconds = [plan_step(0, [8192] * 4, run.costs, run.planner_config).estimate.step_s for run in runs]
@@ -107,7 +107,7 @@ def test_measurements_with_kernels_come_before_those_without(tmp_path: Path) -> 
     assert measured("llama-3.2-1b", with_all, compile_layers=False)[:2] == (1.0, False)
     step_s, fuses, notes = measured("llama-3.2-1b")
     assert (step_s, fuses) == (1.0, False) and "measured without kernels" in notes
-    # what was measured with kernels says nothing of a run without them
+    # measurements with kernels say nothing of a run without them
     assert measured(with_all, compile_layers=False)[:2] == (0.0, False)
 
 
