@@ -14,8 +14,9 @@ from hf_longctx.cli.launching import num_devices
 from hf_longctx.cli.terminal import explain, say_refusal
 
 _DEFAULT_SECONDS = 45.0
-# a rank counts as hanging this many seconds after the deadline, at which ranks end by themselves
+# a rank counts as hanging this many seconds after the deadline, beyond which ranks measure only as long as they compiled before
 _GRACE_S = 120.0
+_COMPILE_S = 300.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -109,7 +110,7 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
     words += ["--json"] if options.json else []
     command = [sys.executable, "-m", "hf_longctx.cli.main", "calibrate", *words]
     processes = [subprocess.Popen(command, env=environment) for environment in _environments(num_ranks)]
-    deadline_s = options.stop_at + _GRACE_S
+    deadline_s = options.stop_at + _GRACE_S + (0.0 if options.compile_layers is False else _COMPILE_S)
     try:
         while any(process.poll() is None for process in processes):
             failed = next((process.returncode for process in processes if process.returncode), 0)
@@ -120,6 +121,8 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
             time.sleep(0.05)
     finally:
         late = [process for process in processes if process.poll() is None]
+        if late and time.time() > deadline_s:
+            print(f"hf-longctx calibrate: {len(late)} rank(s) did not end in time and were stopped", file=sys.stderr)
         for process in late:
             process.kill()
         for process in processes:

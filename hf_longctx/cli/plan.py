@@ -405,7 +405,8 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         parameters=file.plan.parameters,
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
         expert_ranks=file.costs.model.experts.num_ranks if file.costs and file.costs.model.experts.are_spread else 0,
-        compile_layers=None if file.costs is None else has_kernels(file.costs.model),
+        # another model, or another machine, has the kernels of a run there
+        compile_layers=None if file.costs is None or options.model or options.hardware else has_kernels(file.costs.model),
         bf16_updates=file.costs is not None and not file.costs.model.has_master_weights,
         optim=_optimizer_of(file),
         optimizer_states="host" if file.costs is not None and file.costs.model.updates_on_host else "device",

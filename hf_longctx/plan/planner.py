@@ -8,11 +8,10 @@ Every pass is a function from plain data to plain data. The planner runs on rank
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
@@ -64,19 +63,6 @@ _SMALLER_SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
 _FEW_MICRO_BATCHES = 4
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pauses Python's garbage collector: planning makes many small objects and no cycles, so that it would find nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collector()
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
     """Plans optimizer step `step` for sequences of `lengths` tokens: the actions of every rank, and an estimate.
 

@@ -88,9 +88,9 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
 
     A switch that would hold fewer tokens is left off, so no row has fewer tokens than the row that it builds on.
     """
-    tile, host, like = LEAST_TILE_TOKENS, budget.host_bytes, " with Liger" if has_kernels(costs.model) else ""
+    tile, host, how = LEAST_TILE_TOKENS, budget.host_bytes, "with kernels" if has_kernels(costs.model) else "as Hugging Face does"
     rows = [
-        _Switches(f"everything kept, as Hugging Face does{like}", keeps_everything=True),
+        _Switches(f"everything kept, {how}", keeps_everything=True),
         _Switches(f"+ loss in tiles of {tile:,} tokens", loss_tile=tile, keeps_everything=True),
         _Switches("+ layer inputs kept, the rest recomputed", loss_tile=tile),
         _Switches("+ MLP and norms in tiles", tile, tile),

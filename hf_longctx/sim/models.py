@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.plan.core.configs.fields import decoder_config, has_position_table
+from hf_longctx.plan.core.configs.fields import has_position_table
 from hf_longctx.plan.core.configs.kept import kept_reason
-from hf_longctx.plan.core.configs.kernels import kernel_fields
+from hf_longctx.plan.core.configs.kernels import kernel_fields, kernels_of_config
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import parse_json
 from hf_longctx.plan.cost.catalog import named_model, named_type
@@ -26,12 +26,11 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
                 f"{error} {name_or_path} is not in the hub's local cache either; `hf download {name_or_path} config.json` puts "
                 f"it there"
             ) from None
+    config = _read_config(path)
     try:
-        return ModelSpec.from_config(_read_config(path), bytes_per_element)
+        return ModelSpec.from_config(config, bytes_per_element)
     except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be read as a model config: {error}; give the config.json of a causal language model"
-        ) from None
+        raise _unreadable(path, error) from None
 
 
 def _config_path(name_or_path: str) -> Path | None:
@@ -49,10 +48,17 @@ def _config_path(name_or_path: str) -> Path | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    config = parse_json(path.read_text(encoding="utf-8"), "the file")
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"), "the file")
+    except ValueError as error:
+        raise _unreadable(path, error) from None
     if not isinstance(config, dict):
-        raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
+        raise _unreadable(path, f"it holds {type(config).__name__}, not an object of fields")
     return config
+
+
+def _unreadable(path: Path, reason: object) -> ValueError:
+    return ValueError(f"{path} cannot be read as a model config: {reason}; give the config.json of a causal language model")
 
 
 def kept_because(name_or_path: str) -> str:
@@ -80,4 +86,4 @@ def kernels_of(name_or_path: str) -> dict[str, Any]:
     path = _config_path(name_or_path)
     if path is None:
         return kernel_fields(named_type(short_name(name_or_path)))
-    return kernel_fields(str(decoder_config(_read_config(path)).get("model_type")))
+    return kernels_of_config(_read_config(path))

@@ -152,8 +152,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if request.optimizer_states == "auto":
         return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
-    on_gpu = "cpu" not in profile.spec.name.lower()
-    kernels = kernels_of(request.model) if (on_gpu if request.compile_layers is None else request.compile_layers) else {}
+    compiles = _is_gpu(profile.spec.name) if request.compile_layers is None else request.compile_layers
+    kernels = kernels_of(request.model) if compiles else {}
     calibration = _calibration(request.model, profile, kernels)
     if calibration and request.network_gbit:
         raise ValueError(
@@ -272,6 +272,11 @@ def _with_chosen_layers(request: Request, must_fit: bool) -> Scenario:
     return replace(chosen, notes=(*chosen.notes, place.line()))
 
 
+def _is_gpu(hardware: str) -> bool:
+    """Whether hardware of this name is a GPU."""
+    return "cpu" not in hardware.lower()
+
+
 def _calibration(name: str, profile: HardwareProfile, kernels: Mapping[str, bool]) -> ModelCalibration | None:
     """Measurements of the model with these kernels, or else of the model without kernels, if there are any.
 
@@ -321,7 +326,7 @@ def _model(
         for window, count in sorted(sizes.items())
     ]
     wide = [own.head_dim for own in model.heads if own.head_dim > _MOST_HEAD_DIM]
-    if wide and "cpu" not in hardware.lower():
+    if wide and _is_gpu(hardware):
         notes.append(
             f"{len(wide)} of {model.num_layers} layers have heads of {max(wide)} elements, and FlashAttention takes "
             f"{_MOST_HEAD_DIM}: their attention runs as plain matrices, in many times the seconds that are counted here"
@@ -346,7 +351,7 @@ def _shares_calls(model: ModelSpec, hardware: str) -> bool:
     """Whether short documents share calls of attention on hardware of this name, as `runtime.tiles.packs` decides on a GPU."""
     head_dim = model.largest_head_dim
     is_taken = model.bytes_per_element == 2 and head_dim % 8 == 0 and head_dim <= _MOST_HEAD_DIM
-    return "cpu" not in hardware.lower() and is_taken and not model.caps_scores and model.index.is_empty
+    return _is_gpu(hardware) and is_taken and not model.caps_scores and model.index.is_empty
 
 
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
@@ -410,7 +415,7 @@ def _with_network(gbit: float, cluster: ClusterSpec, notes: list[str]) -> Cluste
 def _host_bytes(request: Request, cluster: ClusterSpec, notes: list[str]) -> int:
     if request.host_bytes >= 0:
         return request.host_bytes
-    if not cluster.hardware.host_bytes and "cpu" not in cluster.hardware.name.lower():
+    if not cluster.hardware.host_bytes and _is_gpu(cluster.hardware.name):
         notes.append("host memory is unknown, so nothing is offloaded; give each rank's share with --host-gib")
     return cluster.hardware.host_bytes
 

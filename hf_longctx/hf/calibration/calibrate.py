@@ -58,8 +58,10 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 # a chunk that ran less often than this has noisy timings, which the report says
 FEW_RUNS = 4
 _TIMEOUT_S = 60.0
-# tokens of two chunks with which kernels are compiled: for one size, and then for all
-_COMPILED_TOKENS = (16, 24)
+# how long one rank may wait for another, which compiles more slowly
+_COMPILE_S = 300.0
+# tokens of the chunk with which kernels of every size are compiled
+_COMPILED_TOKENS = 16
 # how long a rank that refuses waits for the others to do so
 _LEAVE_S = 10.0
 
@@ -137,7 +139,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     few = copy.deepcopy(config)
     set_layers(few, few_layers(config))
     model = build_model(few, device, precision)
-    control, started_s = control_group(_TIMEOUT_S), time.monotonic()
+    control, started_s = control_group(_COMPILE_S), time.monotonic()
     inner = torch.bfloat16 if precision == "autocast" else hidden_dtype(model)
     fused = compiled_layers(model, device, inner, request.compile_layers, control)
     kernels: dict[str, Any] = fused.covered(model)
@@ -149,11 +151,10 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     if fused.maker:
         # nothing but the head alone is measured after this model, so kernels stay bound
         fused.bind(model)
-        for tokens in _COMPILED_TOKENS:
-            bench.run(Probe((tokens,)))
+        bench.run(Probe((_COMPILED_TOKENS,)))
     # compiling is no measuring
-    stop_at_s = request.stop_at_s + max(gather_objects(time.monotonic() - started_s, control)) + time.monotonic() - time.time()
-    bench.stop_at_s = stop_at_s
+    compiled_s = max(gather_objects(time.monotonic() - started_s, control)) if fused.maker else 0.0
+    stop_at_s = bench.stop_at_s = request.stop_at_s + compiled_s + time.monotonic() - time.time()
     cluster = replace(cluster, hardware=measure_rates(pool, degrees, cluster, device))
     head_costs = None
     if config.num_hidden_layers > few.num_hidden_layers:

@@ -38,7 +38,7 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.sharding import PACKED_TOKENS
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.plan.cost.catalog import spec_name
+from hf_longctx.plan.cost.catalog import spec_name, without_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
@@ -465,6 +465,8 @@ def starting_costs(
             if known
             else "it was calibrated for no model, so not for this one"
         )
+        if profile.calibration(spec_name(without_kernels(spec))) is not None:
+            why = "it was calibrated for this model without kernels, and `hf-longctx calibrate` measures it with them now"
         logger.warning("hardware %s: only its rates are used, since %s (%s)", hardware, why, spec_name(spec))
     return cluster, default_coefficients(spec, cluster)
 

@@ -160,7 +160,7 @@ def _pack(tails: list[_Bucket], short: list[tuple[int, int, float]], target_s: f
                 rank, least_s = place, bucket.seconds
         else:
             # no bucket has time left: the one with the fewest seconds, unless they would be too many
-            if least_s + seconds > _MOST_LOAD * target_s:
+            if rank < 0 or least_s + seconds > _MOST_LOAD * target_s:
                 rank = len(densities)
                 densities.append((0.0, len(buckets)))
                 buckets.append(_Bucket(0.0, 0, []))

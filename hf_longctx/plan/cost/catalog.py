@@ -175,11 +175,11 @@ def spec_name(spec: ModelSpec) -> str:
     """
     if has_kernels(spec):
         kernels: dict[str, Any] = {field: getattr(spec, field) for field in _KERNELS}
-        plain = replace(spec, fuses_norms=False, fuses_gates=False, fuses_rotary=False)
-        return with_kernels(spec_name(plain), kernels)
+        return with_kernels(spec_name(without_kernels(spec)), kernels)
     # how weights are updated, and what memory may be saved, costs no seconds of a chunk
     spec = replace(spec, has_master_weights=False, updates_on_host=False, moment_bytes=0.0)
     spec = replace(spec, saves_kv_once=False, cuts_heads=False, capped_bytes=0, tower_parameters=0, frozen_parameters=0)
+    spec = replace(spec, layers_on_host=False)
     for known, shapes in _MODELS.items():
         if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions, capped_bytes=0) == spec:
             return known
@@ -214,6 +214,11 @@ def spec_name(spec: ModelSpec) -> str:
 def has_kernels(spec: ModelSpec) -> bool:
     """Whether some function of the model's layers runs as a kernel."""
     return any(getattr(spec, field) for field in _KERNELS)
+
+
+def without_kernels(spec: ModelSpec) -> ModelSpec:
+    """The same model, whose layers run their own code."""
+    return replace(spec, fuses_norms=False, fuses_gates=False, fuses_rotary=False)
 
 
 def with_kernels(name: str, kernels: Mapping[str, bool]) -> str:

@@ -154,10 +154,10 @@ class Candidates:
         """
         key = tuple(members)
         if key not in self._least:
-            self._least[key] = self._least_memory(members)
+            self._least[key] = self._least_memory(key)
         return self._least[key]
 
-    def _least_memory(self, members: Sequence[int]) -> list[Candidate]:
+    def _least_memory(self, members: tuple[int, ...]) -> list[Candidate]:
         degree = self.staged.degrees[-1]
         try:
             groups = dealt_groups(self.staged, (degree,) * (self.staged.ranks_per_stage // degree), members)

@@ -111,9 +111,10 @@ def report(found: Iterable[Work], calls_of_host: Sequence[Work] = ()) -> list[st
     computing = [(work.start, work.stop) for work in works if work.computes]
     copying = [(work.start, work.stop) for work in works if not work.computes]
     gaps = pauses(computing)
+    computed = max(end for _, end in computing) - computing[0][0] - sum(gaps) if computing else 0
     by_length = (f"{sum(gap for gap in gaps if gap > 1e3 * least) / 1e9:.3f} s longer than {least:,} us" for least in _PAUSES_US)
     return [
-        f"{(stop - start) / 1e9:.3f} s, in which something computes for {(stop - start - sum(gaps)) / 1e9:.3f} s",
+        f"{(stop - start) / 1e9:.3f} s, in which something computes for {computed / 1e9:.3f} s",
         *(f"  {nanoseconds / 1e9:8.3f} s {calls[kind]:8,} calls  {kind}" for kind, nanoseconds in seconds.most_common()),
         f"pauses of computing: {'; '.join(by_length)}",
         "computing " + " ".join(f"{share:.2f}" for share in busy(computing, start, stop)),
@@ -125,6 +126,8 @@ def report(found: Iterable[Work], calls_of_host: Sequence[Work] = ()) -> list[st
 
 def explained(works: Sequence[Work], calls: Sequence[Work]) -> list[str]:
     """Lines on the longest pauses of works sorted by their start: when, between which works, in which calls of the host."""
+    if not works:
+        return []
     found, last = [], works[0]
     for work in works:
         if work.start > last.stop:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_longctx.plan.activations.fit import FittedGroups, Trial, first_fitting, lean_group
+from hf_longctx.plan.activations.fit import FittedGroups, Trial, first_fitting, lean_group, search_room
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.pipeline.orders import pipelined
@@ -48,6 +48,28 @@ def test_lean_groups_are_predicted_only_after_all_programs() -> None:
     # the entry that fits is predicted as a whole, the one after it is not
     assert (asked, found.group.positions) == (["first", "lean", "lean", "lean"], (1,))
     assert not first_fitting([lambda: program("first", 1.0)], lean[2:], predict)
+
+
+def test_room_is_offered_until_more_of_it_makes_nothing_faster() -> None:
+    group = group_of(0)
+
+    def searched(answers: dict[int, Trial | None]) -> tuple[Trial | None, list[int]]:
+        """What the search finds, and the rooms that it offers; answers: the trial for each room, every next room is 1 larger."""
+        offered: list[int] = []
+
+        def propose(room: int) -> Trial | None:
+            offered.append(room)
+            return answers[room]
+
+        return search_room(propose, lambda room, _: room + 1, 0, 5), offered
+
+    first, faster, slower, over = trial(group, 3.0), trial(group, 2.0), trial(group, 4.0), trial(group, 1.0, over_bytes=1.0)
+    assert searched({0: first, 1: faster, 2: faster, 3: trial(group, 1.0)}) == (faster, [0, 1, 2])
+    assert searched({0: first, 1: slower, 2: faster}) == (first, [0, 1])
+    # what does not fit ends the search only after something has fitted
+    assert searched({0: over, 1: over, 2: first, 3: over, 4: faster}) == (first, [0, 1, 2, 3])
+    assert searched({0: over, 1: None}) == (None, [0, 1])
+    assert searched({room: over for room in range(5)}) == (None, [0, 1, 2, 3, 4])
 
 
 def test_equal_groups_are_solved_once_for_their_own_sequences_and_ranks() -> None:

@@ -118,6 +118,7 @@ def test_the_context_limit_binds_the_static_degree_alone() -> None:
 
 def test_packs_that_need_more_bytes_than_a_document_get_fewer_tokens() -> None:
     """Every plan of a rival fits its device, also where packs need more bytes than one document of as many tokens."""
+    # with kernels, packs of one of the others would need more than the third that is taken away, and be refused
     own = build_scenario(Request("qwen3-8b", "h100", 8, longest_tokens=60_000, compile_layers=False))
     rivals = Rivals(own, [[60_000, *[9_000] * 12, *[700] * 80]], 60_000)
     for setting in rivals.settings[1:]:

@@ -7,6 +7,9 @@ reads this table. `tests/plan/core/configs/test_kernel_types.py` compares both f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from hf_longctx.plan.core.configs.fields import decoder_config
 
 # types of decoders all of whose layers' norms, MLPs or rotary embeddings have kernels: those of a type with all three are first
 _ALL = (
@@ -32,7 +35,7 @@ _GATES_ALONE = (
     *("bamba", "cohere", "cohere2", "gemma4_unified_text", "helium", "olmo", "olmo2", "olmo3", "olmo_hybrid", "qwen3_5_text"),
 )
 _ROTARY_ALONE = (
-    *("afmoe", "dbrx", "falcon", "flint", "hy_v4", "jais2", "moshi", "muse_spark_text", "persimmon", "phi", "phimoe"),
+    *("afmoe", "dbrx", "flint", "jais2", "moshi", "muse_spark_text", "persimmon", "phi", "phimoe"),
     *("starcoder2",),
 )
 # field of `ModelSpec` -> model types
@@ -43,6 +46,22 @@ KERNELS: Mapping[str, frozenset[str]] = {
 }
 
 
-def kernel_fields(model_type: str) -> dict[str, bool]:
+# activations of gated MLPs that have kernels, by their names in a config
+_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+
+
+def kernel_fields(model_type: str) -> dict[str, Any]:
     """Fields of `ModelSpec` that say which functions of all layers of a decoder of this type have kernels."""
     return {field: model_type in types for field, types in KERNELS.items()}
+
+
+def kernels_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `kernel_fields` of a model with this config."""
+    text = decoder_config(config)
+    model_type = str(text.get("model_type"))
+    # configs of multimodal models may have the fields of their decoder, without its type
+    is_known = any(model_type in types for types in KERNELS.values())
+    fields = kernel_fields(model_type if is_known else f"{model_type}_text")
+    activation = text.get("hidden_activation") or text.get("hidden_act")
+    fields["fuses_gates"] &= activation is None or activation in _ACTIVATIONS
+    return fields

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 from helpers.models.any_model import build_any
 
 from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
-from hf_longctx.plan.core.configs.kernels import KERNELS, kernel_fields
+from hf_longctx.hf.trainer.run import _covered
+from hf_longctx.plan.core.configs.kernels import KERNELS, kernels_of_config
 
 
-@pytest.mark.slow
 def test_the_table_says_of_every_class_what_its_models_say() -> None:
     wrong: dict[str, str] = {}
     kinds: set[str] = set()
@@ -19,9 +18,23 @@ def test_the_table_says_of_every_class_what_its_models_say() -> None:
         model = build_any(name, is_random=False)
         kind = model.config.get_text_config().model_type
         kinds.add(kind)
-        covered, fields = FusedLayers("compile").covered(model), kernel_fields(kind)
+        covered, fields = _covered(FusedLayers("compile"), model), kernels_of_config(model.config.to_dict())
         if covered != fields:
             wrong[name] = f"table {fields}, model {covered}"
     assert not wrong
     # a type that no class has would never be missed
     assert set().union(*KERNELS.values()) <= kinds
+
+
+def test_configs_without_the_type_of_their_decoder_have_its_kernels() -> None:
+    assert all(kernels_of_config({"model_type": "qwen2_vl"}).values())
+    assert all(kernels_of_config({"model_type": "llava", "text_config": {"model_type": "llama"}}).values())
+    assert not any(kernels_of_config({"model_type": "gpt2"}).values())
+
+
+def test_an_activation_without_a_kernel_is_the_models_own() -> None:
+    assert kernels_of_config({"model_type": "llama", "hidden_act": "relu2"}) == {
+        "fuses_norms": True,
+        "fuses_gates": False,
+        "fuses_rotary": True,
+    }

@@ -46,6 +46,10 @@ def test_the_longest_pause_names_the_calls_of_the_host_in_it() -> None:
     )
 
 
+def test_a_step_of_copies_alone_has_no_pauses_of_computing() -> None:
+    assert report(WORKS[1:2])[0] == "0.020 s, in which something computes for 0.000 s"
+
+
 def test_a_toy_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--toy"]) == 0
     assert "hf_longctx" in capsys.readouterr().out
