@@ -106,7 +106,7 @@ def test_a_run_of_stages_is_clipped_saved_and_resumed_as_the_whole_model(ranks, 
 
 
 def run_to(folder: str, layout: tuple[int, Any], is_tied: bool) -> None:
-    trainer_of(folder, layout, is_tied, max_steps=2, save_strategy="steps", save_steps=2).train()
+    trainer_of(folder, layout, is_tied, self_test=True, max_steps=2, save_strategy="steps", save_steps=2).train()
 
 
 @pytest.mark.slow
