@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from helpers.launchers.warm_python import warm_python
 from helpers.ranks.rank_pool import RankPool
 from hypothesis import settings
 
@@ -41,6 +42,13 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     for made in _POOLS.values():
         if made.is_alive and made.num_threads() > _MOST_THREADS:
             made.close()
+
+
+@pytest.fixture(scope="session")
+def quick_starts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables with which torchrun and accelerate start their ranks at once."""
+    with warm_python(tmp_path_factory.mktemp("python")) as program:
+        yield {"PYTHON_EXEC": program}
 
 
 def pytest_sessionfinish() -> None:

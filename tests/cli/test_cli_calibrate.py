@@ -80,15 +80,18 @@ def test_two_ranks_write_a_profile_that_is_read_again(tmp_path: Path) -> None:
     assert run.stdout.rstrip().endswith(f"written: {output}")
 
 
-def test_a_model_that_no_rank_can_build_is_said_once_and_fails(tmp_path: Path) -> None:
-    run = calibrate("--model", "gpt-7b", "--ranks", "2", "--output", str(tmp_path / "hardware.json"))
-    assert run.returncode == 1
-    assert run.stderr.count("hf-longctx calibrate: model 'gpt-7b' does not have the layers of a Llama") == 1
+def test_a_model_that_no_rank_can_build_is_said_once_and_fails(tmp_path: Path, quick_starts, monkeypatch, capfd) -> None:
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "executable", quick_starts["PYTHON_EXEC"])
+    assert main(["calibrate", "--model", "gpt-7b", "--ranks", "2", "--output", str(tmp_path / "hardware.json")]) == 1
+    said = capfd.readouterr().err
+    assert said.count("hf-longctx calibrate: model 'gpt-7b' does not have the layers of a Llama") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_model_is_said_once_under_a_launcher_and_every_rank_fails() -> None:
-    command = [sys.executable, "-m", "hf_longctx.cli.main", "calibrate", "--model", "no-such-model"]
+def test_an_unknown_model_is_said_once_under_a_launcher_and_every_rank_fails(quick_starts) -> None:
+    command = [quick_starts["PYTHON_EXEC"], "-m", "hf_longctx.cli.main", "calibrate", "--model", "no-such-model"]
     processes = [
         subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for environment in _environments(2)

@@ -10,6 +10,7 @@ import fcntl
 import json
 import multiprocessing as mp
 import os
+import runpy
 import select
 import signal
 import socket
@@ -50,7 +51,7 @@ sys.exit(code)
 
 @contextmanager
 def warm_python(folder: Path) -> Iterator[str]:
-    """Path of an interpreter in `folder` that starts scripts at once, until the context ends."""
+    """Path of an interpreter in `folder` that starts scripts, and modules after `-m`, at once, until the context ends."""
     address = str(folder / "ranks.socket")
     program = folder / "warm_python"
     program.write_text(_PYTHON.format(python=sys.executable, address=address))
@@ -110,4 +111,8 @@ def _run(connection: socket.socket, files: list[int], words: list[str], environm
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    run_script(words[0], words[1:])
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        run_script(words[0], words[1:])

@@ -206,10 +206,10 @@ def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: P
 
 def saved_and_resumed(folder: str, family: str, rows: Any, is_whole: bool) -> list[float]:
     """Saves a model before anything else, trains two steps, and returns the losses of two more in a second run."""
-    settings = LongContextConfig(**SHARDED, report_steps=False, timeline_steps=0, self_test=not is_whole)
-    load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(loaded, settings=settings)
     losses = []
     for steps in (2, 4):
+        settings = LongContextConfig(**SHARDED, report_steps=False, timeline_steps=0, self_test=not is_whole and steps == 2)
+        load = transformers.AutoModelForCausalLM.from_pretrained if is_whole else partial(loaded, settings=settings)
         args = training_arguments(
             f"{folder}/out", max_steps=steps, save_strategy="steps", save_steps=2, per_device_train_batch_size=4
         )

@@ -74,9 +74,9 @@ CASES = {"adapters": ADAPTED, "adapters, accumulation": ADAPTED, "states along t
 def test_attached_training_follows_one_plain_process(ranks, rows, name: str) -> None:
     num_ranks, config, arguments = ATTACHED[name]
     case = CASES.get(name, CASE)
-    expected_losses, expected = plain_training(case, rows)
+    expected_losses, expected = plain_training(case, rows, 12)
     per_step = arguments.get("gradient_accumulation_steps", 1)
-    for losses, layouts, weights in ranks(num_ranks).run(train_attached, case, rows, config, arguments):
+    for losses, layouts, weights in ranks(num_ranks).run(train_attached, case, rows, config, {"max_steps": 12, **arguments}):
         steps = [sum(losses[i : i + per_step]) for i in range(0, len(losses), per_step)]
         assert steps == pytest.approx(expected_losses, rel=1e-10)
         assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10

@@ -37,6 +37,8 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CASE = ModelCase(promoted=True)
 LENGTHS = [61, 13, 50, 5, 44, 8, 21, 34, 3, 58, 13, 8, 5, 21, 40, 3]
+# several epochs of two steps, and steps after the cost model is fitted
+NUM_STEPS = 12
 # tokens that a rank keeps everything of: with tiles and recomputation it then has room for the longest row
 KEPT_TOKENS = 33
 
@@ -87,7 +89,7 @@ Training = tuple[list[float], set[str], dict[str, torch.Tensor]]
 def train(config: dict[str, Any], arguments: dict[str, Any] | None = None) -> Training:
     recorder = PlanRecorder()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(CASE, random_rows(LENGTHS), folder, config, arguments)
+        trainer = make_trainer(CASE, random_rows(LENGTHS), folder, config, {"max_steps": NUM_STEPS, **(arguments or {})})
         recorder.attach(trainer)
         trainer.train()
     # the model has its own layers back
@@ -97,7 +99,7 @@ def train(config: dict[str, Any], arguments: dict[str, Any] | None = None) -> Tr
 
 
 def expect_plain(losses: list[float], weights: dict[str, torch.Tensor]) -> None:
-    expected_losses, expected = plain_training(CASE, random_rows(LENGTHS))
+    expected_losses, expected = plain_training(CASE, random_rows(LENGTHS), NUM_STEPS)
     assert losses == pytest.approx(expected_losses, rel=1e-10)
     assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
 
@@ -148,7 +150,7 @@ def train_stock(mode: str, config: dict[str, Any], case: ModelCase = CASE) -> Tr
     recorder, plans = PlanRecorder(), []
     with tempfile.TemporaryDirectory() as folder:
         # two batches of four, so that a step of the callback alone is several plans
-        arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        arguments = {"max_steps": NUM_STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
         trainer = make_stock_trainer(
             case, random_rows(LENGTHS), folder, arguments, callbacks=[callback] if mode == "alone" else []
         )
@@ -171,7 +173,7 @@ def test_the_callback_brings_it_to_a_stock_trainer_in_one_process(mode: str, til
     tokens = 42 if mode == "attached" else 108
     losses, used, weights = train_stock(mode, {"device_gib": gib_of_tokens(tokens), "tile_tokens": tile_tokens})
     assert used >= {"recompute"} | ({"tiles"} if tile_tokens else set())
-    expected_losses, expected = plain_training(CASE, random_rows(LENGTHS))
+    expected_losses, expected = plain_training(CASE, random_rows(LENGTHS), NUM_STEPS)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
 
@@ -183,7 +185,7 @@ def test_a_stock_trainer_trains_changed_logits_in_tiles(mode: str, family: str) 
     config = {"device_gib": gib_of_tokens(tokens, case=case), "tile_tokens": 16}
     losses, used, weights = train_stock(mode, config, case)
     assert "tiles" in used
-    expected_losses, expected = plain_training(case, random_rows(LENGTHS))
+    expected_losses, expected = plain_training(case, random_rows(LENGTHS), NUM_STEPS)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
 

@@ -42,7 +42,7 @@ class RandomGradients(LongContextTrainer):
         return torch.tensor(1.0 + self.state.global_step)
 
 
-def trainer_of(folder: str, layout: tuple[int, Any], is_tied: bool, **changes: Any) -> RandomGradients:
+def trainer_of(folder: str, layout: tuple[int, Any], is_tied: bool, self_test: bool = False, **changes: Any) -> RandomGradients:
     num_stages, parameters = layout
     settings = {"max_steps": NUM_STEPS, "max_grad_norm": MAX_NORM, "weight_decay": 0.0, "warmup_steps": 0, "logging_steps": 1}
     more = {"lr_scheduler_type": "constant", "include_num_input_tokens_seen": "all", "per_device_train_batch_size": 2}
@@ -51,7 +51,12 @@ def trainer_of(folder: str, layout: tuple[int, Any], is_tied: bool, **changes: A
         args=training_arguments(folder, **{**settings, **more, **changes}),
         train_dataset=datasets.Dataset.from_list(random_rows([ROW_TOKENS] * 64)),
         longctx_config=LongContextConfig(
-            stages=num_stages, parameters=parameters, tokens_per_rank=96, report_steps=False, timeline_steps=0
+            stages=num_stages,
+            parameters=parameters,
+            tokens_per_rank=96,
+            report_steps=False,
+            timeline_steps=0,
+            self_test=self_test,
         ),
     )
 
@@ -60,7 +65,8 @@ def run(
     folder: str, layout: tuple[int, Any], is_tied: bool, checkpoint: str | None = None
 ) -> tuple[dict[str, Tensor], list[Any], list[float], int]:
     """Final weights of this rank's stage, logged norms and losses, and tokens seen."""
-    trainer = trainer_of(folder, layout, is_tied, save_strategy="steps", save_steps=2, save_total_limit=1)
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    trainer = trainer_of(folder, layout, is_tied, self_test=checkpoint is None, **saving)
     trainer.train(resume_from_checkpoint=checkpoint)
     logs = trainer.state.log_history
     weights = {name: whole(p.detach()).clone() for name, p in trainer.longctx_run.stage.model.named_parameters()}
@@ -100,7 +106,7 @@ def test_a_run_of_stages_is_clipped_saved_and_resumed_as_the_whole_model(ranks, 
 
 
 def run_to(folder: str, layout: tuple[int, Any], is_tied: bool) -> None:
-    trainer_of(folder, layout, is_tied, max_steps=2, save_strategy="steps", save_steps=2).train()
+    trainer_of(folder, layout, is_tied, self_test=True, max_steps=2, save_strategy="steps", save_steps=2).train()
 
 
 @pytest.mark.slow

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from helpers.launchers.small_demo import NUM_STEPS, ROOT, SCRIPT, SMALL_DEMO, held_out_loss, steps_of
-from helpers.launchers.warm_python import warm_python
 from helpers.ranks.forked import run_ranks
-
-
-@pytest.fixture(scope="session")
-def quick_starts(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """Variables with which torchrun and accelerate start their ranks at once."""
-    with warm_python(tmp_path_factory.mktemp("python")) as program:
-        yield {"PYTHON_EXEC": program}
 
 
 @pytest.fixture(scope="session")

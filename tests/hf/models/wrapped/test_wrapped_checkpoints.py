@@ -38,12 +38,16 @@ def build(name: str) -> Any:
 def train(name: str, folder: str, config: dict[str, Any], resume_from: str | None = None) -> None:
     """Trains on this rank, and leaves checkpoints in the folder."""
     model = build(name)
+    # a resumed run is the same model under the same plans
+    settings = LongContextConfig(
+        tokens_per_rank=64, report_steps=False, timeline_steps=0, self_test=resume_from is None, **config
+    )
     with wide_floats():
         LongContextTrainer(
             model=model,
             args=training_arguments(folder, **STEPS),
             train_dataset=datasets.Dataset.from_list(ROWS),
-            longctx_config=LongContextConfig(tokens_per_rank=64, report_steps=False, timeline_steps=0, **config),
+            longctx_config=settings,
         ).train(resume_from_checkpoint=resume_from)
 
 
