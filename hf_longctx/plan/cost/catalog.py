@@ -217,7 +217,7 @@ def has_kernels(spec: ModelSpec) -> bool:
 
 
 def without_kernels(spec: ModelSpec) -> ModelSpec:
-    """The same model, whose layers run their own code."""
+    """A copy of the model whose layers run their own code."""
     return replace(spec, fuses_norms=False, fuses_gates=False, fuses_rotary=False)
 
 

@@ -54,7 +54,7 @@ def test_room_is_offered_until_more_of_it_makes_nothing_faster() -> None:
     group = group_of(0)
 
     def searched(answers: dict[int, Trial | None]) -> tuple[Trial | None, list[int]]:
-        """What the search finds, and the rooms that it offers; answers: the trial for each room, every next room is 1 larger."""
+        """Returns the answer and the rooms offered; answers: the trial for each room, of which the next is 1 larger."""
         offered: list[int] = []
 
         def propose(room: int) -> Trial | None:
@@ -66,7 +66,7 @@ def test_room_is_offered_until_more_of_it_makes_nothing_faster() -> None:
     first, faster, slower, over = trial(group, 3.0), trial(group, 2.0), trial(group, 4.0), trial(group, 1.0, over_bytes=1.0)
     assert searched({0: first, 1: faster, 2: faster, 3: trial(group, 1.0)}) == (faster, [0, 1, 2])
     assert searched({0: first, 1: slower, 2: faster}) == (first, [0, 1])
-    # what does not fit ends the search only after something has fitted
+    # a trial that does not fit ends the search only after one that does
     assert searched({0: over, 1: over, 2: first, 3: over, 4: faster}) == (first, [0, 1, 2, 3])
     assert searched({0: over, 1: None}) == (None, [0, 1])
     assert searched({room: over for room in range(5)}) == (None, [0, 1, 2, 3, 4])
