@@ -88,7 +88,8 @@ def _changed(options: argparse.Namespace, leave: tuple[str, ...]) -> list[str]:
     """Options that were given, except those in `leave`."""
     parser = options.parser
     names = [action.dest for action in parser._actions if action.option_strings and action.dest not in ("help", *leave)]
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != parser.get_default(name)]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) != parser.get_default(name)}
+    return [f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in given.items()]
 
 
 def _fill_in(options: argparse.Namespace) -> None:

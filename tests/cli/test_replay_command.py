@@ -83,6 +83,7 @@ def test_the_same_sequences_for_another_machine(folder: Path, capsys: pytest.Cap
     [
         (["--gpus", "8"], "give both --gpus and --hardware"),
         (["--degrees", "2"], "--degrees: no effect on a run as it was"),
+        (["--no-compile-layers"], "--no-compile-layers: no effect on a run as it was"),
         (["--plans", "0"], "--plans is 0"),
         (["--gpus", "1", "--hardware", "h100", "--tokens-per-rank", "1000"], "the longest sequence of the run has 50,000 tokens"),
     ],
