@@ -6,7 +6,7 @@ Both share the policies of least memory, which are tried last, and the cache of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -193,6 +193,12 @@ def with_equal_stages(
             )
         stages.append(replace(stage, activations=known[sizes]))
     return replace(group, stages=tuple(stages))
+
+
+def with_stages_of(group: SequenceGroup, other: SequenceGroup, places: Collection[int]) -> SequenceGroup:
+    """The group with the stages of `other`, the same group under other policies, at these places."""
+    pairs = zip(group.stages, other.stages, strict=True)
+    return replace(group, stages=tuple(theirs if place in places else own for place, (own, theirs) in enumerate(pairs)))
 
 
 def in_tiles(group: SequenceGroup, tile_tokens: int) -> SequenceGroup:

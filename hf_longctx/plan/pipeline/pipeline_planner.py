@@ -10,7 +10,7 @@ so, long sequences get a micro-batch of their own, and the others another one af
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -30,8 +30,9 @@ class SearchConstants:
     """Constants of the search among candidates.
 
     equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these the search
-    tries to make fit, fastest first. few_chunks: chunks per stage, up to which filling and draining take so much of the time that
-    more slices are worth a try. much_waiting: share of the device's room that gradients take while they wait, from which on the
+    tries to make fit, fastest first. much_lost: factor on the seconds with everything kept beyond which a plan is compared with those
+    of least memory, which may recompute less; worth: factor on the seconds with everything kept of a candidate with which it must
+    beat the fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
     least bytes of sequences are counted before candidates for them are made. in_turn: factor on the least seconds of sequences
     where stages run one after the other, beyond which a pipeline is slower: these mostly take 1.15 to 1.25 times as long.
     most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
@@ -39,7 +40,8 @@ class SearchConstants:
 
     equal: float = 1.01
     most_fits: int = 2
-    few_chunks: int = 2
+    much_lost: float = 1.05
+    worth: float = 1.03
     much_waiting: float = 0.5
     in_turn: float = 1.3
     most_alone: int = 2
@@ -189,7 +191,7 @@ class PipelineSearch:
         row = next(filter(None, map(self._as_it_is, equal)), None)
         if row is not None:
             return row
-        best = next(filter(None, map(self._made_to_fit, self._quickest(equal))), None)
+        best = self._made_fastest(self._quickest(equal))
         for candidate in candidates[len(equal) :]:
             if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
@@ -198,15 +200,35 @@ class PipelineSearch:
                 fitting = self._made_to_fit(candidate)
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
+        if best is not None and self._loses_much(best):
+            best = self._made_fastest(filter(self._may_fit, self.candidates.least_memory(members)), best)
         return best
 
+    def _loses_much(self, row: _Row) -> bool:
+        """Whether a plan of one micro-batch takes much longer than with everything kept, so that others may recompute less."""
+        if self._room is None:
+            return False
+        groups = [replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages)) for group in row.plan.micro_batches[0].groups]
+        kept_s = max(map(self._room.kept_s, groups))
+        return row.run.step_s - row.run.once_s > _SEARCH.much_lost * kept_s
+
     def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those of the quickest of these candidates that may fit, quickest first."""
-        may_fit = [self._room is not None and self._may_fit(each) for each in candidates]
-        if sum(may_fit) < 2 and (not any(may_fit) or len(may_fit) <= _SEARCH.most_fits):
-            return [each for each, may in zip(candidates, may_fit, strict=True) if may]
-        order = sorted(range(len(candidates)), key=lambda place: self._kept_s(candidates[place]))
-        return [candidates[place] for place in order[: _SEARCH.most_fits] if may_fit[place]]
+        """The quickest of these candidates that may fit, quickest first."""
+        found = [] if self._room is None else [each for each in candidates if self._may_fit(each)]
+        return sorted(found, key=self._kept_s)[: _SEARCH.most_fits] if len(found) > 1 else found
+
+    def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
+        """The fastest of `best` and of these candidates with room made; None where nothing fits.
+
+        Candidates that are hardly faster than the best so far even with everything kept are left out.
+        """
+        for candidate in candidates:
+            if best is not None and _SEARCH.worth * self._kept_s(candidate) >= best.run.step_s - best.run.once_s:
+                continue
+            made = self._made_to_fit(candidate)
+            if made is not None and (best is None or made.run.step_s < best.run.step_s):
+                best = made
+        return best
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self._plan_of([candidate.micro_batch])
@@ -259,7 +281,7 @@ class PipelineSearch:
         longest = self._longest(members)
         for tried in dict.fromkeys([members, (longest,)]):
             candidates = [candidate for candidate in self.candidates.least_memory(tried) if self._may_fit(candidate)]
-            row = next(filter(None, map(self._as_it_is, candidates)), None) or self._first_to_fit(candidates)
+            row = self._made_fastest(candidates)
             if row is not None:
                 return row if tried == members else None
         raise ValueError(self._nothing_fits(longest))
@@ -274,18 +296,6 @@ class PipelineSearch:
             return False
         candidates = [candidate for candidate in self.candidates.least_memory(members) if self._may_fit(candidate)]
         return bool(candidates) and all(self._kept_s(candidate) > most_s for candidate in candidates)
-
-    def _first_to_fit(self, candidates: Sequence[Candidate]) -> _Row | None:
-        """The first of these that can be made to fit; later ones, with more chunks, only while chunks are few."""
-        best: _Row | None = None
-        for candidate in candidates:
-            made = self._made_to_fit(candidate)
-            if made is not None and (best is None or made.run.step_s < best.run.step_s):
-                best = made
-            num_chunks = min(len(group.chunks) for group in candidate.micro_batch.groups if group.num_tokens)
-            if best is not None and num_chunks >= _SEARCH.few_chunks * self.staged.num_stages:
-                break
-        return best
 
     def _nothing_fits(self, sequence: int) -> str:
         budget = self.config.activations

@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, in_tiles, lean_group, search_room
+from hf_longctx.plan.activations.fit import (
+    FittedGroups,
+    Program,
+    Trial,
+    first_fitting,
+    in_tiles,
+    lean_group,
+    search_room,
+    with_stages_of,
+)
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Action, SequenceGroup, StagePlan, StepPlan
@@ -37,7 +46,8 @@ class FitConstants:
     group's seconds with everything kept, and with what the program recomputes of a single chunk, beyond which the program is
     solved without offloading too. hopeless: share of the limit by which the least bytes of a group may exceed it for anything to
     be tried, since policies of the program may need slightly less workspace. many_cells: chunks on parts of stages from which on
-    offloading is left out where all else takes at most `little_lost` times as long as with everything kept.
+    offloading is left out where all else takes at most `little_lost` times as long as with everything kept. much_lost: factor on
+    the seconds with everything kept beyond which a program's answer is compared with that of recomputing every layer.
     """
 
     attempts: int = 6
@@ -47,9 +57,10 @@ class FitConstants:
     margin: float = 0.002
     tolerance: float = 0.001
     slack: float = 1.005
-    hopeless: float = 0.01
+    hopeless: float = 0.001
     many_cells: int = 4000
     little_lost: float = 1.02
+    much_lost: float = 1.2
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -152,13 +163,6 @@ class PipelineRoom:
         short = Trial(group, math.inf, over_bytes, float(on_host - self.budget.host_bytes), counted_s)
         return self.trial(group, counted_s) if short.fits else short
 
-    def _kept_trial(self, group: SequenceGroup) -> Trial:
-        """The `trial` of a group that keeps everything; where a bound tells that it does not fit, its bytes are not counted."""
-        over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
-        if max(over_bytes) <= 0:
-            return self.trial(group)
-        return Trial(group, self.kept_s(group), over_bytes)
-
     def kept_s(self, group: SequenceGroup) -> float:
         """Predicted seconds of a group alone that recomputes and moves nothing."""
         return kept_pipeline_s(self.plan, group, self.costs, self.predictions)
@@ -171,11 +175,30 @@ class PipelineRoom:
         if self.is_hopeless(group):
             self._least.append(Trial(group, math.inf, self.least_over_bytes(group)))
             return []
-        tiled = self._kept_trial(in_tiles(group, self.budget.tile_tokens))
-        programs: list[Program] = [lambda: [tiled]]
+        kept = self._kept_trial(group)
+        if kept.fits:
+            return [self.trial(kept.group)]
+        programs: list[Program] = []
         for keeps_attention in (True, False) if self.keeps_attention else (False,):
-            programs.append(partial(self._programmed, tiled, keeps_attention))
-        return first_fitting(programs, ([lean] for lean in self._lean(group)), self._least_trial)
+            programs.append(partial(self._programmed, kept, keeps_attention))
+        found = first_fitting(programs, ([lean] for lean in self._lean(kept)), self._least_trial)
+        if min((trial.seconds for trial in found), default=0.0) > _SEARCH.much_lost * kept.seconds:
+            # a program that recomputes most of the layers may be slower than to recompute all of them and keep attention
+            found += [trial for trial in map(self._short_trial, self._lean(kept, (True,))) if trial.fits]
+        return found
+
+    def _kept_trial(self, group: SequenceGroup) -> Trial:
+        """The group in tiles with everything kept, as a trial that is not run.
+
+        The last stage has no tiles where it fits only so: for chunks of few tokens, those of its loss take more than they save.
+        """
+        tiled = in_tiles(group, self.budget.tile_tokens)
+        over, last = self.over_bytes(tiled), len(group.stages) - 1
+        if over[last] > 0:
+            plain = next(next(self._over_bytes(group, [group], [last])))
+            if plain <= 0:
+                tiled, over = with_stages_of(tiled, group, [last]), (*over[:last], plain)
+        return Trial(tiled, self.kept_s(group), over)
 
     def least_over_bytes(self, group: SequenceGroup) -> tuple[float, ...]:
         """Bytes above the limit on each stage of a group without policies in the least memory.
@@ -244,7 +267,7 @@ class PipelineRoom:
         self._least.append(self._short_trial(group))
         return self._least[-1]
 
-    def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:
+    def _programmed(self, kept: Trial, keeps_attention: bool) -> list[Trial]:
         """The program's answers that fit: with offloading, and without it where that may be faster.
 
         A program of many cells is solved without offloading first, which may lose so little that the host is not asked.
@@ -252,19 +275,19 @@ class PipelineRoom:
 
         def solved(offloads: bool) -> Trial | None:
             known, tile_tokens = self.predictions, self.budget.tile_tokens
-            cells = GroupCells(tiled.group, self.costs, tile_tokens, keeps_attention, known, offloads)
-            return self._solve(cells, tiled.seconds, self.budget.host_bytes if offloads else 0)
+            cells = GroupCells(kept.group, self.costs, tile_tokens, keeps_attention, known, offloads, _fitting_places(kept))
+            return self._solve(cells, kept.seconds, self.budget.host_bytes if offloads else 0)
 
-        num_cells = len(tiled.group.chunks) * sum(len(stage.parts) for stage in tiled.group.stages)
+        num_cells = len(kept.group.chunks) * sum(len(stage.parts) for stage in kept.group.stages)
         is_large = num_cells > _SEARCH.many_cells
         found = [solved(False)] if is_large or not self.budget.host_bytes else []
-        lost = (trial.seconds / tiled.seconds for trial in found if trial is not None)
+        lost = (trial.seconds / kept.seconds for trial in found if trial is not None)
         if self.budget.host_bytes and min(lost, default=math.inf) > _SEARCH.little_lost:
             found.append(both := solved(True))
             # the program counts recomputation as if each of several chunks took as long as the largest beside it, so that copies
             # seem to save more than they do
-            counted_s = both.counted_s if both is not None and len(tiled.group.chunks) == 1 else 0.0
-            if not is_large and (both is None or both.seconds > _SEARCH.slack * (tiled.seconds + counted_s)):
+            counted_s = both.counted_s if both is not None and len(kept.group.chunks) == 1 else 0.0
+            if not is_large and (both is None or both.seconds > _SEARCH.slack * (kept.seconds + counted_s)):
                 found.append(solved(False))
         return [trial for trial in found if trial is not None]
 
@@ -280,7 +303,8 @@ class PipelineRoom:
             device_bytes, host_bytes = room
             if trial.fits:
                 # more room helps only if it can save recomputation
-                if trial.counted_s <= 5 * tolerance_s or max(trial.over_bytes) > -_SEARCH.worth * self.limit_bytes:
+                most_over = max(over for place, over in enumerate(trial.over_bytes) if place not in cells.kept)
+                if trial.counted_s <= 5 * tolerance_s or most_over > -_SEARCH.worth * self.limit_bytes:
                     return None
                 taken = [_SEARCH.regain * over for over in trial.over_bytes]
             else:
@@ -297,11 +321,14 @@ class PipelineRoom:
         free_bytes = tuple(num_bytes - taken for num_bytes, taken in zip(self.room_bytes, beside, strict=True))
         return search_room(propose, next_room, (free_bytes, host_bytes), _SEARCH.attempts)
 
-    def _lean(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
-        """Versions of the group with every layer of every chunk recomputed; the least device memory comes last.
+    def _lean(self, kept: Trial, keeps: Sequence[bool] = (True, False)) -> Iterator[SequenceGroup]:
+        """Versions of a group with every layer of every chunk recomputed on the stages that do not fit if everything is kept.
+
+        The least device memory comes last. keeps: whether attention outputs are kept.
 
         Host bytes are divided in proportion to tokens times layers, relative to the most that are in flight at once.
         """
+        group = kept.group
         tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
 
         def layer_tokens(action: Action) -> int:
@@ -312,10 +339,11 @@ class PipelineRoom:
         def host_share(host_bytes: int, num_tokens: int, num_layers: int) -> int:
             return int(host_bytes * num_tokens * num_layers / in_flight)
 
-        for keeps_attention in (True, False):
+        for keeps_attention in keeps:
             for host_bytes in dict.fromkeys((0, self.budget.host_bytes)):
                 share = partial(host_share, host_bytes)
-                yield lean_group(group, self.costs.model, self.budget.tile_tokens, share, keeps_attention)
+                lean = lean_group(group, self.costs.model, self.budget.tile_tokens, share, keeps_attention)
+                yield with_stages_of(lean, group, _fitting_places(kept))
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
         least = min(self._least, key=lambda trial: max(trial.over_bytes))
@@ -327,3 +355,8 @@ class PipelineRoom:
             f"recomputed, and {self.limit_bytes / 2**30:.2f} GiB are usable; use smaller chunks, more ranks per stage, shorter "
             f"sequences or more host memory (host_gib)"
         )
+
+
+def _fitting_places(kept: Trial) -> frozenset[int]:
+    """Stages of a group with everything kept on which it fits."""
+    return frozenset(place for place, over in enumerate(kept.over_bytes) if over <= 0)
