@@ -220,7 +220,8 @@ def lean_group(
     host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk,
     once for all stages with as many layers. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
     """
-    tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+    shape = group.shape
+    tokens = [max(shard_tokens(chunk, shape)) for chunk in group.chunks]
     # equal layers share one object, so that their bytes are counted once
     known: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
 

@@ -29,12 +29,13 @@ from hf_longctx.plan.prediction.planning import Planning
 class SearchConstants:
     """Constants of the search among candidates.
 
-    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these the search
-    tries to make fit, fastest first. much_lost: factor on the seconds with everything kept beyond which a plan is compared with those
-    of least memory, which may recompute less; worth: factor on the seconds with everything kept of a candidate with which it must
-    beat the fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
+    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these that may fit
+    the search makes room in, fastest first. much_lost: factor on the seconds with everything kept beyond which a plan is compared
+    with finer chunks, of which fewer need to be recomputed. worth: factor by which a candidate with everything kept must beat the
+    fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
     least bytes of sequences are counted before candidates for them are made. in_turn: factor on the least seconds of sequences
     where stages run one after the other, beyond which a pipeline is slower: these mostly take 1.15 to 1.25 times as long.
+    most_failed: how often in a row sequences do not fit and are split, before stages run one after the other for them.
     most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
     """
 
@@ -44,6 +45,7 @@ class SearchConstants:
     worth: float = 1.03
     much_waiting: float = 0.5
     in_turn: float = 1.3
+    most_failed: int = 2
     most_alone: int = 2
 
 
@@ -94,11 +96,12 @@ class PipelineSearch:
     def _in_pipelines(self, members: tuple[int, ...], may_leave: bool) -> tuple[list[MicroBatch], tuple[int, ...]]:
         """Micro-batches of several chunks in which these sequences fit, and the sequences that are left.
 
-        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, and all longer ones.
+        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other or halves do not fit
+        either, and all longer ones.
         Raises ValueError for a sequence for which nothing fits.
         """
         found: list[MicroBatch] = []
-        waiting = [members]
+        waiting, num_failed = [members], 0
         while waiting:
             together = waiting.pop()
             most_s = _SEARCH.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
@@ -106,7 +109,7 @@ class PipelineSearch:
             if not self._is_hopeless(together):
                 row = self._fastest(together)
                 is_slow = row is None and self._is_slow(together, most_s)
-                row = row or (None if is_slow else self._least_memory(together))
+                row = row or (None if is_slow else self._least_memory(together, not may_leave))
             if is_slow or (row is not None and row.run.step_s - row.run.once_s > most_s):
                 return found, tuple(i for each in (together, *waiting) for i in each)
             if row is None:
@@ -114,8 +117,12 @@ class PipelineSearch:
                     # to split is in vain if the longest does not fit even alone
                     longest = (self._longest(members),)
                     _ = self._fastest(longest) or self._least_memory(longest)
+                num_failed += 1
+                if may_leave and found and num_failed == _SEARCH.most_failed:
+                    return found, tuple(i for each in (together, *waiting) for i in each)
                 waiting += self._apart(together)
             else:
+                num_failed = 0
                 found = [*row.plan.micro_batches, *found]
         return found, ()
 
@@ -135,14 +142,8 @@ class PipelineSearch:
         if self._room is None:
             return None
         plans = map(self._plan_of, SingleChunks(self.candidates, self._room).steps(members))
-        plan = next(filter(None, map(self._fitting, plans)), None)
-        return None if plan is None else plan.micro_batches
-
-    def _fitting(self, plan: StepPlan) -> StepPlan | None:
-        """The plan with room, and None where there is none."""
-        run = self.planning.predict(plan)
-        made = _Row(plan, run) if self._fits(plan, run) else self._with_room(plan)
-        return None if made is None else made.plan
+        row = next(filter(None, map(self._with_room, plans)), None)
+        return None if row is None else row.plan.micro_batches
 
     @cached_property
     def _room(self) -> PipelineRoom | None:
@@ -161,7 +162,8 @@ class PipelineSearch:
             return False
         if self._room.waiting_bytes < _SEARCH.much_waiting * self._room.budget.device_bytes:
             return False
-        return not all(map(self._may_fit, self.candidates.least_memory(members)[-1:]))
+        finest = self.candidates.least_memory(members).finest
+        return finest is not None and not self._may_fit(finest)
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """Whether there is no group in the candidate that no policy fits."""
@@ -175,6 +177,10 @@ class PipelineSearch:
         """Predicted seconds of a candidate's groups, which recompute and move nothing."""
         assert self._room is not None
         return max(map(self._room.kept_s, candidate.micro_batch.groups))
+
+    def _takes(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether a candidate takes at least so many seconds even with everything kept; without a budget it counts as if."""
+        return self._room is None or any(self._room.takes(group, seconds) for group in candidate.micro_batch.groups)
 
     def _as_it_is(self, candidate: Candidate) -> _Row | None:
         """The candidate's prediction; None where it does not fit as it is."""
@@ -201,16 +207,18 @@ class PipelineSearch:
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
         if best is not None and self._loses_much(best):
-            best = self._made_fastest(filter(self._may_fit, self.candidates.least_memory(members)), best)
+            most_tokens = _most_tokens(best.plan.micro_batches[0])
+            finer = (each for each in self.candidates.least_memory(members) if _most_tokens(each.micro_batch) < most_tokens)
+            best = self._made_fastest(filter(self._may_fit, finer), best)
         return best
 
     def _loses_much(self, row: _Row) -> bool:
         """Whether a plan of one micro-batch takes much longer than with everything kept, so that others may recompute less."""
         if self._room is None:
             return False
-        groups = [replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages)) for group in row.plan.micro_batches[0].groups]
-        kept_s = max(map(self._room.kept_s, groups))
-        return row.run.step_s - row.run.once_s > _SEARCH.much_lost * kept_s
+        groups = row.plan.micro_batches[0].groups
+        kept = [replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages)) for group in groups]
+        return row.run.step_s - row.run.once_s > _SEARCH.much_lost * max(map(self._room.kept_s, kept))
 
     def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The quickest of these candidates that may fit, quickest first."""
@@ -220,12 +228,12 @@ class PipelineSearch:
     def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
         """The fastest of `best` and of these candidates with room made; None where nothing fits.
 
-        Candidates that are hardly faster than the best so far even with everything kept are left out.
+        The first candidate that is hardly faster than the best so far, even with everything kept, ends the search.
         """
         for candidate in candidates:
-            if best is not None and _SEARCH.worth * self._kept_s(candidate) >= best.run.step_s - best.run.once_s:
-                continue
-            made = self._made_to_fit(candidate)
+            if best is not None and self._takes(candidate, (best.run.step_s - best.run.once_s) / _SEARCH.worth):
+                break
+            made = self._as_it_is(candidate) or self._made_to_fit(candidate)
             if made is not None and (best is None or made.run.step_s < best.run.step_s):
                 best = made
         return best
@@ -273,17 +281,18 @@ class PipelineSearch:
         made = _Row(plan, self.planning.predict(plan))
         return made if self._fits(made.plan, made.run) else None
 
-    def _least_memory(self, members: tuple[int, ...]) -> _Row | None:
+    def _least_memory(self, members: tuple[int, ...], tries_longest: bool = True) -> _Row | None:
         """Finds a micro-batch that fits of the largest groups with as few slices as possible; None where none does.
 
-        Raises ValueError if the longest of these sequences does not fit even alone.
+        Raises ValueError for a single sequence that does not fit; tries_longest: also if the longest does not fit even alone.
         """
         longest = self._longest(members)
-        for tried in dict.fromkeys([members, (longest,)]):
-            candidates = [candidate for candidate in self.candidates.least_memory(tried) if self._may_fit(candidate)]
-            row = self._made_fastest(candidates)
+        for tried in dict.fromkeys([members, (longest,)]) if tries_longest or len(members) == 1 else [members]:
+            row = self._made_fastest(filter(self._may_fit, self.candidates.least_memory(tried)))
             if row is not None:
                 return row if tried == members else None
+        if tried != (longest,):
+            return None
         raise ValueError(self._nothing_fits(longest))
 
     def _longest(self, members: Sequence[int]) -> int:
@@ -294,8 +303,12 @@ class PipelineSearch:
         """Whether pipelines of these sequences with little memory take more than `most_s` seconds even with everything kept."""
         if math.isinf(most_s):
             return False
-        candidates = [candidate for candidate in self.candidates.least_memory(members) if self._may_fit(candidate)]
-        return bool(candidates) and all(self._kept_s(candidate) > most_s for candidate in candidates)
+        found = False
+        for candidate in filter(self._may_fit, self.candidates.least_memory(members)):
+            if not self._takes(candidate, most_s):
+                return False
+            found = True
+        return found
 
     def _nothing_fits(self, sequence: int) -> str:
         budget = self.config.activations
@@ -334,3 +347,8 @@ class PipelineSearch:
             alone += min(lent, key=lambda found: found.lent_s).plan.micro_batches
             others = tuple(sorted(order[count:]))
             yield replace(plan, micro_batches=(*alone, *(self._micro_batches(others) if others else ())))
+
+
+def _most_tokens(micro_batch: MicroBatch) -> float:
+    """Tokens of the largest chunk on a rank."""
+    return max(chunk.num_tokens / group.degree for group in micro_batch.groups for chunk in group.chunks)

@@ -16,7 +16,6 @@ from hf_longctx.plan.activations.fit import with_layers, with_stages_of
 from hf_longctx.plan.activations.slots import Slot, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.model_spec import KindShares
-from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
     Chunk,
@@ -29,6 +28,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
 from hf_longctx.plan.pipeline.activations.joint_program import Cells, Moments
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
@@ -61,6 +61,17 @@ def _offloaded(share: float, replayed: tuple[TensorClass, ...]) -> LayerPolicy:
     return LayerPolicy(tuple(TensorShare(name, **(again if name in replayed else kept)) for name in TENSOR_CLASSES))
 
 
+def hidden_share(group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
+    """Largest share of the group's saved tensors whose copies to the host hide behind the shorter passes of layers."""
+    parts, seconds = group.stages[0].parts, known.seconds(group, costs)
+    most = max(part.num_layers for stage in group.stages for part in stage.parts)
+    passes = (seconds.passes(is_backward, 0, costs.attention_pairs(parts))[:, 0] for is_backward in (False, True))
+    copy_s = np.array(seconds.tokens) * layer_class_bytes(costs.model) / costs.cluster.hardware.copy_bytes_per_s
+    hidden_s = np.minimum(copy_s, _COPIES.link_share * np.minimum(*passes))
+    # nothing hides the copies of a part's last layer
+    return float(hidden_s.sum() / max(copy_s.sum(), 1e-300)) * (most - 1) / most
+
+
 class GroupCells:
     """Makes the cells and moments of one group whose policies have tiles and nothing else yet."""
 
@@ -80,7 +91,7 @@ class GroupCells:
         self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.replayed_classes)
         self.recomputed = recomputed_layer(keeps_attention)
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
-        self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        self.tokens = self._slots.tokens
         # policies by layers offloaded, layers recomputed, tokens offloaded and tokens
         self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
         # policies by tokens and tokens offloaded

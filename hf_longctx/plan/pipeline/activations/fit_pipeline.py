@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from hf_longctx.plan.activations.fit import (
     FittedGroups,
-    Program,
     Trial,
     first_fitting,
     in_tiles,
@@ -25,13 +24,12 @@ from hf_longctx.plan.activations.fit import (
     with_stages_of,
 )
 from hf_longctx.plan.core.planner_config import ActivationBudget
-from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Action, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
-from hf_longctx.plan.pipeline.activations.cells import GroupCells
+from hf_longctx.plan.pipeline.activations.cells import GroupCells, hidden_share
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache, kept_pipeline_s, run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, busiest_stage_s, kept_pipeline_s, run_pipeline
 from hf_longctx.plan.prediction.planning import Planning
 
 
@@ -48,6 +46,7 @@ class FitConstants:
     be tried, since policies of the program may need slightly less workspace. many_cells: chunks on parts of stages from which on
     offloading is left out where all else takes at most `little_lost` times as long as with everything kept. much_lost: factor on
     the seconds with everything kept beyond which a program's answer is compared with that of recomputing every layer.
+    much_hidden: share of saved tensors whose copies hide, from which on they may free more than to recompute them.
     """
 
     attempts: int = 6
@@ -61,6 +60,7 @@ class FitConstants:
     many_cells: int = 4000
     little_lost: float = 1.02
     much_lost: float = 1.2
+    much_hidden: float = 0.8
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -68,6 +68,9 @@ _SEARCH = FitConstants()
 
 # device bytes of every stage for saved tensors and workspace, and host bytes
 _Room = tuple[tuple[float, ...], float]
+
+# makes a group with every layer recomputed, given whether attention outputs are kept, and the host bytes for inputs
+_Lean = Callable[[bool, int], SequenceGroup]
 
 
 def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
@@ -167,6 +170,11 @@ class PipelineRoom:
         """Predicted seconds of a group alone that recomputes and moves nothing."""
         return kept_pipeline_s(self.plan, group, self.costs, self.predictions)
 
+    def takes(self, group: SequenceGroup, seconds: float) -> bool:
+        """Whether a group takes at least so many seconds even if it recomputes and moves nothing."""
+        is_busy = busiest_stage_s(self.plan, group, self.costs, self.predictions) >= seconds
+        return is_busy or self.kept_s(group) >= seconds
+
     def _fitting(self, group: SequenceGroup) -> list[Trial]:
         """Trials that fit, found in the order that the module describes."""
         if not self.exceeds(group) and (plain := self._short_trial(group)).fits:
@@ -178,13 +186,16 @@ class PipelineRoom:
         kept = self._kept_trial(group)
         if kept.fits:
             return [self.trial(kept.group)]
-        programs: list[Program] = []
-        for keeps_attention in (True, False) if self.keeps_attention else (False,):
-            programs.append(partial(self._programmed, kept, keeps_attention))
-        found = first_fitting(programs, ([lean] for lean in self._lean(kept)), self._least_trial)
+        lean = self._lean(kept)
+        keeps = (True, False) if self.keeps_attention else (False,)
+        hosts = tuple(dict.fromkeys((0, self.budget.host_bytes)))
+        programs = [partial(self._programmed, kept, keeps_attention, lean) for keeps_attention in keeps]
+        ways = ([lean(keeps_attention, host_bytes)] for keeps_attention in (True, False) for host_bytes in hosts)
+        found = first_fitting(programs, ways, self._least_trial)
         if min((trial.seconds for trial in found), default=0.0) > _SEARCH.much_lost * kept.seconds:
             # a program that recomputes most of the layers may be slower than to recompute all of them and keep attention
-            found += [trial for trial in map(self._short_trial, self._lean(kept, (True,))) if trial.fits]
+            trials = (self._short_trial(lean(True, host_bytes)) for host_bytes in hosts)
+            found += [trial for trial in trials if trial.fits]
         return found
 
     def _kept_trial(self, group: SequenceGroup) -> Trial:
@@ -210,7 +221,12 @@ class PipelineRoom:
 
     def may_recompute(self, group: SequenceGroup) -> bool:
         """Whether a group without policies is within the limit in the least memory, as `least_over_bytes` counts it."""
-        return all(any(over <= 0 for over in of_stage) for of_stage in self._over_bytes(group, self._least_ways(group)))
+        found = self._over_bytes(group, self._least_ways(group), self._fullest)
+        return all(any(over <= 0 for over in of_stage) for of_stage in found)
+
+    def may_keep(self, group: SequenceGroup) -> bool:
+        """Whether a group is within the limit under its policies."""
+        return all(next(of_stage) <= 0 for of_stage in self._over_bytes(group, [group], self._fullest))
 
     def _least_ways(self, group: SequenceGroup) -> list[SequenceGroup]:
         """The group under each of the policies of `least_over_bytes`."""
@@ -230,7 +246,7 @@ class PipelineRoom:
         When actions run does not matter. places: stages to count, all by default. peak: what counts the bytes of a stage, all of
         its passes by default.
         """
-        model, tokens = self.costs.model, max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
+        model, tokens = self.costs.model, max(self.predictions.seconds(group, self.costs).tokens)
         peak = self._peak if peak is None else peak
         for place in places or range(len(group.stages)):
             stage = group.stages[place]
@@ -267,10 +283,11 @@ class PipelineRoom:
         self._least.append(self._short_trial(group))
         return self._least[-1]
 
-    def _programmed(self, kept: Trial, keeps_attention: bool) -> list[Trial]:
+    def _programmed(self, kept: Trial, keeps_attention: bool, lean: _Lean) -> list[Trial]:
         """The program's answers that fit: with offloading, and without it where that may be faster.
 
         A program of many cells is solved without offloading first, which may lose so little that the host is not asked.
+        lean: see `_lean`. Where this does not fit without offloading, the program mostly has no answer.
         """
 
         def solved(offloads: bool) -> Trial | None:
@@ -278,16 +295,28 @@ class PipelineRoom:
             cells = GroupCells(kept.group, self.costs, tile_tokens, keeps_attention, known, offloads, _fitting_places(kept))
             return self._solve(cells, kept.seconds, self.budget.host_bytes if offloads else 0)
 
+        @cache
+        def is_in_vain() -> bool:
+            leanest = lean(keeps_attention, 0)
+            is_over = any(next(of_stage) > 0 for of_stage in self._least_over(leanest, [leanest]))
+            return is_over and hidden_share(kept.group, self.costs, self.predictions) < _SEARCH.much_hidden
+
         num_cells = len(kept.group.chunks) * sum(len(stage.parts) for stage in kept.group.stages)
         is_large = num_cells > _SEARCH.many_cells
+        # room is short where nothing fits with attention outputs, and many cells take long to make
+        if (is_large or not keeps_attention) and is_in_vain():
+            return []
         found = [solved(False)] if is_large or not self.budget.host_bytes else []
+        if found == [None] and is_in_vain():
+            return []
         lost = (trial.seconds / kept.seconds for trial in found if trial is not None)
         if self.budget.host_bytes and min(lost, default=math.inf) > _SEARCH.little_lost:
             found.append(both := solved(True))
             # the program counts recomputation as if each of several chunks took as long as the largest beside it, so that copies
             # seem to save more than they do
             counted_s = both.counted_s if both is not None and len(kept.group.chunks) == 1 else 0.0
-            if not is_large and (both is None or both.seconds > _SEARCH.slack * (kept.seconds + counted_s)):
+            is_slow = not is_in_vain() if both is None else both.seconds > _SEARCH.slack * (kept.seconds + counted_s)
+            if is_slow and not is_large:
                 found.append(solved(False))
         return [trial for trial in found if trial is not None]
 
@@ -321,29 +350,31 @@ class PipelineRoom:
         free_bytes = tuple(num_bytes - taken for num_bytes, taken in zip(self.room_bytes, beside, strict=True))
         return search_room(propose, next_room, (free_bytes, host_bytes), _SEARCH.attempts)
 
-    def _lean(self, kept: Trial, keeps: Sequence[bool] = (True, False)) -> Iterator[SequenceGroup]:
+    def _lean(self, kept: Trial) -> _Lean:
         """Versions of a group with every layer of every chunk recomputed on the stages that do not fit if everything is kept.
-
-        The least device memory comes last. keeps: whether attention outputs are kept.
 
         Host bytes are divided in proportion to tokens times layers, relative to the most that are in flight at once.
         """
         group = kept.group
-        tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        tokens = self.predictions.seconds(group, self.costs).tokens
 
         def layer_tokens(action: Action) -> int:
             return tokens[action.chunk] * group.stages[action.stage].parts[action.part].num_layers
 
-        in_flight = max(most_in_flight(stage.actions, layer_tokens) for stage in group.stages)
-
         def host_share(host_bytes: int, num_tokens: int, num_layers: int) -> int:
-            return int(host_bytes * num_tokens * num_layers / in_flight)
+            return int(host_bytes * num_tokens * num_layers / in_flight()) if host_bytes else 0
 
-        for keeps_attention in keeps:
-            for host_bytes in dict.fromkeys((0, self.budget.host_bytes)):
-                share = partial(host_share, host_bytes)
-                lean = lean_group(group, self.costs.model, self.budget.tile_tokens, share, keeps_attention)
-                yield with_stages_of(lean, group, _fitting_places(kept))
+        @cache
+        def in_flight() -> int:
+            return max(most_in_flight(stage.actions, layer_tokens) for stage in group.stages)
+
+        @cache
+        def lean(keeps_attention: bool, host_bytes: int) -> SequenceGroup:
+            share = partial(host_share, host_bytes)
+            found = lean_group(group, self.costs.model, self.budget.tile_tokens, share, keeps_attention)
+            return with_stages_of(found, group, _fitting_places(kept))
+
+        return lean
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
         least = min(self._least, key=lambda trial: max(trial.over_bytes))
