@@ -35,6 +35,8 @@ class SearchConstants:
     fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
     least bytes of sequences are counted before candidates for them are made. in_turn: factor on the least seconds of sequences
     where stages run one after the other, beyond which a pipeline is slower: these mostly take 1.15 to 1.25 times as long.
+    few_chunks: chunks per stage, up to which stages may idle so much that the two parts of these sequences, one after the other,
+    take less time; much_idle: factor on the least seconds of sequences beyond which this is tried.
     most_failed: how often in a row sequences do not fit and are split, before stages run one after the other for them.
     most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
     """
@@ -45,6 +47,8 @@ class SearchConstants:
     worth: float = 1.03
     much_waiting: float = 0.5
     in_turn: float = 1.3
+    few_chunks: int = 2
+    much_idle: float = 1.5
     most_failed: int = 2
     most_alone: int = 2
 
@@ -123,8 +127,20 @@ class PipelineSearch:
                 waiting += self._apart(together)
             else:
                 num_failed = 0
-                found = [*row.plan.micro_batches, *found]
+                found = [*self._or_apart(together, row).micro_batches, *found]
         return found, ()
+
+    def _or_apart(self, members: tuple[int, ...], row: _Row) -> StepPlan:
+        """The plan of these sequences in one micro-batch, or a faster one of more where stages idle for lack of chunks."""
+        num_chunks = min((len(group.chunks) for group in row.plan.micro_batches[0].groups if group.num_tokens), default=0)
+        is_short = self._room is not None and len(members) > 1 and num_chunks <= _SEARCH.few_chunks * self.staged.num_stages
+        if not is_short or row.run.step_s - row.run.once_s <= _SEARCH.much_idle * self.staged.least_s(members):
+            return row.plan
+        try:
+            plan = self._plan_of([each for part in self._apart(members) for each in self._in_pipelines(part, False)[0]])
+        except ValueError:
+            return row.plan
+        return min(row.plan, plan, key=lambda each: self.planning.predict(each).step_s)
 
     @property
     def _waiting_bytes(self) -> int:
