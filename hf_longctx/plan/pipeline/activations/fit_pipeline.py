@@ -279,8 +279,9 @@ class PipelineRoom:
         return self.predictions.over[key][1]
 
     def _least_trial(self, group: SequenceGroup) -> Trial:
-        """Predicts a group in least memory, and keeps the prediction for a refusal."""
-        self._least.append(self._short_trial(group))
+        """Predicts a group in least memory, unless a bound tells that it does not fit, and keeps it for a refusal."""
+        over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
+        self._least.append(Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self._short_trial(group))
         return self._least[-1]
 
     def _programmed(self, kept: Trial, keeps_attention: bool, lean: _Lean) -> list[Trial]:
@@ -378,8 +379,9 @@ class PipelineRoom:
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
         least = min(self._least, key=lambda trial: max(trial.over_bytes))
-        place = max(range(len(least.over_bytes)), key=lambda stage: least.over_bytes[stage])
-        needed = self.limit_bytes + least.over_bytes[place]
+        over_bytes = self.over_bytes(least.group) if any(stage.activations for stage in least.group.stages) else least.over_bytes
+        place = max(range(len(over_bytes)), key=lambda stage: over_bytes[stage])
+        needed = self.limit_bytes + over_bytes[place]
         return (
             f"stage {place} of {len(group.stages)} needs {needed / 2**30:.2f} GiB on a rank for {len(group.chunks)} chunks of up "
             f"to {max(chunk.num_tokens for chunk in group.chunks)} tokens on {group.degree} rank(s) even if every layer is "
