@@ -62,18 +62,14 @@ class LeastMemory:
     """
 
     def __init__(self, candidates: Candidates, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> None:
-        self._candidates, self._groups, self._counts = candidates, groups, counts
+        self.counts, self._candidates, self._groups = counts, candidates, groups
         self._made: dict[int, Candidate] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
-        return map(self._of, self._counts)
+        return map(self.of, self.counts)
 
-    @property
-    def finest(self) -> Candidate | None:
-        """The candidate with the most slices; None where there is none."""
-        return self._of(self._counts[-1]) if self._counts else None
-
-    def _of(self, count: int) -> Candidate:
+    def of(self, count: int) -> Candidate:
+        """The candidate with the longest sequence in so many slices, one of `counts`."""
         if count not in self._made:
             [self._made[count]] = self._candidates.sliced(self._groups, [count])
         return self._made[count]

@@ -29,15 +29,15 @@ from hf_longctx.plan.prediction.planning import Planning
 class SearchConstants:
     """Constants of the search among candidates.
 
-    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these that may fit
-    the search makes room in, fastest first. much_lost: factor on the seconds with everything kept beyond which a plan is compared
-    with finer chunks, of which fewer need to be recomputed. worth: factor by which a candidate with everything kept must beat the
+    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of those that may
+    fit get room, the quickest first. much_lost: factor on the seconds with everything kept beyond which a plan is compared with
+    finer chunks, of which fewer need to be recomputed. worth: factor by which a candidate with everything kept must beat the
     fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
-    least bytes of sequences are counted before candidates for them are made. in_turn: factor on the least seconds of sequences
-    where stages run one after the other, beyond which a pipeline is slower: these mostly take 1.15 to 1.25 times as long.
-    few_chunks: chunks per stage, up to which stages may idle so much that the two parts of these sequences, one after the other,
-    take less time; much_idle: factor on the least seconds of sequences beyond which this is tried.
-    most_failed: how often in a row sequences do not fit and are split, before stages run one after the other for them.
+    least bytes of sequences are counted before candidates for them are made. few: sequences for each of the largest groups that
+    are counted in place of all. in_turn: factor on the least seconds of sequences where stages run one after the other, beyond
+    which a pipeline is slower: these mostly take 1.15 to 1.25 times as long. most_failed: how often in a row sequences do not
+    fit and are split, before stages run one after the other for them. few_chunks: chunks per stage, up to which stages may idle
+    so much that sequences take less time in two parts; much_idle: factor on their least seconds beyond which this is tried.
     most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
     """
 
@@ -46,10 +46,11 @@ class SearchConstants:
     much_lost: float = 1.05
     worth: float = 1.03
     much_waiting: float = 0.5
+    few: int = 4
     in_turn: float = 1.3
+    most_failed: int = 2
     few_chunks: int = 2
     much_idle: float = 1.5
-    most_failed: int = 2
     most_alone: int = 2
 
 
@@ -100,9 +101,8 @@ class PipelineSearch:
     def _in_pipelines(self, members: tuple[int, ...], may_leave: bool) -> tuple[list[MicroBatch], tuple[int, ...]]:
         """Micro-batches of several chunks in which these sequences fit, and the sequences that are left.
 
-        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other or halves do not fit
-        either, and all longer ones.
-        Raises ValueError for a sequence for which nothing fits.
+        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, or where sequences and
+        their shorter part do not fit, and all longer ones. Raises ValueError for a sequence for which nothing fits.
         """
         found: list[MicroBatch] = []
         waiting, num_failed = [members], 0
@@ -178,8 +178,23 @@ class PipelineSearch:
             return False
         if self._room.waiting_bytes < _SEARCH.much_waiting * self._room.budget.device_bytes:
             return False
-        finest = self.candidates.least_memory(members).finest
-        return finest is not None and not self._may_fit(finest)
+        few = self.candidates.least_memory(self._few(members))
+        return bool(few.counts) and not self._may_fit(few.of(few.counts[-1]))
+
+    def _few(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The longest of these sequences, which mostly need as much memory as all of them where memory is short."""
+        count = _SEARCH.few * -(-self.staged.ranks_per_stage // self.staged.degrees[-1])
+        return members if len(members) <= count else tuple(sorted(self._by_length(members)[:count]))
+
+    def _by_length(self, members: Sequence[int]) -> list[int]:
+        """These sequences, the longest first."""
+        return sorted(members, key=lambda i: (-self.staged.lengths[i], i))
+
+    def _least(self, members: tuple[int, ...]) -> Iterator[Candidate]:
+        """Candidates of least memory that may fit, with ever more slices; those that not even few sequences fit are not made."""
+        every, few = (self.candidates.least_memory(each) for each in (members, self._few(members)))
+        counts = (count for count in every.counts if every is few or self._may_fit(few.of(count)))
+        return filter(self._may_fit, map(every.of, counts))
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """Whether there is no group in the candidate that no policy fits."""
@@ -224,8 +239,8 @@ class PipelineSearch:
                 best = fitting
         if best is not None and self._loses_much(best):
             most_tokens = _most_tokens(best.plan.micro_batches[0])
-            finer = (each for each in self.candidates.least_memory(members) if _most_tokens(each.micro_batch) < most_tokens)
-            best = self._made_fastest(filter(self._may_fit, finer), best)
+            finer = (each for each in self._least(members) if _most_tokens(each.micro_batch) < most_tokens)
+            best = self._made_fastest(finer, best)
         return best
 
     def _loses_much(self, row: _Row) -> bool:
@@ -304,7 +319,7 @@ class PipelineSearch:
         """
         longest = self._longest(members)
         for tried in dict.fromkeys([members, (longest,)]) if tries_longest or len(members) == 1 else [members]:
-            row = self._made_fastest(filter(self._may_fit, self.candidates.least_memory(tried)))
+            row = self._made_fastest(self._least(tried))
             if row is not None:
                 return row if tried == members else None
         if tried != (longest,):
@@ -320,7 +335,7 @@ class PipelineSearch:
         if math.isinf(most_s):
             return False
         found = False
-        for candidate in filter(self._may_fit, self.candidates.least_memory(members)):
+        for candidate in self._least(members):
             if not self._takes(candidate, most_s):
                 return False
             found = True
@@ -338,7 +353,7 @@ class PipelineSearch:
     def _apart(self, members: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sequences longer than half of the longest, and the others; two halves if all are that long."""
         lengths = self.staged.lengths
-        ordered = sorted(members, key=lambda i: (-lengths[i], i))
+        ordered = self._by_length(members)
         num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
         num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
         return tuple(ordered[:num_long]), tuple(ordered[num_long:])

@@ -2,9 +2,12 @@
 
 A group that fits is left unchanged. Otherwise these ways are tried, in this order, until one fits: the loss in tiles alone;
 the program of `joint_program.py`, which chooses for every chunk and stage; every layer of every chunk recomputed. None of them is
-tried for a group that needs clearly more than there is even with every layer recomputed and all inputs on the host. The program
-knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the prediction is
-over the limit. Where more than copies that hide is needed, the program is also solved without offloading.
+tried for a group that needs more than there is even with every layer recomputed and all inputs on the host, and no program where
+that is so without the host. Stages that fit with everything kept are left so.
+
+The program knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the
+prediction is over the limit. Where more than copies that hide is needed, the program is also solved without offloading. An answer
+that recomputes most of the layers is compared with recomputing them all beside attention outputs on the host.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class FitConstants:
     solved without offloading too. hopeless: share of the limit by which the least bytes of a group may exceed it for anything to
     be tried, since policies of the program may need slightly less workspace. many_cells: chunks on parts of stages from which on
     offloading is left out where all else takes at most `little_lost` times as long as with everything kept. much_lost: factor on
-    the seconds with everything kept beyond which a program's answer is compared with that of recomputing every layer.
+    the seconds with everything kept beyond which a program's answer is compared with recomputing every layer but for attention.
     much_hidden: share of saved tensors whose copies hide, from which on they may free more than to recompute them.
     """
 
@@ -192,10 +195,10 @@ class PipelineRoom:
         programs = [partial(self._programmed, kept, keeps_attention, lean) for keeps_attention in keeps]
         ways = ([lean(keeps_attention, host_bytes)] for keeps_attention in (True, False) for host_bytes in hosts)
         found = first_fitting(programs, ways, self._least_trial)
-        if min((trial.seconds for trial in found), default=0.0) > _SEARCH.much_lost * kept.seconds:
-            # a program that recomputes most of the layers may be slower than to recompute all of them and keep attention
-            trials = (self._short_trial(lean(True, host_bytes)) for host_bytes in hosts)
-            found += [trial for trial in trials if trial.fits]
+        # where little room is left, it may take less time to keep attention outputs on the host than to recompute some of them
+        is_slow = min((trial.seconds for trial in found), default=0.0) > _SEARCH.much_lost * kept.seconds
+        if is_slow and self.budget.host_bytes and (whole := self._least_trial(lean(True, self.budget.host_bytes))).fits:
+            found.append(whole)
         return found
 
     def _kept_trial(self, group: SequenceGroup) -> Trial:
