@@ -331,15 +331,15 @@ class PipelineSearch:
         return max(members, key=lambda i: (self.staged.lengths[i], -i))
 
     def _is_slow(self, members: tuple[int, ...], most_s: float) -> bool:
-        """Whether pipelines of these sequences with little memory take more than `most_s` seconds even with everything kept."""
-        if math.isinf(most_s):
+        """Whether a stage works more than `most_s` seconds in all pipelines of these sequences with little memory."""
+        if self._room is None or math.isinf(most_s):
             return False
-        found = False
+        is_busy = [False]
         for candidate in self._least(members):
-            if not self._takes(candidate, most_s):
-                return False
-            found = True
-        return found
+            is_busy = [self._room.is_busy(group, most_s) for group in candidate.micro_batch.groups]
+            if not any(is_busy):
+                break
+        return any(is_busy)
 
     def _nothing_fits(self, sequence: int) -> str:
         budget = self.config.activations

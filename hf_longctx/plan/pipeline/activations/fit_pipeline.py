@@ -175,8 +175,11 @@ class PipelineRoom:
 
     def takes(self, group: SequenceGroup, seconds: float) -> bool:
         """Whether a group takes at least so many seconds even if it recomputes and moves nothing."""
-        is_busy = busiest_stage_s(self.plan, group, self.costs, self.predictions) >= seconds
-        return is_busy or self.kept_s(group) >= seconds
+        return self.is_busy(group, seconds) or self.kept_s(group) >= seconds
+
+    def is_busy(self, group: SequenceGroup, seconds: float) -> bool:
+        """Whether a stage works at least so many seconds on a group that recomputes and moves nothing."""
+        return busiest_stage_s(self.plan, group, self.costs, self.predictions) >= seconds
 
     def _fitting(self, group: SequenceGroup) -> list[Trial]:
         """Trials that fit, found in the order that the module describes."""
