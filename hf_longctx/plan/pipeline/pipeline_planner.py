@@ -192,7 +192,9 @@ class PipelineSearch:
 
     def _least(self, members: tuple[int, ...]) -> Iterator[Candidate]:
         """Candidates of least memory that may fit, with ever more slices; those that not even few sequences fit are not made."""
-        every, few = (self.candidates.least_memory(each) for each in (members, self._few(members)))
+        every = self.candidates.least_memory(members)
+        # without gradients that wait, sequences mostly fit in few slices
+        few = self.candidates.least_memory(self._few(members)) if self._waiting_bytes else every
         counts = (count for count in every.counts if every is few or self._may_fit(few.of(count)))
         return filter(self._may_fit, map(every.of, counts))
 
