@@ -6,7 +6,7 @@ Both share the policies of least memory, which are tried last, and the cache of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -195,6 +195,12 @@ def with_equal_stages(
     return replace(group, stages=tuple(stages))
 
 
+def with_stages_of(group: SequenceGroup, other: SequenceGroup, places: Collection[int]) -> SequenceGroup:
+    """The group with the stages of `other`, the same group under other policies, at these places."""
+    pairs = zip(group.stages, other.stages, strict=True)
+    return replace(group, stages=tuple(theirs if place in places else own for place, (own, theirs) in enumerate(pairs)))
+
+
 def in_tiles(group: SequenceGroup, tile_tokens: int) -> SequenceGroup:
     """The group with tiles in every chunk, and nothing moved or recomputed."""
     return with_equal_stages(group, lambda *_: (), tile_tokens)
@@ -214,7 +220,8 @@ def lean_group(
     host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk,
     once for all stages with as many layers. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
     """
-    tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+    shape = group.shape
+    tokens = [max(shard_tokens(chunk, shape)) for chunk in group.chunks]
     # equal layers share one object, so that their bytes are counted once
     known: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
 

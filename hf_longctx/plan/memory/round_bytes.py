@@ -130,9 +130,9 @@ def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, en
 
     ends: length of every sequence of the group; a caller with many chunks computes it once.
     """
-    degree = group.degree
+    shape, degree = group.shape, group.degree
     ends = sequence_ends(group.chunks) if ends is None else ends
-    tokens = shard_tokens(chunk, group.shape)[position]
+    tokens = shard_tokens(chunk, shape)[position]
     slices = [span for span in chunk.spans if span.start or span.stop < ends[span.sequence]]
     return replace(
         like,
@@ -141,6 +141,6 @@ def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, en
         front_tokens=-(-max((span.start for span in slices), default=0) // degree),
         sliced_tokens=min(tokens, sum(-(-span.num_tokens // degree) for span in slices)),
         is_shared=degree > 1,
-        num_blocks=group.shape.num_blocks,
-        block_ranks=group.shape.ulysses,
+        num_blocks=shape.num_blocks,
+        block_ranks=shape.ulysses,
     )

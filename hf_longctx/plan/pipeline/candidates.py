@@ -36,7 +36,7 @@ class _CandidateSearch:
     most_layouts: int = 4
     fitting_cuts: int = 2
     most_cuts: int = 5
-    least_memory_slices: tuple[int, ...] = (1, 4, 16)
+    least_memory_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     lent_slices: int = 4
 
 
@@ -55,6 +55,26 @@ class Candidate:
     micro_batch: MicroBatch
 
 
+class LeastMemory:
+    """Candidates of the same groups in ever more slices, each made when it is asked for.
+
+    Their seconds are not estimated (nan).
+    """
+
+    def __init__(self, candidates: Candidates, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> None:
+        self.counts, self._candidates, self._groups = counts, candidates, groups
+        self._made: dict[int, Candidate] = {}
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self.of, self.counts)
+
+    def of(self, count: int) -> Candidate:
+        """The candidate with the longest sequence in so many slices, one of `counts`."""
+        if count not in self._made:
+            [self._made[count]] = self._candidates.sliced(self._groups, [count])
+        return self._made[count]
+
+
 class Candidates:
     """Makes candidates for any subset (`members`) of the step's sequences."""
 
@@ -63,7 +83,7 @@ class Candidates:
         self.passes = MessagedPasses()
         self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...]], SequenceGroup] = {}
         self._runs: dict[tuple[int, tuple[int, ...], int, float], tuple[float, tuple[Chunk, ...]]] = {}
-        self._least: dict[tuple[int, ...], list[Candidate]] = {}
+        self._least: dict[tuple[int, ...], LeastMemory] = {}
 
     def fastest(self, members: Sequence[int]) -> list[Candidate]:
         """Fastest pipelines for these sequences, one for each of the most promising layouts, fastest first.
@@ -146,27 +166,27 @@ class Candidates:
                 best = seconds, padded
         return Candidate(best[0], self.micro_batch(groups, best[1])) if best is not None and best[0] < math.inf else None
 
-    def least_memory(self, members: Sequence[int]) -> list[Candidate]:
+    def least_memory(self, members: Sequence[int]) -> LeastMemory:
         """Pipelines that need little memory: the largest groups, with the longest sequence in ever more slices.
 
-        Their seconds are not estimated (nan). The list is empty if these groups cannot hold all sequences or cannot run
-        concurrently.
+        There are none if these groups cannot hold all sequences or cannot run concurrently.
         """
         key = tuple(members)
         if key not in self._least:
-            self._least[key] = self._least_memory(key)
+            self._least[key] = LeastMemory(self, *self._least_memory(key))
         return self._least[key]
 
-    def _least_memory(self, members: tuple[int, ...]) -> list[Candidate]:
+    def _least_memory(self, members: tuple[int, ...]) -> tuple[Sequence[PlacedGroup], Sequence[int]]:
+        """The largest groups of these sequences and numbers of slices, fewest first; none where they cannot run."""
         degree = self.staged.degrees[-1]
         try:
             groups = dealt_groups(self.staged, (degree,) * (self.staged.ranks_per_stage // degree), members)
         except ValueError:
-            return []
+            return (), ()
         if self._share_blocks(groups):
-            return []
+            return (), ()
         longest = int(self.staged.lengths[list(members)].max())
-        return self._sliced(groups, [count for count in _SEARCH.least_memory_slices if count <= longest])
+        return groups, [count for count in _SEARCH.least_memory_slices if count <= longest]
 
     def fewest_bytes(self, sequence: int) -> Iterator[SequenceGroup]:
         """Groups that run this sequence in several chunks with little memory: in many slices, or whole after a dummy chunk.
@@ -190,9 +210,9 @@ class Candidates:
         [groups] = with_idle_ranks([[group]], staged.ranks_per_stage, 0)
         can_lend = staged.shapes[degree].num_blocks == 1 and length <= staged.longest[degree]
         most = min(length // degree, _SEARCH.lent_slices * staged.num_stages) if can_lend else 0
-        return self._sliced(groups, [count for count in CUTS.slice_counts if staged.num_stages - 1 <= count <= most])
+        return self.sliced(groups, [count for count in CUTS.slice_counts if staged.num_stages - 1 <= count <= most])
 
-    def _sliced(self, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> list[Candidate]:
+    def sliced(self, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> list[Candidate]:
         """Candidates with the longest sequence of every group in each of these numbers of slices; equal ones are made once."""
         busy = [group for group in groups if group.members]
         found = dict.fromkeys(tuple(self._chunks(group, count) for group in busy) for count in counts)

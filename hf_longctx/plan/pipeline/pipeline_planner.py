@@ -10,7 +10,7 @@ so, long sequences get a micro-batch of their own, and the others another one af
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,19 +29,28 @@ from hf_longctx.plan.prediction.planning import Planning
 class SearchConstants:
     """Constants of the search among candidates.
 
-    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these the search
-    tries to make fit, fastest first. few_chunks: chunks per stage, up to which filling and draining take so much of the time that
-    more slices are worth a try. much_waiting: share of the device's room that gradients take while they wait, from which on the
-    least bytes of sequences are counted before candidates for them are made. in_turn: factor on the least seconds of sequences
-    where stages run one after the other, beyond which a pipeline is slower: these mostly take 1.15 to 1.25 times as long.
+    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of those that may
+    fit get room, the quickest first. much_lost: factor on the seconds with everything kept beyond which a plan is compared with
+    finer chunks, of which fewer need to be recomputed. worth: factor by which a candidate with everything kept must beat the
+    fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
+    least bytes of sequences are counted before candidates for them are made. few: sequences for each of the largest groups that
+    are counted in place of all. in_turn: factor on the least seconds of sequences where stages run one after the other, beyond
+    which a pipeline is slower: these mostly take 1.15 to 1.25 times as long. most_failed: how often in a row sequences do not
+    fit and are split, before stages run one after the other for them. few_chunks: chunks per stage, up to which stages may idle
+    so much that sequences take less time in two parts; much_idle: factor on their least seconds beyond which this is tried.
     most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
     """
 
     equal: float = 1.01
     most_fits: int = 2
-    few_chunks: int = 2
+    much_lost: float = 1.05
+    worth: float = 1.03
     much_waiting: float = 0.5
+    few: int = 4
     in_turn: float = 1.3
+    most_failed: int = 2
+    few_chunks: int = 2
+    much_idle: float = 1.5
     most_alone: int = 2
 
 
@@ -92,11 +101,11 @@ class PipelineSearch:
     def _in_pipelines(self, members: tuple[int, ...], may_leave: bool) -> tuple[list[MicroBatch], tuple[int, ...]]:
         """Micro-batches of several chunks in which these sequences fit, and the sequences that are left.
 
-        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, and all longer ones.
-        Raises ValueError for a sequence for which nothing fits.
+        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, or where sequences and
+        their shorter part do not fit, and all longer ones. Raises ValueError for a sequence for which nothing fits.
         """
         found: list[MicroBatch] = []
-        waiting = [members]
+        waiting, num_failed = [members], 0
         while waiting:
             together = waiting.pop()
             most_s = _SEARCH.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
@@ -104,7 +113,7 @@ class PipelineSearch:
             if not self._is_hopeless(together):
                 row = self._fastest(together)
                 is_slow = row is None and self._is_slow(together, most_s)
-                row = row or (None if is_slow else self._least_memory(together))
+                row = row or (None if is_slow else self._least_memory(together, not may_leave))
             if is_slow or (row is not None and row.run.step_s - row.run.once_s > most_s):
                 return found, tuple(i for each in (together, *waiting) for i in each)
             if row is None:
@@ -112,10 +121,26 @@ class PipelineSearch:
                     # to split is in vain if the longest does not fit even alone
                     longest = (self._longest(members),)
                     _ = self._fastest(longest) or self._least_memory(longest)
+                num_failed += 1
+                if may_leave and found and num_failed == _SEARCH.most_failed:
+                    return found, tuple(i for each in (together, *waiting) for i in each)
                 waiting += self._apart(together)
             else:
-                found = [*row.plan.micro_batches, *found]
+                num_failed = 0
+                found = [*self._or_apart(together, row).micro_batches, *found]
         return found, ()
+
+    def _or_apart(self, members: tuple[int, ...], row: _Row) -> StepPlan:
+        """The plan of these sequences in one micro-batch, or a faster one of more where stages idle for lack of chunks."""
+        num_chunks = min((len(group.chunks) for group in row.plan.micro_batches[0].groups if group.num_tokens), default=0)
+        is_short = self._room is not None and len(members) > 1 and num_chunks <= _SEARCH.few_chunks * self.staged.num_stages
+        if not is_short or row.run.step_s - row.run.once_s <= _SEARCH.much_idle * self.staged.least_s(members):
+            return row.plan
+        try:
+            plan = self._plan_of([each for part in self._apart(members) for each in self._in_pipelines(part, False)[0]])
+        except ValueError:
+            return row.plan
+        return min(row.plan, plan, key=lambda each: self.planning.predict(each).step_s)
 
     @property
     def _waiting_bytes(self) -> int:
@@ -133,14 +158,8 @@ class PipelineSearch:
         if self._room is None:
             return None
         plans = map(self._plan_of, SingleChunks(self.candidates, self._room).steps(members))
-        plan = next(filter(None, map(self._fitting, plans)), None)
-        return None if plan is None else plan.micro_batches
-
-    def _fitting(self, plan: StepPlan) -> StepPlan | None:
-        """The plan with room, and None where there is none."""
-        run = self.planning.predict(plan)
-        made = _Row(plan, run) if self._fits(plan, run) else self._with_room(plan)
-        return None if made is None else made.plan
+        row = next(filter(None, map(self._with_room, plans)), None)
+        return None if row is None else row.plan.micro_batches
 
     @cached_property
     def _room(self) -> PipelineRoom | None:
@@ -159,7 +178,25 @@ class PipelineSearch:
             return False
         if self._room.waiting_bytes < _SEARCH.much_waiting * self._room.budget.device_bytes:
             return False
-        return not all(map(self._may_fit, self.candidates.least_memory(members)[-1:]))
+        few = self.candidates.least_memory(self._few(members))
+        return bool(few.counts) and not self._may_fit(few.of(few.counts[-1]))
+
+    def _few(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The longest of these sequences, which mostly need as much memory as all of them where memory is short."""
+        count = _SEARCH.few * -(-self.staged.ranks_per_stage // self.staged.degrees[-1])
+        return members if len(members) <= count else tuple(sorted(self._by_length(members)[:count]))
+
+    def _by_length(self, members: Sequence[int]) -> list[int]:
+        """These sequences, the longest first."""
+        return sorted(members, key=lambda i: (-self.staged.lengths[i], i))
+
+    def _least(self, members: tuple[int, ...]) -> Iterator[Candidate]:
+        """Candidates of least memory that may fit, with ever more slices; those that not even few sequences fit are not made."""
+        every = self.candidates.least_memory(members)
+        # without gradients that wait, sequences mostly fit in few slices
+        few = self.candidates.least_memory(self._few(members)) if self._waiting_bytes else every
+        counts = (count for count in every.counts if every is few or self._may_fit(few.of(count)))
+        return filter(self._may_fit, map(every.of, counts))
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """Whether there is no group in the candidate that no policy fits."""
@@ -173,6 +210,10 @@ class PipelineSearch:
         """Predicted seconds of a candidate's groups, which recompute and move nothing."""
         assert self._room is not None
         return max(map(self._room.kept_s, candidate.micro_batch.groups))
+
+    def _takes(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether a candidate takes at least so many seconds even with everything kept; without a budget it counts as if."""
+        return self._room is None or any(self._room.takes(group, seconds) for group in candidate.micro_batch.groups)
 
     def _as_it_is(self, candidate: Candidate) -> _Row | None:
         """The candidate's prediction; None where it does not fit as it is."""
@@ -189,7 +230,7 @@ class PipelineSearch:
         row = next(filter(None, map(self._as_it_is, equal)), None)
         if row is not None:
             return row
-        best = next(filter(None, map(self._made_to_fit, self._quickest(equal))), None)
+        best = self._made_fastest(self._quickest(equal))
         for candidate in candidates[len(equal) :]:
             if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
@@ -198,15 +239,37 @@ class PipelineSearch:
                 fitting = self._made_to_fit(candidate)
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
+        if best is not None and self._loses_much(best):
+            most_tokens = _most_tokens(best.plan.micro_batches[0])
+            finer = (each for each in self._least(members) if _most_tokens(each.micro_batch) < most_tokens)
+            best = self._made_fastest(finer, best)
         return best
 
+    def _loses_much(self, row: _Row) -> bool:
+        """Whether a plan of one micro-batch takes much longer than with everything kept, so that others may recompute less."""
+        if self._room is None:
+            return False
+        groups = row.plan.micro_batches[0].groups
+        kept = [replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages)) for group in groups]
+        return row.run.step_s - row.run.once_s > _SEARCH.much_lost * max(map(self._room.kept_s, kept))
+
     def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those of the quickest of these candidates that may fit, quickest first."""
-        may_fit = [self._room is not None and self._may_fit(each) for each in candidates]
-        if sum(may_fit) < 2 and (not any(may_fit) or len(may_fit) <= _SEARCH.most_fits):
-            return [each for each, may in zip(candidates, may_fit, strict=True) if may]
-        order = sorted(range(len(candidates)), key=lambda place: self._kept_s(candidates[place]))
-        return [candidates[place] for place in order[: _SEARCH.most_fits] if may_fit[place]]
+        """The quickest of these candidates that may fit, quickest first."""
+        found = [] if self._room is None else [each for each in candidates if self._may_fit(each)]
+        return sorted(found, key=self._kept_s)[: _SEARCH.most_fits] if len(found) > 1 else found
+
+    def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
+        """The fastest of `best` and of these candidates with room made; None where nothing fits.
+
+        The first candidate that is hardly faster than the best so far, even with everything kept, ends the search.
+        """
+        for candidate in candidates:
+            if best is not None and self._takes(candidate, (best.run.step_s - best.run.once_s) / _SEARCH.worth):
+                break
+            made = self._as_it_is(candidate) or self._made_to_fit(candidate)
+            if made is not None and (best is None or made.run.step_s < best.run.step_s):
+                best = made
+        return best
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self._plan_of([candidate.micro_batch])
@@ -251,17 +314,18 @@ class PipelineSearch:
         made = _Row(plan, self.planning.predict(plan))
         return made if self._fits(made.plan, made.run) else None
 
-    def _least_memory(self, members: tuple[int, ...]) -> _Row | None:
+    def _least_memory(self, members: tuple[int, ...], tries_longest: bool = True) -> _Row | None:
         """Finds a micro-batch that fits of the largest groups with as few slices as possible; None where none does.
 
-        Raises ValueError if the longest of these sequences does not fit even alone.
+        Raises ValueError for a single sequence that does not fit; tries_longest: also if the longest does not fit even alone.
         """
         longest = self._longest(members)
-        for tried in dict.fromkeys([members, (longest,)]):
-            candidates = [candidate for candidate in self.candidates.least_memory(tried) if self._may_fit(candidate)]
-            row = next(filter(None, map(self._as_it_is, candidates)), None) or self._first_to_fit(candidates)
+        for tried in dict.fromkeys([members, (longest,)]) if tries_longest or len(members) == 1 else [members]:
+            row = self._made_fastest(self._least(tried))
             if row is not None:
                 return row if tried == members else None
+        if tried != (longest,):
+            return None
         raise ValueError(self._nothing_fits(longest))
 
     def _longest(self, members: Sequence[int]) -> int:
@@ -269,23 +333,15 @@ class PipelineSearch:
         return max(members, key=lambda i: (self.staged.lengths[i], -i))
 
     def _is_slow(self, members: tuple[int, ...], most_s: float) -> bool:
-        """Whether pipelines of these sequences with little memory take more than `most_s` seconds even with everything kept."""
-        if math.isinf(most_s):
+        """Whether a stage works more than `most_s` seconds in all pipelines of these sequences with little memory."""
+        if self._room is None or math.isinf(most_s):
             return False
-        candidates = [candidate for candidate in self.candidates.least_memory(members) if self._may_fit(candidate)]
-        return bool(candidates) and all(self._kept_s(candidate) > most_s for candidate in candidates)
-
-    def _first_to_fit(self, candidates: Sequence[Candidate]) -> _Row | None:
-        """The first of these that can be made to fit; later ones, with more chunks, only while chunks are few."""
-        best: _Row | None = None
-        for candidate in candidates:
-            made = self._made_to_fit(candidate)
-            if made is not None and (best is None or made.run.step_s < best.run.step_s):
-                best = made
-            num_chunks = min(len(group.chunks) for group in candidate.micro_batch.groups if group.num_tokens)
-            if best is not None and num_chunks >= _SEARCH.few_chunks * self.staged.num_stages:
+        is_busy = [False]
+        for candidate in self._least(members):
+            is_busy = [self._room.is_busy(group, most_s) for group in candidate.micro_batch.groups]
+            if not any(is_busy):
                 break
-        return best
+        return any(is_busy)
 
     def _nothing_fits(self, sequence: int) -> str:
         budget = self.config.activations
@@ -299,7 +355,7 @@ class PipelineSearch:
     def _apart(self, members: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sequences longer than half of the longest, and the others; two halves if all are that long."""
         lengths = self.staged.lengths
-        ordered = sorted(members, key=lambda i: (-lengths[i], i))
+        ordered = self._by_length(members)
         num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
         num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
         return tuple(ordered[:num_long]), tuple(ordered[num_long:])
@@ -324,3 +380,8 @@ class PipelineSearch:
             alone += min(lent, key=lambda found: found.lent_s).plan.micro_batches
             others = tuple(sorted(order[count:]))
             yield replace(plan, micro_batches=(*alone, *(self._micro_batches(others) if others else ())))
+
+
+def _most_tokens(micro_batch: MicroBatch) -> float:
+    """Tokens of the largest chunk on a rank."""
+    return max(chunk.num_tokens / group.degree for group in micro_batch.groups for chunk in group.chunks)

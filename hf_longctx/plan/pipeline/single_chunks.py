@@ -49,11 +49,11 @@ class SingleChunks:
         """
         lengths, degree = self.staged.lengths, self.staged.degrees[-1]
         longest = -(-max(int(lengths[i]) for i in members) // degree)
-        least = self._most_tokens(self.room.least_over_bytes)
+        least = self._most_tokens(self.room.may_recompute)
         if longest > least:
             return
         problem = self._problem(members)
-        kept = int(_FILLED * self._most_tokens(self.room.over_bytes))
+        kept = int(_FILLED * self._most_tokens(self.room.may_keep))
         least = max(longest, int(_FILLED * least))
         long = [place for place, i in enumerate(members) if lengths[i] > kept * degree]
         others = [place for place, i in enumerate(members) if lengths[i] <= kept * degree]
@@ -84,14 +84,14 @@ class SingleChunks:
     def _fits_in_several(self, sequence: int) -> bool:
         return any(map(self.room.may_recompute, self.candidates.fewest_bytes(sequence)))
 
-    def _most_tokens(self, over_bytes: Callable[[SequenceGroup], Sequence[float]]) -> int:
+    def _most_tokens(self, may_fit: Callable[[SequenceGroup], bool]) -> int:
         """Most tokens of one document on a rank of the largest group that fit as one chunk; 0 if not even one does."""
         staged, degree = self.staged, self.staged.degrees[-1]
 
         def fits(tokens: int) -> bool:
             chunk = Chunk(0, (Span(0, 0, tokens * degree),))
             group = SequenceGroup.of(staged.shapes[degree], range(degree), (chunk,))
-            return max(over_bytes(pipelined(group, staged.parts, staged.schedule, self.candidates.passes))) <= 0
+            return may_fit(pipelined(group, staged.parts, staged.schedule, self.candidates.passes))
 
         low, high = 0, staged.config.tokens_per_rank
         if fits(high):

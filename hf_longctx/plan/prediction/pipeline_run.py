@@ -135,6 +135,11 @@ def kept_pipeline_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, know
     return wiring.stop_s(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()))
 
 
+def busiest_stage_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
+    """Seconds that the busiest stage works on a group that recomputes and moves nothing: at most those of its run."""
+    return float(StageSeconds(plan, group, costs, known).table().sum(axis=(0, 2, 3)).max())
+
+
 def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:
     """Predicts a group on one stage that runs by itself from second 0."""
     plan = StepPlan(0, (), 1, group.degree, costs.parameters, (MicroBatch((group,)),))
@@ -198,7 +203,8 @@ class ChunkSeconds:
 
     def __init__(self, group: SequenceGroup, costs: CostModel) -> None:
         self.group, self.costs = group, costs
-        self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        shape = group.shape
+        self.tokens = [max(shard_tokens(chunk, shape)) for chunk in group.chunks]
         self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
         self._slots: dict[tuple[int, LayerKind], Slot] = {}

@@ -42,4 +42,4 @@ def test_candidates_of_least_memory_have_the_largest_groups_and_ever_more_slices
     staged = StagedStep([1600, 10], cost_model("linear", 8), PlannerConfig(9000, (1, 2), stages=layer_ranges(4, 2)))
     found = [candidate.micro_batch.groups for candidate in Candidates(staged).least_memory((0, 1))]
     assert all([group.degree for group in groups] == [2, 2] for groups in found)
-    assert [max(len(group.chunks) for group in groups) for groups in found] == [1, 4, 16]
+    assert [max(len(group.chunks) for group in groups) for groups in found] == [1, 2, 4, 8, 16]

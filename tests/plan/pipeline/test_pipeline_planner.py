@@ -296,7 +296,7 @@ def test_stages_take_turns_for_sequences_of_which_pipelines_would_be_slower(monk
     monkeypatch.setattr(pipeline_planner, "_SEARCH", SearchConstants(in_turn=float("inf")))
     split = plan_stages(0, lengths, costs, 2, limits)
     assert max(len(group.chunks) for each in split.micro_batches for group in each.groups) > 1
-    assert plan.estimate.step_s < 0.9 * split.estimate.step_s
+    assert plan.estimate.step_s < 0.95 * split.estimate.step_s
 
 
 def test_without_a_budget_a_rank_holds_no_more_than_its_tokens_over_all_layers() -> None:

@@ -39,7 +39,7 @@ class AdapterSpec:
 
     @property
     def is_empty(self) -> bool:
-        return max(self.layer_parameters, self.first_parameters, self.last_parameters) == 0
+        return not (self.layer_parameters or self.first_parameters or self.last_parameters)
 
     def sizes(self, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
         """Returns (trained parameters, bytes) of `num_layers` layers, with the embedding if first and the head if last."""

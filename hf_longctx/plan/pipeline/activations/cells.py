@@ -6,17 +6,16 @@ the copies of a layer overlap with the layer after it: out with its forward, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from hf_longctx.plan.activations.fit import with_layers
+from hf_longctx.plan.activations.fit import with_layers, with_stages_of
 from hf_longctx.plan.activations.slots import Slot, layer_slot
-from hf_longctx.plan.core.arrays import FloatArray, IntArray
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.model_spec import KindShares
-from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
     Chunk,
@@ -29,6 +28,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
 from hf_longctx.plan.pipeline.activations.joint_program import Cells, Moments
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
@@ -61,6 +61,17 @@ def _offloaded(share: float, replayed: tuple[TensorClass, ...]) -> LayerPolicy:
     return LayerPolicy(tuple(TensorShare(name, **(again if name in replayed else kept)) for name in TENSOR_CLASSES))
 
 
+def hidden_share(group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
+    """Largest share of the group's saved tensors whose copies to the host hide behind the shorter passes of layers."""
+    parts, seconds = group.stages[0].parts, known.seconds(group, costs)
+    most = max(part.num_layers for stage in group.stages for part in stage.parts)
+    passes = (seconds.passes(is_backward, 0, costs.attention_pairs(parts))[:, 0] for is_backward in (False, True))
+    copy_s = np.array(seconds.tokens) * layer_class_bytes(costs.model) / costs.cluster.hardware.copy_bytes_per_s
+    hidden_s = np.minimum(copy_s, _COPIES.link_share * np.minimum(*passes))
+    # nothing hides the copies of a part's last layer
+    return float(hidden_s.sum() / max(copy_s.sum(), 1e-300)) * (most - 1) / most
+
+
 class GroupCells:
     """Makes the cells and moments of one group whose policies have tiles and nothing else yet."""
 
@@ -72,14 +83,15 @@ class GroupCells:
         keeps_attention: bool,
         known: PredictionCache,
         offloads: bool = True,
+        kept: Collection[int] = (),
     ) -> None:
-        """offloads: whether anything may go to the host."""
-        self.group, self.costs, self.tile_tokens, self.offloads = group, costs, tile_tokens, offloads
+        """offloads: whether anything may go to the host. kept: stages that fit as they are, and so keep everything."""
+        self.group, self.costs, self.tile_tokens, self.offloads, self.kept = group, costs, tile_tokens, offloads, kept
         self.bytes, self._slots = known.byte_model(costs.model), known.seconds(group, costs)
         self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.replayed_classes)
         self.recomputed = recomputed_layer(keeps_attention)
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
-        self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        self.tokens = self._slots.tokens
         # policies by layers offloaded, layers recomputed, tokens offloaded and tokens
         self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
         # policies by tokens and tokens offloaded
@@ -105,8 +117,12 @@ class GroupCells:
         """The group whose cells recompute so many layers and offload these shares."""
         keys = product(range(self.num_stages), range(len(self.tokens)), range(self.num_parts))
         numbers = zip(keys, self.cells.num_layers.tolist(), layers, offload, strict=True)
-        policies = {key: self._layers(count, again, share, self.tokens[key[1]]) for key, count, again, share in numbers}
-        return with_layers(self.group, policies, self.tile_tokens)
+        policies = {
+            key: self._layers(count, again, share, self.tokens[key[1]])
+            for key, count, again, share in numbers
+            if key[0] not in self.kept
+        }
+        return with_stages_of(with_layers(self.group, policies, self.tile_tokens), self.group, self.kept)
 
     def _layers(self, num_layers: int, num_recomputed: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
         """Policies of a cell's first layers; layers without one keep everything. Equal policies share one object."""
@@ -217,7 +233,7 @@ class GroupCells:
         """Moments of every stage with a room of 0 bytes: `excess_bytes` are then all bytes on the device if everything is kept.
 
         Workspace beside saved tensors hardly depends on the policy; the largest of counts with everything kept or recomputed, and
-        with all copies that hide.
+        with all copies that hide. Those of stages that keep everything need no room.
         """
         every, none = self.cells.num_layers.tolist(), [0] * len(self.cells.num_layers)
         ways = [self.under(every, [0.0] * len(every))]
@@ -225,16 +241,19 @@ class GroupCells:
             ways.append(self.under(none, self.cells.most_offload.tolist()))
         found = []
         for stage, *others in zip(self.group.stages, *(way.stages for way in ways), strict=True):
+            if stage.stage in self.kept:
+                found.append(self._with_ends(stage, np.full(len(self.bytes.passes(stage).cells), -np.inf)))
+                continue
             kept, *changed = (self.bytes.moments(self.group, each) for each in (stage, *others))
             work = np.max([each.peak - each.saved for each in (kept, *changed)], axis=0)
-            found.append(self._with_ends(stage, kept.saved + work))
+            found.append(self._with_ends(stage, (kept.saved + work).astype(np.float64)))
         return found
 
-    def _with_ends(self, stage: StagePlan, num_bytes: IntArray) -> Moments:
+    def _with_ends(self, stage: StagePlan, num_bytes: FloatArray) -> Moments:
         """Moments of a stage with these bytes, and its cells' first and last."""
         passes = self.bytes.passes(stage)
         cells, is_forward = passes.cells, passes.is_forward
         forwards, backwards = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
         first, stop = np.empty((2, len(forwards)), dtype=np.int64)
         first[cells[forwards]], stop[cells[backwards]] = forwards, backwards + 1
-        return Moments(num_bytes.astype(np.float64), first, stop)
+        return Moments(num_bytes, first, stop)

@@ -2,9 +2,12 @@
 
 A group that fits is left unchanged. Otherwise these ways are tried, in this order, until one fits: the loss in tiles alone;
 the program of `joint_program.py`, which chooses for every chunk and stage; every layer of every chunk recomputed. None of them is
-tried for a group that needs clearly more than there is even with every layer recomputed and all inputs on the host. The program
-knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the prediction is
-over the limit. Where more than copies that hide is needed, the program is also solved without offloading.
+tried for a group that needs more than there is even with every layer recomputed and all inputs on the host, and no program where
+that is so without the host. Stages that fit with everything kept are left so.
+
+The program knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the
+prediction is over the limit. Where more than copies that hide is needed, the program is also solved without offloading. An answer
+that recomputes most of the layers is compared with recomputing them all beside attention outputs on the host.
 """
 
 from __future__ import annotations
@@ -12,17 +15,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
-from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, in_tiles, lean_group, search_room
+from hf_longctx.plan.activations.fit import (
+    FittedGroups,
+    Trial,
+    first_fitting,
+    in_tiles,
+    lean_group,
+    search_room,
+    with_stages_of,
+)
 from hf_longctx.plan.core.planner_config import ActivationBudget
-from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Action, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
-from hf_longctx.plan.pipeline.activations.cells import GroupCells
+from hf_longctx.plan.pipeline.activations.cells import GroupCells, hidden_share
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache, kept_pipeline_s, run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, busiest_stage_s, kept_pipeline_s, run_pipeline
 from hf_longctx.plan.prediction.planning import Planning
 
 
@@ -37,7 +47,9 @@ class FitConstants:
     group's seconds with everything kept, and with what the program recomputes of a single chunk, beyond which the program is
     solved without offloading too. hopeless: share of the limit by which the least bytes of a group may exceed it for anything to
     be tried, since policies of the program may need slightly less workspace. many_cells: chunks on parts of stages from which on
-    offloading is left out where all else takes at most `little_lost` times as long as with everything kept.
+    offloading is left out where all else takes at most `little_lost` times as long as with everything kept. much_lost: factor on
+    the seconds with everything kept beyond which a program's answer is compared with recomputing every layer but for attention.
+    much_hidden: share of saved tensors whose copies hide, from which on they may free more than to recompute them.
     """
 
     attempts: int = 6
@@ -47,9 +59,11 @@ class FitConstants:
     margin: float = 0.002
     tolerance: float = 0.001
     slack: float = 1.005
-    hopeless: float = 0.01
+    hopeless: float = 0.001
     many_cells: int = 4000
     little_lost: float = 1.02
+    much_lost: float = 1.2
+    much_hidden: float = 0.8
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -57,6 +71,9 @@ _SEARCH = FitConstants()
 
 # device bytes of every stage for saved tensors and workspace, and host bytes
 _Room = tuple[tuple[float, ...], float]
+
+# makes a group with every layer recomputed, given whether attention outputs are kept, and the host bytes for inputs
+_Lean = Callable[[bool, int], SequenceGroup]
 
 
 def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
@@ -152,16 +169,17 @@ class PipelineRoom:
         short = Trial(group, math.inf, over_bytes, float(on_host - self.budget.host_bytes), counted_s)
         return self.trial(group, counted_s) if short.fits else short
 
-    def _kept_trial(self, group: SequenceGroup) -> Trial:
-        """The `trial` of a group that keeps everything; where a bound tells that it does not fit, its bytes are not counted."""
-        over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
-        if max(over_bytes) <= 0:
-            return self.trial(group)
-        return Trial(group, self.kept_s(group), over_bytes)
-
     def kept_s(self, group: SequenceGroup) -> float:
         """Predicted seconds of a group alone that recomputes and moves nothing."""
         return kept_pipeline_s(self.plan, group, self.costs, self.predictions)
+
+    def takes(self, group: SequenceGroup, seconds: float) -> bool:
+        """Whether a group takes at least so many seconds even if it recomputes and moves nothing."""
+        return self.is_busy(group, seconds) or self.kept_s(group) >= seconds
+
+    def is_busy(self, group: SequenceGroup, seconds: float) -> bool:
+        """Whether a stage works at least so many seconds on a group that recomputes and moves nothing."""
+        return busiest_stage_s(self.plan, group, self.costs, self.predictions) >= seconds
 
     def _fitting(self, group: SequenceGroup) -> list[Trial]:
         """Trials that fit, found in the order that the module describes."""
@@ -171,11 +189,33 @@ class PipelineRoom:
         if self.is_hopeless(group):
             self._least.append(Trial(group, math.inf, self.least_over_bytes(group)))
             return []
-        tiled = self._kept_trial(in_tiles(group, self.budget.tile_tokens))
-        programs: list[Program] = [lambda: [tiled]]
-        for keeps_attention in (True, False) if self.keeps_attention else (False,):
-            programs.append(partial(self._programmed, tiled, keeps_attention))
-        return first_fitting(programs, ([lean] for lean in self._lean(group)), self._least_trial)
+        kept = self._kept_trial(group)
+        if kept.fits:
+            return [self.trial(kept.group)]
+        lean = self._lean(kept)
+        keeps = (True, False) if self.keeps_attention else (False,)
+        hosts = tuple(dict.fromkeys((0, self.budget.host_bytes)))
+        programs = [partial(self._programmed, kept, keeps_attention, lean) for keeps_attention in keeps]
+        ways = ([lean(keeps_attention, host_bytes)] for keeps_attention in (True, False) for host_bytes in hosts)
+        found = first_fitting(programs, ways, self._least_trial)
+        # where little room is left, it may take less time to keep attention outputs on the host than to recompute some of them
+        is_slow = min((trial.seconds for trial in found), default=0.0) > _SEARCH.much_lost * kept.seconds
+        if is_slow and self.budget.host_bytes and (whole := self._least_trial(lean(True, self.budget.host_bytes))).fits:
+            found.append(whole)
+        return found
+
+    def _kept_trial(self, group: SequenceGroup) -> Trial:
+        """The group in tiles with everything kept, as a trial that is not run.
+
+        The last stage has no tiles where it fits only so: for chunks of few tokens, those of its loss take more than they save.
+        """
+        tiled = in_tiles(group, self.budget.tile_tokens)
+        over, last = self.over_bytes(tiled), len(group.stages) - 1
+        if over[last] > 0:
+            plain = next(next(self._over_bytes(group, [group], [last])))
+            if plain <= 0:
+                tiled, over = with_stages_of(tiled, group, [last]), (*over[:last], plain)
+        return Trial(tiled, self.kept_s(group), over)
 
     def least_over_bytes(self, group: SequenceGroup) -> tuple[float, ...]:
         """Bytes above the limit on each stage of a group without policies in the least memory.
@@ -187,7 +227,12 @@ class PipelineRoom:
 
     def may_recompute(self, group: SequenceGroup) -> bool:
         """Whether a group without policies is within the limit in the least memory, as `least_over_bytes` counts it."""
-        return all(any(over <= 0 for over in of_stage) for of_stage in self._over_bytes(group, self._least_ways(group)))
+        found = self._over_bytes(group, self._least_ways(group), self._fullest)
+        return all(any(over <= 0 for over in of_stage) for of_stage in found)
+
+    def may_keep(self, group: SequenceGroup) -> bool:
+        """Whether a group is within the limit under its policies."""
+        return all(next(of_stage) <= 0 for of_stage in self._over_bytes(group, [group], self._fullest))
 
     def _least_ways(self, group: SequenceGroup) -> list[SequenceGroup]:
         """The group under each of the policies of `least_over_bytes`."""
@@ -207,7 +252,7 @@ class PipelineRoom:
         When actions run does not matter. places: stages to count, all by default. peak: what counts the bytes of a stage, all of
         its passes by default.
         """
-        model, tokens = self.costs.model, max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
+        model, tokens = self.costs.model, max(self.predictions.seconds(group, self.costs).tokens)
         peak = self._peak if peak is None else peak
         for place in places or range(len(group.stages)):
             stage = group.stages[place]
@@ -240,31 +285,45 @@ class PipelineRoom:
         return self.predictions.over[key][1]
 
     def _least_trial(self, group: SequenceGroup) -> Trial:
-        """Predicts a group in least memory, and keeps the prediction for a refusal."""
-        self._least.append(self._short_trial(group))
+        """Predicts a group in least memory, unless a bound tells that it does not fit, and keeps it for a refusal."""
+        over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
+        self._least.append(Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self._short_trial(group))
         return self._least[-1]
 
-    def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:
+    def _programmed(self, kept: Trial, keeps_attention: bool, lean: _Lean) -> list[Trial]:
         """The program's answers that fit: with offloading, and without it where that may be faster.
 
         A program of many cells is solved without offloading first, which may lose so little that the host is not asked.
+        lean: see `_lean`. Where this does not fit without offloading, the program mostly has no answer.
         """
 
         def solved(offloads: bool) -> Trial | None:
             known, tile_tokens = self.predictions, self.budget.tile_tokens
-            cells = GroupCells(tiled.group, self.costs, tile_tokens, keeps_attention, known, offloads)
-            return self._solve(cells, tiled.seconds, self.budget.host_bytes if offloads else 0)
+            cells = GroupCells(kept.group, self.costs, tile_tokens, keeps_attention, known, offloads, _fitting_places(kept))
+            return self._solve(cells, kept.seconds, self.budget.host_bytes if offloads else 0)
 
-        num_cells = len(tiled.group.chunks) * sum(len(stage.parts) for stage in tiled.group.stages)
+        @cache
+        def is_in_vain() -> bool:
+            leanest = lean(keeps_attention, 0)
+            is_over = any(next(of_stage) > 0 for of_stage in self._least_over(leanest, [leanest]))
+            return is_over and hidden_share(kept.group, self.costs, self.predictions) < _SEARCH.much_hidden
+
+        num_cells = len(kept.group.chunks) * sum(len(stage.parts) for stage in kept.group.stages)
         is_large = num_cells > _SEARCH.many_cells
+        # room is short where nothing fits with attention outputs, and many cells take long to make
+        if (is_large or not keeps_attention) and is_in_vain():
+            return []
         found = [solved(False)] if is_large or not self.budget.host_bytes else []
-        lost = (trial.seconds / tiled.seconds for trial in found if trial is not None)
+        if found == [None] and is_in_vain():
+            return []
+        lost = (trial.seconds / kept.seconds for trial in found if trial is not None)
         if self.budget.host_bytes and min(lost, default=math.inf) > _SEARCH.little_lost:
             found.append(both := solved(True))
             # the program counts recomputation as if each of several chunks took as long as the largest beside it, so that copies
             # seem to save more than they do
-            counted_s = both.counted_s if both is not None and len(tiled.group.chunks) == 1 else 0.0
-            if not is_large and (both is None or both.seconds > _SEARCH.slack * (tiled.seconds + counted_s)):
+            counted_s = both.counted_s if both is not None and len(kept.group.chunks) == 1 else 0.0
+            is_slow = not is_in_vain() if both is None else both.seconds > _SEARCH.slack * (kept.seconds + counted_s)
+            if is_slow and not is_large:
                 found.append(solved(False))
         return [trial for trial in found if trial is not None]
 
@@ -280,7 +339,8 @@ class PipelineRoom:
             device_bytes, host_bytes = room
             if trial.fits:
                 # more room helps only if it can save recomputation
-                if trial.counted_s <= 5 * tolerance_s or max(trial.over_bytes) > -_SEARCH.worth * self.limit_bytes:
+                most_over = max(over for place, over in enumerate(trial.over_bytes) if place not in cells.kept)
+                if trial.counted_s <= 5 * tolerance_s or most_over > -_SEARCH.worth * self.limit_bytes:
                     return None
                 taken = [_SEARCH.regain * over for over in trial.over_bytes]
             else:
@@ -297,33 +357,45 @@ class PipelineRoom:
         free_bytes = tuple(num_bytes - taken for num_bytes, taken in zip(self.room_bytes, beside, strict=True))
         return search_room(propose, next_room, (free_bytes, host_bytes), _SEARCH.attempts)
 
-    def _lean(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
-        """Versions of the group with every layer of every chunk recomputed; the least device memory comes last.
+    def _lean(self, kept: Trial) -> _Lean:
+        """Versions of a group with every layer of every chunk recomputed on the stages that do not fit if everything is kept.
 
         Host bytes are divided in proportion to tokens times layers, relative to the most that are in flight at once.
         """
-        tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        group = kept.group
+        tokens = self.predictions.seconds(group, self.costs).tokens
 
         def layer_tokens(action: Action) -> int:
             return tokens[action.chunk] * group.stages[action.stage].parts[action.part].num_layers
 
-        in_flight = max(most_in_flight(stage.actions, layer_tokens) for stage in group.stages)
-
         def host_share(host_bytes: int, num_tokens: int, num_layers: int) -> int:
-            return int(host_bytes * num_tokens * num_layers / in_flight)
+            return int(host_bytes * num_tokens * num_layers / in_flight()) if host_bytes else 0
 
-        for keeps_attention in (True, False):
-            for host_bytes in dict.fromkeys((0, self.budget.host_bytes)):
-                share = partial(host_share, host_bytes)
-                yield lean_group(group, self.costs.model, self.budget.tile_tokens, share, keeps_attention)
+        @cache
+        def in_flight() -> int:
+            return max(most_in_flight(stage.actions, layer_tokens) for stage in group.stages)
+
+        @cache
+        def lean(keeps_attention: bool, host_bytes: int) -> SequenceGroup:
+            share = partial(host_share, host_bytes)
+            found = lean_group(group, self.costs.model, self.budget.tile_tokens, share, keeps_attention)
+            return with_stages_of(found, group, _fitting_places(kept))
+
+        return lean
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
         least = min(self._least, key=lambda trial: max(trial.over_bytes))
-        place = max(range(len(least.over_bytes)), key=lambda stage: least.over_bytes[stage])
-        needed = self.limit_bytes + least.over_bytes[place]
+        over_bytes = self.over_bytes(least.group) if any(stage.activations for stage in least.group.stages) else least.over_bytes
+        place = max(range(len(over_bytes)), key=lambda stage: over_bytes[stage])
+        needed = self.limit_bytes + over_bytes[place]
         return (
             f"stage {place} of {len(group.stages)} needs {needed / 2**30:.2f} GiB on a rank for {len(group.chunks)} chunks of up "
             f"to {max(chunk.num_tokens for chunk in group.chunks)} tokens on {group.degree} rank(s) even if every layer is "
             f"recomputed, and {self.limit_bytes / 2**30:.2f} GiB are usable; use smaller chunks, more ranks per stage, shorter "
             f"sequences or more host memory (host_gib)"
         )
+
+
+def _fitting_places(kept: Trial) -> frozenset[int]:
+    """Stages of a group with everything kept on which it fits."""
+    return frozenset(place for place, over in enumerate(kept.over_bytes) if over <= 0)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.activations.fit import in_tiles
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
@@ -256,6 +257,21 @@ def test_too_little_memory_says_how_much_is_needed(long_case: tuple[StepPlan, Co
     plan, costs, _ = long_case
     with pytest.raises(ValueError, match=r"stage \d of 4 needs [\d.]+ GiB .* use smaller chunks, more ranks"):
         made_to_fit(plan, costs, ActivationBudget(0, GIB // 8))
+
+
+def test_a_last_stage_that_fits_only_as_it_is_stays_so_while_others_recompute() -> None:
+    costs = costs_of(LARGE, 4, 1)
+    plan = plan_of(costs, [400] * 8, 1, 4)
+    (group,) = plan.micro_batches[0].groups
+    budget = ActivationBudget(0, 1190 << 20, 0, 1024)
+    room = PipelineRoom(plan, costs, budget)
+    whole, tiled = room.over_bytes(group), room.over_bytes(in_tiles(group, budget.tile_tokens))
+    # tiles of the loss take more than they save here
+    assert whole[0] > 0 and whole[-1] <= 0 < tiled[-1]
+    made = room.for_group(group)
+    assert max(room.over_bytes(made)) <= 0
+    assert made.stages[-1] == group.stages[-1] and made.stages[0] != group.stages[0]
+    validate_plan(replace(plan, micro_batches=(MicroBatch((made,)),)))
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,0 +1,67 @@
+"""More memory for activations never makes a planned step of several stages slower."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
+from hf_longctx.plan.planner import plan_step
+
+# factor by which a step may be slower than one with less room: candidates and programs are searched, not proven
+EQUAL = 1.015
+
+
+def steps_s(
+    gib: tuple[float, ...], seed: int, count: int, num_ranks: int, num_stages: int, host_gib: int, parameters: Parameters
+) -> list[float]:
+    """Predicted seconds of the step of `count` sequences under each of these GiB on the device; without those that do not fit."""
+    model, cluster = named_model("llama-3.1-8b"), ClusterSpec(num_ranks, 8, read_profile("h100").spec)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses", parameters=parameters)
+    lengths = np.clip(np.random.default_rng(seed).lognormal(np.log(1500.0), 1.3, count), 16, 32_768).astype(int).tolist()
+    stages, found = balanced_ranges(costs, num_stages, lengths), []
+    for each in gib:
+        room = ByteModel(model).budget(int(each * 2**30), host_gib << 30, 1024)
+        try:
+            plan = plan_step(0, lengths, costs, PlannerConfig(32_768, (1, 2, 4, 8), activations=room, stages=stages))
+        except ValueError:
+            continue
+        assert plan.estimate is not None
+        found.append(plan.estimate.step_s)
+    return found
+
+
+def worst_rise(seconds: list[float]) -> float:
+    """Largest factor from an entry to a later one."""
+    return max((later / former for place, former in enumerate(seconds) for later in seconds[place + 1 :]), default=1.0)
+
+
+@pytest.mark.parametrize(("seed", "host_gib"), [(1, 0), (1, 32), (2, 32)])
+def test_rows_at_the_edge_of_memory_fall(seed: int, host_gib: int) -> None:
+    found = steps_s((2.5, 3.5, 4, 5, 6), seed, 48, 16, 4, host_gib, "replicated")
+    assert len(found) == 5
+    assert worst_rise(found) <= EQUAL
+
+
+@settings(max_examples=6)
+@given(
+    st.lists(st.floats(2, 9), min_size=2, max_size=3),
+    st.integers(0, 1000),
+    st.integers(4, 40),
+    st.sampled_from([(8, 2), (8, 4), (16, 4)]),
+    st.sampled_from([0, 32]),
+    st.sampled_from(["replicated", "gathered_per_round"]),
+)
+def test_more_room_never_makes_a_step_slower(
+    gib: list[float], seed: int, count: int, ranks: tuple[int, int], host_gib: int, parameters: Parameters
+) -> None:
+    assert worst_rise(steps_s(tuple(sorted(gib)), seed, count, *ranks, host_gib, parameters)) <= EQUAL
