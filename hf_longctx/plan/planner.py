@@ -8,10 +8,12 @@ Every pass is a function from plain data to plain data. The planner runs on rank
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
@@ -63,6 +65,23 @@ _SMALLER_SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
 _FEW_MICRO_BATCHES = 4
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Context in which Python's garbage collector rests: planning makes many small objects, and none of them in cycles.
+
+    Only in the main thread. In another one a training goes on meanwhile, whose garbage may have cycles, and which may fork.
+    """
+    pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
+
+
+@_collector_paused()
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
     """Plans optimizer step `step` for sequences of `lengths` tokens: the actions of every rank, and an estimate.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -503,3 +505,40 @@ def test_solvers_are_not_loaded_before_they_are_asked_for() -> None:
         "import sys; from hf_longctx.plan import planner; assert not {'pulp', 'highspy'} & set(sys.modules), 'a solver is loaded'"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_collector_rests_while_the_main_thread_plans_and_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, config, seen = cost_model("attention", 2), PlannerConfig(1000, (1, 2)), []
+    group_plans = planner.group_plans
+
+    def seeing(*arguments: Any) -> Any:
+        seen.append(gc.isenabled())
+        return group_plans(*arguments)
+
+    monkeypatch.setattr(planner, "group_plans", seeing)
+    plan_step(0, [100, 200], costs, config)
+    with pytest.raises(ValueError):
+        plan_step(0, [5000], costs, config)
+    assert seen == [False] and gc.isenabled()
+    thread = threading.Thread(target=plan_step, args=(0, [100, 200], costs, config))
+    thread.start()
+    thread.join()
+    assert seen == [False, True]
+    # a caller who paused it finds it so
+    gc.disable()
+    try:
+        plan_step(0, [100, 200], costs, config)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("num_sequences", [64, 512])
+def test_plans_leave_no_cycles_behind(num_sequences: int) -> None:
+    lengths = np.random.default_rng(0).integers(20, 600, num_sequences).tolist()
+    config = PlannerConfig(2000, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 1 << 22, 64))
+    costs = cost_model("attention", 4)
+    plan_step(0, lengths, costs, config)
+    gc.collect()
+    plan_step(0, lengths, costs, config)
+    assert gc.collect() < 100

@@ -125,6 +125,9 @@ class TensorShare:
         return min(num_tokens, round(recomputed)), min(num_tokens, round(on_host))
 
 
+_ON_DEVICE = {tensor_class: TensorShare(tensor_class, device=1.0) for tensor_class in TENSOR_CLASSES}
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPolicy:
     """Shares of every class of one layer's saved tensors. A class without a share stays on the device.
@@ -137,8 +140,10 @@ class LayerPolicy:
 
     def share(self, tensor_class: TensorClass) -> TensorShare:
         """The share of one class; everything on the device if none is given."""
-        named = (share for share in self.shares if share.tensor_class == tensor_class)
-        return next(named, TensorShare(tensor_class, device=1.0))
+        for share in self.shares:
+            if share.tensor_class == tensor_class:
+                return share
+        return _ON_DEVICE[tensor_class]
 
     @property
     def keeps_everything(self) -> bool:

@@ -37,8 +37,10 @@ def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action,
     has_front = num_stages > 1 and place > 0
     has_behind = num_stages > 1 and place < num_places - 1
     receives, sends = (has_front, has_behind) if action.kind == "F" else (has_behind, has_front)
-    receive, send = (Action(kind, action.stage, action.chunk, action.part) for kind in _AROUND[action.kind])
-    return (*((receive,) if receives else ()), action, *((send,) if sends else ()))
+    receive, send = _AROUND[action.kind]
+    before = (Action(receive, action.stage, action.chunk, action.part),) if receives else ()
+    after = (Action(send, action.stage, action.chunk, action.part),) if sends else ()
+    return (*before, action, *after)
 
 
 class MessagedPasses:
