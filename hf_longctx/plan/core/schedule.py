@@ -76,7 +76,7 @@ def _check_compute(
                 raise _fault(name, group, stage, index, f"runs before the {order} slice of its sequence (chunk {other})")
         done.add(key)
         num_computed += action.kind in ("F", "B")
-    # as many as there should be are all of them, since none runs twice
+    # none runs twice, so that this many are all
     if num_computed == 2 * num_chunks * num_parts:
         return
     for part in range(num_parts):
