@@ -28,15 +28,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan import planner
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, Solver, default_degrees
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
 from hf_longctx.plan.core.validate import PlanError, validate_plan
-from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.placement import place_layout, renumber
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan, state_bytes
 from hf_longctx.plan.prediction.planning import Planning
@@ -533,11 +537,18 @@ def test_the_collector_rests_while_the_main_thread_plans_and_there_alone(monkeyp
         gc.enable()
 
 
-@pytest.mark.parametrize("num_sequences", [64, 512])
-def test_plans_leave_no_cycles_behind(num_sequences: int) -> None:
+@pytest.mark.parametrize(("num_sequences", "num_stages"), [(64, 1), (512, 1), (40, 4)])
+def test_plans_leave_no_cycles_behind(num_sequences: int, num_stages: int) -> None:
     lengths = np.random.default_rng(0).integers(20, 600, num_sequences).tolist()
     config = PlannerConfig(2000, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 1 << 22, 64))
     costs = cost_model("attention", 4)
+    if num_stages > 1:
+        # so little room that pipelines of least memory are tried
+        model, cluster = named_model("llama-3.1-8b"), ClusterSpec(16, 8, read_profile("h100").spec)
+        costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses", parameters="replicated")
+        lengths = np.clip(np.random.default_rng(0).lognormal(np.log(3000.0), 1.2, 40), 16, 32_768).astype(int).tolist()
+        room, stages = ByteModel(model).budget(3 << 30, 0, 1024), balanced_ranges(costs, num_stages, lengths)
+        config = PlannerConfig(32_768, (1, 2, 4), activations=room, stages=stages)
     plan_step(0, lengths, costs, config)
     gc.collect()
     plan_step(0, lengths, costs, config)

@@ -83,7 +83,6 @@ class Candidates:
         self.passes = MessagedPasses()
         self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...]], SequenceGroup] = {}
         self._runs: dict[tuple[int, tuple[int, ...], int, float], tuple[float, tuple[Chunk, ...]]] = {}
-        self._least: dict[tuple[int, ...], LeastMemory] = {}
 
     def fastest(self, members: Sequence[int]) -> list[Candidate]:
         """Fastest pipelines for these sequences, one for each of the most promising layouts, fastest first.
@@ -171,22 +170,15 @@ class Candidates:
 
         There are none if these groups cannot hold all sequences or cannot run concurrently.
         """
-        key = tuple(members)
-        if key not in self._least:
-            self._least[key] = LeastMemory(self, *self._least_memory(key))
-        return self._least[key]
-
-    def _least_memory(self, members: tuple[int, ...]) -> tuple[Sequence[PlacedGroup], Sequence[int]]:
-        """The largest groups of these sequences and numbers of slices, fewest first; none where they cannot run."""
         degree = self.staged.degrees[-1]
         try:
             groups = dealt_groups(self.staged, (degree,) * (self.staged.ranks_per_stage // degree), members)
         except ValueError:
-            return (), ()
+            return LeastMemory(self, (), ())
         if self._share_blocks(groups):
-            return (), ()
+            return LeastMemory(self, (), ())
         longest = int(self.staged.lengths[list(members)].max())
-        return groups, [count for count in _SEARCH.least_memory_slices if count <= longest]
+        return LeastMemory(self, groups, [count for count in _SEARCH.least_memory_slices if count <= longest])
 
     def fewest_bytes(self, sequence: int) -> Iterator[SequenceGroup]:
         """Groups that run this sequence in several chunks with little memory: in many slices, or whole after a dummy chunk.

@@ -17,7 +17,7 @@ from functools import cached_property
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
-from hf_longctx.plan.pipeline.candidates import Candidate, Candidates
+from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory
 from hf_longctx.plan.pipeline.lending import lend
 from hf_longctx.plan.pipeline.single_chunks import SingleChunks
 from hf_longctx.plan.pipeline.staged_step import StagedStep
@@ -35,9 +35,8 @@ class SearchConstants:
     fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
     least bytes of sequences are counted before candidates for them are made. few: sequences for each of the largest groups that
     are counted in place of all. in_turn: factor on the least seconds of sequences where stages run one after the other, beyond
-    which a pipeline is slower: these mostly take 1.15 to 1.25 times as long. most_failed: how often in a row sequences do not
-    fit and are split, before stages run one after the other for them. few_chunks: chunks per stage, up to which stages may idle
-    so much that sequences take less time in two parts; much_idle: factor on their least seconds beyond which this is tried.
+    which a pipeline is slower: these mostly take 1.15 to 1.25 times as long. few_chunks: chunks per stage, up to which stages may
+    idle so much that sequences take less time in two parts; much_idle: factor on their least seconds beyond which this is tried.
     most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
     """
 
@@ -48,7 +47,6 @@ class SearchConstants:
     much_waiting: float = 0.5
     few: int = 4
     in_turn: float = 1.3
-    most_failed: int = 2
     few_chunks: int = 2
     much_idle: float = 1.5
     most_alone: int = 2
@@ -74,6 +72,7 @@ class PipelineSearch:
         self.costs, self.config = planning.costs, planning.config
         self.staged = StagedStep(lengths, self.costs, self.config)
         self.candidates = Candidates(self.staged)
+        self._least_of: dict[tuple[int, ...], LeastMemory] = {}
 
     def plan(self) -> StepPlan:
         """Plans all sequences; raises ValueError for a sequence for which nothing fits."""
@@ -85,7 +84,8 @@ class PipelineSearch:
         apart = self._single_only(members)
         others = tuple(i for i in members if i not in set(apart))
         try:
-            found, left = self._in_pipelines(others, self._waiting_bytes > 0) if others or not members else ([], ())
+            may_leave = self._waiting_bytes > 0 and bool(members)
+            found, left = self._in_pipelines(others, may_leave) if others or not members else ([], ())
             single = self._in_single_chunks(tuple(sorted((*apart, *left)))) if apart or left else ()
             if single is None:
                 # to search for pipelines of all sequences tells which of them does not fit
@@ -101,11 +101,11 @@ class PipelineSearch:
     def _in_pipelines(self, members: tuple[int, ...], may_leave: bool) -> tuple[list[MicroBatch], tuple[int, ...]]:
         """Micro-batches of several chunks in which these sequences fit, and the sequences that are left.
 
-        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, or where sequences and
-        their shorter part do not fit, and all longer ones. Raises ValueError for a sequence for which nothing fits.
+        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, and all longer ones.
+        Raises ValueError for a sequence for which nothing fits.
         """
         found: list[MicroBatch] = []
-        waiting, num_failed = [members], 0
+        waiting = [members]
         while waiting:
             together = waiting.pop()
             most_s = _SEARCH.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
@@ -121,12 +121,8 @@ class PipelineSearch:
                     # to split is in vain if the longest does not fit even alone
                     longest = (self._longest(members),)
                     _ = self._fastest(longest) or self._least_memory(longest)
-                num_failed += 1
-                if may_leave and found and num_failed == _SEARCH.most_failed:
-                    return found, tuple(i for each in (together, *waiting) for i in each)
                 waiting += self._apart(together)
             else:
-                num_failed = 0
                 found = [*self._or_apart(together, row).micro_batches, *found]
         return found, ()
 
@@ -178,7 +174,7 @@ class PipelineSearch:
             return False
         if self._room.waiting_bytes < _SEARCH.much_waiting * self._room.budget.device_bytes:
             return False
-        few = self.candidates.least_memory(self._few(members))
+        few = self._least_memory_of(self._few(members))
         return bool(few.counts) and not self._may_fit(few.of(few.counts[-1]))
 
     def _few(self, members: tuple[int, ...]) -> tuple[int, ...]:
@@ -190,11 +186,17 @@ class PipelineSearch:
         """These sequences, the longest first."""
         return sorted(members, key=lambda i: (-self.staged.lengths[i], i))
 
+    def _least_memory_of(self, members: tuple[int, ...]) -> LeastMemory:
+        """`Candidates.least_memory` of these sequences, made once."""
+        if members not in self._least_of:
+            self._least_of[members] = self.candidates.least_memory(members)
+        return self._least_of[members]
+
     def _least(self, members: tuple[int, ...]) -> Iterator[Candidate]:
         """Candidates of least memory that may fit, with ever more slices; those that not even few sequences fit are not made."""
-        every = self.candidates.least_memory(members)
+        every = self._least_memory_of(members)
         # without gradients that wait, sequences mostly fit in few slices
-        few = self.candidates.least_memory(self._few(members)) if self._waiting_bytes else every
+        few = self._least_memory_of(self._few(members)) if self._waiting_bytes else every
         counts = (count for count in every.counts if every is few or self._may_fit(few.of(count)))
         return filter(self._may_fit, map(every.of, counts))
 

@@ -77,9 +77,11 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
         assert all(chunk.num_tokens <= 2000 * group.degree for chunk in group.chunks)
 
 
+@pytest.mark.parametrize("budget", [None, ActivationBudget(2000, 1 << 30, 0, 64)])
 @pytest.mark.parametrize("parameters", ["replicated", "gathered_per_round", "sharded"])
-def test_a_step_without_sequences_runs_dummies(parameters: Parameters) -> None:
-    plan = plan_stages(0, [], replace(cost_model("linear", 4), parameters=parameters), 2, config())
+def test_a_step_without_sequences_runs_dummies(parameters: Parameters, budget: ActivationBudget | None) -> None:
+    settings = replace(config(), activations=budget)
+    plan = plan_stages(0, [], replace(cost_model("linear", 4), parameters=parameters), 2, settings)
     assert plan.layout == "<1,1>" and not any(group.num_tokens for group in validate_plan(plan).micro_batches[0].groups)
 
 

@@ -2,12 +2,12 @@
 
 A group that fits is left unchanged. Otherwise these ways are tried, in this order, until one fits: the loss in tiles alone;
 the program of `joint_program.py`, which chooses for every chunk and stage; every layer of every chunk recomputed. None of them is
-tried for a group that needs more than there is even with every layer recomputed and all inputs on the host, and no program where
-that is so without the host. Stages that fit with everything kept are left so.
+tried for a group that needs more than there is even with every layer recomputed and all inputs on the host. Where that is so
+without the host, most programs are left out, since they would have no answer. Stages that fit with everything kept are left so.
 
 The program knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the
 prediction is over the limit. Where more than copies that hide is needed, the program is also solved without offloading. An answer
-that recomputes most of the layers is compared with recomputing them all beside attention outputs on the host.
+that recomputes much is compared with recomputing all layers beside attention outputs on the host.
 """
 
 from __future__ import annotations
