@@ -192,7 +192,8 @@ def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, trie
         try:
             found[place] = make_room(plan, planning), solver
         except ValueError as error:
-            errors[place] = error
+            # a traceback would hold this frame, and so itself
+            errors[place] = error.with_traceback(None)
             continue
         best_s = min(best_s, planning.counted_s(found[place][0]))
     if not found:
