@@ -23,7 +23,6 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.calibration.shapes import build_model, few_layers, model_config, set_layers
-from hf_longctx.hf.models.adapters import hidden_dtype
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, states_of, tokens_that_fit, windows_of
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
@@ -140,8 +139,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     set_layers(few, few_layers(config))
     model = build_model(few, device, precision)
     control, started_s = control_group(_COMPILE_S), time.monotonic()
-    inner = torch.bfloat16 if precision == "autocast" else hidden_dtype(model)
-    fused = compiled_layers(model, device, inner, request.compile_layers, control)
+    fused = compiled_layers(model, device, precision == "autocast", request.compile_layers, control)
     kernels: dict[str, Any] = fused.covered(model)
     spec = replace(model_spec(model, precision == "autocast"), **kernels)
     cluster = cluster_spec(device, num_ranks, ranks_per_node)

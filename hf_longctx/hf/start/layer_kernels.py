@@ -21,18 +21,18 @@ _LEFT_OUT = "left out: its rotary embedding, which writes over what plans keep, 
 def compiled_layers(
     model: nn.Module,
     device: torch.device,
-    inner_dtype: torch.dtype,
+    is_autocast: bool,
     compile_layers: bool | None,
     control: dist.ProcessGroup | None,
 ) -> FusedLayers:
     """Kernels for `model` by torch.compile, compared with its own code; nobody's if they are not wanted, or fail on any rank.
 
-    Collective over the ranks of `control`. compile_layers: None compiles on CUDA. inner_dtype: that of an MLP's products.
+    Collective over the ranks of `control`. compile_layers: None compiles on CUDA. is_autocast: products run in bf16.
     """
     if not (device.type == "cuda" if compile_layers is None else compile_layers):
         return FusedLayers("")
     layers = FusedLayers("compile")
-    problem = layers.problem(model, device, inner_dtype)
+    problem = layers.problem(model, device, _inner_dtype(model, is_autocast))
     failed = next((each for each in gather_objects(problem, control) if each), "")
     if failed and (control is None or dist.get_rank(control) == 0):
         logger.warning(
@@ -43,6 +43,11 @@ def compiled_layers(
     return FusedLayers("") if failed else layers
 
 
+def _inner_dtype(model: nn.Module, is_autocast: bool) -> torch.dtype:
+    """Dtype of an MLP's products."""
+    return torch.bfloat16 if is_autocast else hidden_dtype(model)
+
+
 def fused_layers(
     model: nn.Module, args: TrainingArguments, compile_layers: bool | None, control: dist.ProcessGroup | None
 ) -> tuple[FusedLayers, str]:
@@ -51,14 +56,13 @@ def fused_layers(
     compile_layers: None compiles on CUDA. If compiling fails on any rank, all run the model's own code. Raises ValueError on all
     ranks if Liger's kernels cannot run here or differ.
     """
-    inner = torch.bfloat16 if args.bf16 else hidden_dtype(model)
     if args.use_liger_kernel:
         layers = FusedLayers("liger")
-        problem = layers.problem(model, args.device, inner)
+        problem = layers.problem(model, args.device, _inner_dtype(model, args.bf16))
         what = f"use_liger_kernel=True cannot be used: {problem}; leave it out (Liger's kernels need a GPU)"
         raise_together([what] if problem else [], control)
     else:
-        layers = compiled_layers(model, args.device, inner, compile_layers, control)
+        layers = compiled_layers(model, args.device, args.bf16, compile_layers, control)
     if not layers.maker:
         return layers, ""
     counts = layers.counts(model)

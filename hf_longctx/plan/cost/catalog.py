@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from hf_longctx.plan.core.configs.kernels import kernel_fields
 from hf_longctx.plan.core.model_spec import CUT_TYPES, ModelSpec
 from hf_longctx.plan.cost.profiles import normal_name
 
@@ -218,7 +219,7 @@ def has_kernels(spec: ModelSpec) -> bool:
 
 def without_kernels(spec: ModelSpec) -> ModelSpec:
     """A copy of the model whose layers run their own code."""
-    return replace(spec, fuses_norms=False, fuses_gates=False, fuses_rotary=False)
+    return replace(spec, **kernel_fields(""))
 
 
 def with_kernels(name: str, kernels: Mapping[str, bool]) -> str:

@@ -180,11 +180,7 @@ class PipelineSearch:
     def _few(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """The longest of these sequences, which mostly need as much memory as all of them where memory is short."""
         count = _SEARCH.few * -(-self.staged.ranks_per_stage // self.staged.degrees[-1])
-        return members if len(members) <= count else tuple(sorted(self._by_length(members)[:count]))
-
-    def _by_length(self, members: Sequence[int]) -> list[int]:
-        """These sequences, the longest first."""
-        return sorted(members, key=lambda i: (-self.staged.lengths[i], i))
+        return members if len(members) <= count else tuple(sorted(self.staged.by_length(members)[:count]))
 
     def _least_memory_of(self, members: tuple[int, ...]) -> LeastMemory:
         """`Candidates.least_memory` of these sequences, made once."""
@@ -357,7 +353,7 @@ class PipelineSearch:
     def _apart(self, members: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sequences longer than half of the longest, and the others; two halves if all are that long."""
         lengths = self.staged.lengths
-        ordered = self._by_length(members)
+        ordered = self.staged.by_length(members)
         num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
         num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
         return tuple(ordered[:num_long]), tuple(ordered[num_long:])
@@ -371,8 +367,7 @@ class PipelineSearch:
         if not self.config.lend_stages:
             return
         yield lend(plan, self.planning.predict, self._fits).plan
-        lengths = self.staged.lengths.tolist()
-        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        order = self.staged.by_length(range(len(self.staged.lengths)))
         alone: list[MicroBatch] = []
         for count, sequence in enumerate(order[: _SEARCH.most_alone], 1):
             tried = [replace(plan, micro_batches=(each.micro_batch,)) for each in self.candidates.alone(sequence)]

@@ -34,7 +34,7 @@ class SingleChunks:
 
     def needed_for(self, members: Sequence[int]) -> tuple[int, ...]:
         """Sequences that do not fit in several chunks even alone with every layer recomputed: the longest, none or all."""
-        ordered = sorted(members, key=lambda i: (-self.staged.lengths[i], i))
+        ordered = self.staged.by_length(members)
         # mostly the longest fits, and so do all others
         if self._fits_in_several(ordered[0]):
             return ()

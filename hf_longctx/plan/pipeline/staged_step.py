@@ -92,6 +92,10 @@ class StagedStep:
             for stage in range(self.num_stages)
         ]
 
+    def by_length(self, members: Sequence[int]) -> list[int]:
+        """These sequences, the longest first."""
+        return sorted(members, key=lambda i: (-self.lengths[i], i))
+
     @property
     def block_ranks(self) -> int:
         """Number of consecutive positions that share parameters, and so enter and leave a micro-batch together."""

@@ -126,17 +126,11 @@ def report(found: Iterable[Work], calls_of_host: Sequence[Work] = ()) -> list[st
 
 def explained(works: Sequence[Work], calls: Sequence[Work]) -> list[str]:
     """Lines on the longest pauses of works sorted by their start: when, between which works, in which calls of the host."""
-    if not works:
-        return []
-    found, last = [], works[0]
-    for work in works:
-        if work.start > last.stop:
-            found.append((work.start - last.stop, last, work))
-        last = max(last, work, key=lambda each: each.stop)
-    longest = sorted(sorted(found, key=lambda each: each[0])[-_LONGEST:], key=lambda each: each[1].stop)
+    found = [(works[before], works[after]) for before, after in _gaps([(work.start, work.stop) for work in works])]
+    longest = sorted(found, key=lambda pair: pair[1].start - pair[0].stop)[-_LONGEST:]
     lines = []
-    for gap, before, after in longest:
-        inside = Counter[str]()
+    for before, after in sorted(longest, key=lambda pair: pair[0].stop):
+        gap, inside = after.start - before.stop, Counter[str]()
         for call in calls:
             inside[call.name] += max(min(call.stop, after.start) - max(call.start, before.stop), 0)
         named = ", ".join(f"{name} {of / 1e6:.1f} ms" for name, of in inside.most_common(4) if of >= gap / 50)
@@ -149,11 +143,17 @@ def explained(works: Sequence[Work], calls: Sequence[Work]) -> list[str]:
 
 def pauses(intervals: Sequence[tuple[int, int]]) -> list[int]:
     """Lengths of the gaps between intervals, which are sorted by their start and may overlap."""
-    found, end = [], intervals[0][0] if intervals else 0
-    for start, stop in intervals:
-        if start > end:
-            found.append(start - end)
-        end = max(end, stop)
+    return [intervals[after][0] - intervals[before][1] for before, after in _gaps(intervals)]
+
+
+def _gaps(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Places of the intervals before and after each gap: the one before ends last of all that begin before it."""
+    found, last = [], 0
+    for place, (start, stop) in enumerate(intervals):
+        if start > intervals[last][1]:
+            found.append((last, place))
+        if stop > intervals[last][1]:
+            last = place
     return found
 
 
