@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -12,6 +14,9 @@ from hf_longctx.page.figures import BLUE, GREEN, GREY, ORANGE, PALE, RED, SERIES
 from hf_longctx.page.history import Step, length_counts
 
 _STEP = "optimizer step"
+# losses of one held-out set, or of several with names; not those by position and of needles
+_HELD_OUT = re.compile(r"eval_(?:(?!loss_at_|needle_)(.+)_)?loss")
+_DASHES = ("solid", "dot", "dash", "dashdot")
 # name in the journal -> words and colour, from the bottom of the chart to its top
 _SECONDS = {
     "compute": ("forward and backward", BLUE),
@@ -33,15 +38,21 @@ class Rates:
 
 
 def loss_chart(steps: Sequence[Step], journal: Journal) -> Chart:
-    """The training loss, and the loss of every evaluation of the held-out set."""
+    """The training loss, and the loss of every evaluation of the held-out set, or of each of several sets."""
     x, losses = [step.step for step in steps], [step.loss for step in steps]
     many = len(steps) > 40
     traces = [line(x, losses, "training", PALE if many else BLUE)]
     if many:
         traces.append(line(x, _smoothed(losses), "training, moving mean", BLUE))
-    held_out = {each["step"]: each["logs"]["eval_loss"] for each in journal.of("log") if "eval_loss" in each["logs"]}
-    if held_out:
-        traces.append(line(list(held_out), list(held_out.values()), "held out", ORANGE, mode="lines+markers"))
+    held_out: dict[str, dict[int, float]] = {}
+    for each in journal.of("log"):
+        for name, value in each["logs"].items():
+            if (found := _HELD_OUT.fullmatch(name)) is not None:
+                held_out.setdefault(found[1] or "", {})[each["step"]] = value
+    for (name, values), dash in zip(held_out.items(), itertools.cycle(_DASHES)):
+        style = {"color": ORANGE, "dash": dash}
+        label = f"held out: {name}" if name else "held out"
+        traces.append(line(list(values), list(values.values()), label, ORANGE, mode="lines+markers", line=style))
     note = "Mean over the label tokens of a step, of all ranks, each token once."
     return Chart("loss", "Loss", note, traces, axes(_STEP, "loss", None, {"rangemode": "normal"}))
 

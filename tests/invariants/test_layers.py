@@ -87,8 +87,8 @@ DATA_ABOVE = {("plan.cost", "recipes"), ("cli", "recipes")}
 # Packages that the planner, the simulator and the command line start without.
 FRAMEWORKS = ("torch", "transformers", "accelerate", "triton", "peft", "trl", "datasets", "huggingface_hub", "flash_attn")
 
-MOST_LINES = {PACKAGE: 600, "kernels": 800}
-MOST_MODULES = 12
+MOST_LINES = {PACKAGE: 1200, "kernels": 800}
+MOST_MODULES = 24
 
 
 @dataclass(frozen=True, slots=True)

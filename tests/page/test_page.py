@@ -20,6 +20,7 @@ from hf_longctx.cli.main import main
 from hf_longctx.journal import JOURNAL, append_lines, read_journal
 from hf_longctx.page.history import length_counts, steps_of, thinned
 from hf_longctx.page.peaks import peak_of
+from hf_longctx.page.step_charts import loss_chart
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 STEPS, SAVED = 6, 3
@@ -150,6 +151,14 @@ def test_a_long_run_is_thinned_to_means(folder: Path) -> None:
     assert (first.step, second.step) == (3, 6)
     assert first.loss == pytest.approx(sum(step.loss for step in steps[:3]) / 3)
     assert thinned(steps) == steps
+
+
+def test_each_of_several_held_out_sets_has_a_curve_of_its_own(tmp_path: Path) -> None:
+    logs = [{"eval_a_loss": 2.0 - step, "eval_b_loss": 1.0, "eval_needle_loss": 5.0, "eval_loss_at_4_7": 3.0} for step in (0, 1)]
+    start = {"kind": "start", "step": 0}
+    append_lines(tmp_path, [start, *({"kind": "log", "step": step, "logs": each} for step, each in enumerate(logs))])
+    traces = {each["name"]: each["y"] for each in loss_chart([], read_journal(tmp_path)).traces[1:]}
+    assert traces == {"held out: a": [2.0, 1.0], "held out: b": [1.0, 1.0]}
 
 
 def test_peaks_are_those_of_whole_names() -> None:

@@ -231,7 +231,7 @@ def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:
 def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
     """Explains why the rows of a dataset cannot be read, or returns None."""
     if isinstance(dataset, dict):
-        return f"{name} is a dict of datasets ({', '.join(map(str, dataset))}); pass one of them"
+        return f"{name} is a dict ({', '.join(map(str, dataset))}), and only eval_dataset may be a dict of sets; pass one of them"
     if len(dataset) == 0:
         return f"{name} has no rows; check its path, split and filters"
     if (problem := column_problem(_columns(dataset), name, task)) is not None:

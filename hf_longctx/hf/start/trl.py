@@ -271,9 +271,15 @@ def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
 
 
 def read_columns(trainer: type, dataset: Any) -> Any:
-    """The dataset with weights and the columns that a collator of TRL reads; the same object if it has no others."""
+    """The dataset with weights and the columns that a collator of TRL reads; the same object if it has no others.
+
+    dataset: also a dict of several.
+    """
+    if isinstance(dataset, dict):
+        read = {name: read_columns(trainer, each) for name, each in dataset.items()}
+        return dataset if all(read[name] is each for name, each in dataset.items()) else read
     is_known = isinstance(dataset, datasets.Dataset | datasets.IterableDataset) and dataset.column_names is not None
     if not is_planned(trainer) or not is_known or "input_ids" not in dataset.column_names:
         return dataset
-    read = [name for name in dataset.column_names if name in (*_READ, *_KEPT)]
-    return dataset if len(read) == len(dataset.column_names) else dataset.select_columns(read)
+    names = [name for name in dataset.column_names if name in (*_READ, *_KEPT)]
+    return dataset if len(names) == len(dataset.column_names) else dataset.select_columns(names)

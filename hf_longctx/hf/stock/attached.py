@@ -27,6 +27,7 @@ from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest
+from hf_longctx.hf.trainer.sets import chosen_evaluation_set, evaluation_set_problems, evaluation_sets
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.core.loss import TokenLoss
 
@@ -74,7 +75,7 @@ class AttachedMixin(LongContextMixin):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         if self.plans_evaluation:
-            dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+            _, dataset = chosen_evaluation_set(eval_dataset, self.eval_dataset)
             raise_together(_evaluation_problems(self, dataset), self.longctx_run.control, "the evaluation cannot run under plans")
             return super().get_eval_dataloader(eval_dataset)
         loader: DataLoader[Any] = super(PlannedDataMixin, self).get_eval_dataloader(eval_dataset)
@@ -135,7 +136,8 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         sets = {"train_dataset": trainer.train_dataset}
         if planned.plans_evaluation:
             undo.callback(setattr, trainer, "eval_dataset", trainer.eval_dataset)
-            sets["eval_dataset"] = trainer.eval_dataset = read_columns(stock, trainer.eval_dataset)
+            trainer.eval_dataset = read_columns(stock, trainer.eval_dataset)
+            sets |= evaluation_sets(trainer.eval_dataset)
         args, processing_class = trainer.args, trainer.processing_class
         request = RunRequest(
             config, trainer.model, args, processing_class, problems, sets, token_loss=token_loss, gives_back=True
@@ -218,7 +220,9 @@ def _stage_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
             f"the trainer has an optimizer or scheduler already, for weights of all stages, but stages={config.stages!r} leaves "
             f"each rank with one stage; set trainer.optimizer = trainer.lr_scheduler = None before attach, or choose it by optim"
         )
-    return problems + _evaluation_problems(trainer, trainer.eval_dataset)
+    problems += evaluation_set_problems(trainer.eval_dataset)
+    sets = evaluation_sets(trainer.eval_dataset).values()
+    return problems + [problem for dataset in sets for problem in _evaluation_problems(trainer, dataset)]
 
 
 def _evaluation_problems(trainer: Trainer, dataset: Any) -> list[str]:

@@ -17,6 +17,7 @@ from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.trl import is_scored, read_columns
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.run import Run
+from hf_longctx.hf.trainer.sets import chosen_evaluation_set
 
 # users put the mixin in front of a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
@@ -45,15 +46,16 @@ class PlannedDataMixin(_TrainerBase):
         return train_loader(self.longctx_run, self.train_dataset, lambda: self.state.global_step)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Planned steps of an evaluation set, in its order; a set given here is checked like the sets given at the start."""
+        """Planned steps of an evaluation set, in its order; a set given here is checked like the sets given at the start.
+
+        eval_dataset: a set, or the name of one if the trainer has a dict of them.
+        """
         if is_scored(type(self)):
             return super().get_eval_dataloader(eval_dataset)
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
+        name, dataset = chosen_evaluation_set(eval_dataset, self.eval_dataset)
         # metrics of a classifier need the logits of all rows, also of those without a label
         marks = self.longctx_run.task.kind != "next_token" and self.compute_metrics is not None
-        return eval_loader(self.longctx_run, "eval_dataset", read_columns(type(self), dataset), marks)
+        return eval_loader(self.longctx_run, name, read_columns(type(self), dataset), marks)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sequences of one optimizer step over all ranks; with tokens_per_step, their mean number.

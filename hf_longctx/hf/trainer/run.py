@@ -91,8 +91,7 @@ class RunRequest:
     @property
     def task(self) -> HeadTask:
         """The labels of the sets that are read under plans."""
-        sets = self.datasets or {}
-        given = (sets[name] for name in ("train_dataset", "eval_dataset") if sets.get(name) is not None)
+        given = (each for each in (self.datasets or {}).values() if each is not None)
         return task_of(self.model, next((each for each in given if not is_stream(each)), None))
 
     def problems_of_loss(self, control: dist.ProcessGroup | None) -> list[str]:

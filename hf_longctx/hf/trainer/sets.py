@@ -35,6 +35,60 @@ logger = logging.getLogger(__name__)
 TEST_SET = "test_dataset"
 
 
+def named_sets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """The sets of a trainer by their names in messages; `eval_dataset` may be a dict of sets, each of which gets a name."""
+    return {"train_dataset": train_dataset, **evaluation_sets(eval_dataset)}
+
+
+def evaluation_sets(eval_dataset: Any) -> dict[str, Any]:
+    """The evaluation sets by their names in messages: one, or those of a dict."""
+    if not isinstance(eval_dataset, dict):
+        return {"eval_dataset": eval_dataset}
+    return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+
+
+def evaluation_set_problems(eval_dataset: Any) -> list[str]:
+    """Problems with a dict of evaluation sets, whose names become parts of the names of metrics."""
+    if not isinstance(eval_dataset, dict):
+        return []
+    if not eval_dataset:
+        return ["eval_dataset is an empty dict; give it a set, or leave it out"]
+    problems = [
+        f"eval_dataset has the key {name!r} ({type(name).__name__}), but keys are part of the names of metrics; use text"
+        for name in eval_dataset
+        if not isinstance(name, str)
+    ]
+    return problems + [
+        f"eval_dataset[{name!r}] is {'missing (None)' if dataset is None else 'a dict of sets itself'}; give one set for each key"
+        for name, dataset in eval_dataset.items()
+        if dataset is None or isinstance(dataset, dict)
+    ]
+
+
+def chosen_evaluation_set(given: Any, eval_dataset: Any) -> tuple[str, Any]:
+    """The set that a loader is asked for, and its name in messages.
+
+    given: a set, the name of one in `eval_dataset`, or None for the only one. Raises ValueError if there is none.
+    """
+    if isinstance(given, str):
+        if not isinstance(eval_dataset, dict) or given not in eval_dataset:
+            known = f"has {', '.join(map(repr, eval_dataset))}" if isinstance(eval_dataset, dict) else "is no dict of sets"
+            raise ValueError(
+                f"evaluation was asked for the set {given!r}, but eval_dataset {known}; pass one of its keys, or a set"
+            )
+        return f"eval_dataset[{given!r}]", eval_dataset[given]
+    dataset = eval_dataset if given is None else given
+    if dataset is None:
+        raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
+    if isinstance(dataset, dict):
+        raise ValueError(
+            f"a loader reads one evaluation set, but was asked for a dict of them ({', '.join(map(str, dataset))}); ask for "
+            f"one by its key, or call evaluate(), which reads all"
+        )
+    own = evaluation_sets(eval_dataset)
+    return next((name for name, known in own.items() if known is dataset), "eval_dataset"), dataset
+
+
 class SequenceSets:
     """The row lengths of a run's sets, by the name of the set in messages, and the rules for rows that are too long.
 

@@ -38,6 +38,7 @@ from hf_longctx.hf.start.trl import (
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run, RunRequest
+from hf_longctx.hf.trainer.sets import named_sets
 from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 
@@ -212,7 +213,7 @@ class StartMixin(_TrainerBase):
         self.eval_dataset = read_columns(type(self), self.eval_dataset)
         model: Any = self.model
         problems = run_problems(type(self), self.longctx_config, model, self.args, given) + prepared_model_problems(model)
-        datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        datasets = named_sets(self.train_dataset, self.eval_dataset)
         reference = None
         if is_scored(type(self)):
             problems += scored_trainer_problems(self)

@@ -65,7 +65,7 @@ from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, start_run
-from hf_longctx.hf.trainer.sets import TEST_SET
+from hf_longctx.hf.trainer.sets import TEST_SET, evaluation_set_problems, named_sets
 from hf_longctx.hf.trainer.start_mixin import StartMixin
 from hf_longctx.hf.trainer.tokens.evaluation import evaluated
 from hf_longctx.hf.trainer.tokens.row_scores import RowScores, step_scores
@@ -120,14 +120,20 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
         """
         config = longctx_config if longctx_config is not None else LongContextConfig()
-        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        given = {"processing_class": processing_class, **datasets, **kwargs}
+        sets = named_sets(train_dataset, eval_dataset)
+        given = {
+            "processing_class": processing_class,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            **kwargs,
+        }
         if data_collator is not None:
             # some trainers of TRL take none
             given["data_collator"] = data_collator
         if trl_class(type(self)) is None and args is None:
             args = TrainingArguments(output_dir="tmp_trainer")
         config, problems = self._translated(config, args)
+        problems += evaluation_set_problems(eval_dataset)
         with hidden_from_trainer(args), without_jit_checkpoint(args):
             if trl_class(type(self)) is None:
                 assert args is not None
@@ -135,7 +141,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 model = self._first_model(model, model_init, args)
                 self._given = {"data_collator": data_collator, **given}
                 problems += run_problems(type(self), config, model, args, self._given)
-                self._start(RunRequest(config, model, args, processing_class, problems, datasets, token_loss=token_loss))
+                self._start(RunRequest(config, model, args, processing_class, problems, sets, token_loss=token_loss))
                 try:
                     super().__init__(model=model, args=args, **given)
                 except BaseException:

@@ -39,6 +39,14 @@ def word_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return _wrapped(tokenizer, template)
 
 
+def number_tokenizer(pad_token: str = "64", padding_side: str = "right") -> PreTrainedTokenizerFast:
+    """Tokenizer of the words 0 to 64, whose ids they are."""
+    words = {str(number): number for number in range(65)}
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token=pad_token)
+    made.padding_side = padding_side
+    return made
+
+
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     """Messages that user and assistant write in turn."""
     first = [{"role": "system", "content": system}] if system is not None else []

@@ -8,6 +8,7 @@ import datasets
 import pytest
 import torch
 import transformers
+from helpers.models.chats import number_tokenizer as tokenizer
 from helpers.models.reference import random_rows
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,14 +16,6 @@ from transformers import PreTrainedTokenizerFast, default_data_collator
 
 from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.stock.exchange import read_documents
-
-
-def tokenizer(pad_token: str = "64", padding_side: str = "right") -> PreTrainedTokenizerFast:
-    words = {str(number): number for number in range(65)}
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token=pad_token)
-    made.padding_side = padding_side
-    return made
-
 
 LABELLED = datasets.Dataset.from_list(random_rows([5, 3, 8, 1]))
 UNLABELLED = LABELLED.remove_columns("labels")

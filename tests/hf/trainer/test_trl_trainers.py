@@ -127,9 +127,13 @@ def test_evaluation_takes_the_sets_that_trl_takes(tmp_path: Path, completion_onl
     arguments["per_device_eval_batch_size"] = 5
     expected = make(trl.SFTTrainer, tmp_path, None, arguments, eval_dataset=held_out).evaluate()
     trainer = make(trl.SFTTrainer, tmp_path, {}, arguments, eval_dataset=held_out)
-    for found in (trainer.evaluate(), trainer.evaluate(held_out)):
+    several = make(trl.SFTTrainer, tmp_path, {}, arguments, eval_dataset={"a": held_out, "b": held_out.select(range(3))})
+    by_name = several.evaluate()
+    first = {name.replace("eval_a_", "eval_"): value for name, value in by_name.items()}
+    for found in (trainer.evaluate(), trainer.evaluate(held_out), first, several.evaluate("a")):
         for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
             assert found[name] == pytest.approx(expected[name], rel=TOLERANCE)
+    assert by_name["eval_b_loss"] != by_name["eval_a_loss"]
 
 
 def test_evaluation_of_pairs_is_that_of_trl(tmp_path: Path) -> None:
