@@ -67,7 +67,8 @@ SUBJECTS = {
                 "plan/core/planner_config:check_degrees"
             ),
             "Launching, ranks and versions": (
-                "hf/start/arguments:launch_problems hf/ranks hf/start/versions hf/start/settings/translate hf/trainer/start_mixin"
+                "hf/start/arguments:launch_problems hf/ranks hf/start/hooks hf/start/versions hf/start/settings/translate "
+                "hf/trainer/start_mixin"
             ),
             "Sharded parameters and host memory": (
                 "hf/start/arguments:placement_problems hf/start/arguments:layer_weights_problems "

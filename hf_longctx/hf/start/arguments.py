@@ -23,6 +23,7 @@ from hf_longctx.hf.models.routers import has_balance, spread_problems
 from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.start.hooks import read_problems
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.settings.fields import refused_values
 from hf_longctx.hf.start.stages import loaded_ranges
@@ -70,7 +71,7 @@ def argument_problems(
     draws_batches: whether plans draw the batches and sum the gradients, instead of the trainer's own loader and DDP.
     compile_layers: the run's setting of this name.
     """
-    problems = version_problems() + liger_problems(args, compile_layers, draws_batches)
+    problems = version_problems() + read_problems() + liger_problems(args, compile_layers, draws_batches)
     problems += refused_values(args)
     if args.fsdp:
         problems.append(f"fsdp={args.fsdp!r} {_ONLY_OURS}")

@@ -36,6 +36,7 @@ from hf_longctx.hf.planning.step_lines import plan_parts, seconds_part, speed_pa
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems, rounds_by_chance
+from hf_longctx.hf.start.hooks import hook_problems
 from hf_longctx.hf.start.trl import alone_problems
 from hf_longctx.hf.stock.attached import AttachedMixin, lend_plans, placement_problems, signal_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
@@ -262,7 +263,7 @@ class LongContextCallback(TrainerCallback):
         assert self._stop is not None
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
-        problems += _rounding_problems(args)
+        problems += hook_problems(type(trainer)) + _rounding_problems(args)
         problems += folder_problems(args, model) + signal_problems(args)
         if runs_plans(model):
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")

@@ -46,6 +46,7 @@ from hf_longctx.hf.start.arguments import (
     run_problems,
 )
 from hf_longctx.hf.start.classifiers import padding_problems
+from hf_longctx.hf.start.hooks import hook_problems
 from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
 from hf_longctx.hf.start.settings.late import values_at_start
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer
@@ -404,7 +405,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         problems += folder_problems(*to_save)
         if request.config.async_save:
             problems += memory_problems(*to_save) + async_problems(type(self), request.args)
-        problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
+        problems += hook_problems(type(self)) + override_problems(type(self), LongContextMixin, self.plans_evaluation)
         self.longctx_run = start_run(replace(request, problems=problems))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._guard = NonfiniteGuard(self.longctx_run)
@@ -459,7 +460,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         problems += argument_problems(args, given, not is_scored(type(self)), self.longctx_config.compile_layers)
         problems += trainer_problems(type(self), args, self.longctx_config)
-        problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
+        problems += hook_problems(type(self)) + override_problems(type(self), LongContextMixin, self.plans_evaluation)
         raise_together(problems, control)
         return control
 
