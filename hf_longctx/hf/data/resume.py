@@ -65,7 +65,7 @@ class DataRecorder:
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
-        self.place: Callable[[], Place | None] = lambda: None
+        self.place: Callable[[bool], Place | None] = lambda leaves_epoch: None
         self.resumed_from: Path | None = None
         self.starts_anew = False
         # steps that were left out so far, since their loss or gradients were not finite
@@ -75,8 +75,11 @@ class DataRecorder:
         """Stores which data the present training reads, for its checkpoints and for `problems`."""
         self.settings = settings
 
-    def follow(self, place: Callable[[], Place | None]) -> None:
-        """From now on, puts the place in the stream into records; `place` returns it, and is collective."""
+    def follow(self, place: Callable[[bool], Place | None]) -> None:
+        """From now on, puts the place in the stream into records; `place` returns it, and is collective.
+
+        Its argument says whether the training leaves the present epoch.
+        """
         self.place = place
 
     def resume(self, folder: Path | None, starts_anew: bool = False) -> None:
@@ -86,11 +89,11 @@ class DataRecorder:
         """
         self.resumed_from, self.starts_anew = folder, starts_anew
 
-    def record(self, step: int) -> dict[str, Any] | None:
+    def record(self, step: int, leaves_epoch: bool = False) -> dict[str, Any] | None:
         """The record of the data before optimizer step `step` ends; None if a stock loader reads them. Collective."""
         if not self.settings:
             return None
-        place = self.place()
+        place = self.place(leaves_epoch)
         cursor = None if place is None else place.to_json()
         return {"step": step, "settings": self.settings, "cursor": cursor, "skipped_steps": self.num_skipped}
 

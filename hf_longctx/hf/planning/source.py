@@ -30,8 +30,8 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 logger = logging.getLogger(__name__)
 
-# a step's lengths, or a function that returns them once the step after it has been drawn
-Lengths = list[int] | Callable[[], list[int]]
+# a step's lengths, or a function that returns them once the step after it has been drawn, or None if the data ended before it
+Lengths = list[int] | Callable[[], list[int] | None]
 
 
 class PlanSource:
@@ -72,10 +72,15 @@ class PlanSource:
             while step is not None:
                 begun_s = time.perf_counter()
                 following = next(waiting, None)
-                current = self._submit(*step, explore) if pending is None else pending
+                if pending is None:
+                    number, lengths = step
+                    if (known := lengths() if callable(lengths) else lengths) is None:
+                        return
+                    pending = self._submit(number, known, explore)
+                current, pending = pending, None
                 # nothing may wait in the planner's thread, since an evaluation needs it too
-                is_known = following is not None and not callable(following[1])
-                pending = self._submit(*following, explore) if following is not None and is_known else None
+                if following is not None and not callable(following[1]):
+                    pending = self._submit(following[0], following[1], explore)
                 plan = self._share(current)
                 step = following
                 # an evaluation's plans explore nothing
@@ -123,11 +128,10 @@ class PlanSource:
         is_known = self.costs.coefficients.is_measured or bool(self.config.static_degree)
         return explore and self._explore_steps > 0 and not is_known
 
-    def _submit(self, number: int, lengths: Lengths, explore: bool) -> Future[Draft] | int:
+    def _submit(self, number: int, known: list[int], explore: bool) -> Future[Draft] | int:
         """The future of a draft on rank 0; the step's number on other ranks."""
         if self.pool.rank:
             return number
-        known = lengths() if callable(lengths) else lengths
 
         def draft() -> Draft:
             costs, config = self.costs, self.config

@@ -125,7 +125,7 @@ class CheckpointMixin(_TrainerBase):
             self._staged = None
         # one rank may have written for longer than the control group's time-out, so wait on the default group first
         PartialState().wait_for_everyone()
-        record = gather_objects(run.recorder.record(state.global_step), run.control)[0]
+        record = gather_objects(run.recorder.record(state.global_step, self.control.should_epoch_stop), run.control)[0]
         trained = self._trained_weights(run.control)
         with staged.holding():
             if self.args.should_save and record is not None:

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT
 from hf_longctx.hf.data.resume import sequences_per_step
+from hf_longctx.hf.data.streams.planned_stream import PlannedStream
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.ranks.agreement import raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
@@ -31,6 +32,9 @@ class PlannedDataMixin(_TrainerBase):
 
     longctx_config: LongContextConfig
     longctx_run: Run
+    # the stream that the present training reads, and the iteration of it that is at its end
+    _stream: PlannedStream | None = None
+    _used_up: Any = None
     # a checkpoint that is written behind training
     _saving: Any
 
@@ -43,7 +47,21 @@ class PlannedDataMixin(_TrainerBase):
             return super().get_train_dataloader()
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset; pass one to the trainer")
-        return train_loader(self.longctx_run, self.train_dataset, lambda: self.state.global_step)
+        loader = train_loader(self.longctx_run, self.train_dataset, lambda: self.state.global_step)
+        self._stream, self._used_up = loader.dataset if isinstance(loader.dataset, PlannedStream) else None, None
+        return loader
+
+    def _init_training_state(self, max_steps: Any, num_update_steps_per_epoch: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Begins in the epoch of the resumed stream; `Trainer` cannot know where the epochs of a stream ended."""
+        begin = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
+        if self._stream is None:
+            return begin
+        stream, num_skipped = self._stream, self._stream.num_skipped
+        if num_skipped // self.args.gradient_accumulation_steps >= num_update_steps_per_epoch:
+            # no step of this epoch is left, as only a stream with a length can tell
+            stream.leave_epoch()
+            return stream.epochs_ended + 1, 0
+        return stream.epochs_ended, num_skipped
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Planned steps of an evaluation set, in its order; a set given here is checked like the sets given at the start.

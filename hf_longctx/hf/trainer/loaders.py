@@ -118,11 +118,11 @@ def _stream_loader(run: Run, stream: Any, global_step: Callable[[], int]) -> Dat
     args, config = run.args, run.config
     assert config.lookahead_batches is not None
     _check_resumed(run, "stream", None, config.long_sequences != "error")
-    source = StreamSource(stream, run.sets.stream_rules(), config.stream_readers, config.lookahead_batches)
-    # an epoch of the trainer is the whole run, since nobody knows when the stream ends
-    per_epoch = args.max_steps * args.gradient_accumulation_steps
-    done = partial(_batches_done, run, per_epoch, global_step)
-    planned = PlannedStream(source, run.recorder.start(config.stream_readers), run.source, lambda: done() % per_epoch)
+    source = StreamSource(stream, run.sets.stream_rules(stream), config.stream_readers, config.lookahead_batches)
+    start, per_step = run.recorder.start(config.stream_readers), args.gradient_accumulation_steps
+    # the last step of an epoch may have had fewer batches than others
+    num_skipped = -(-start.batches // per_step) * per_step
+    planned = PlannedStream(source, start, run.source, lambda: global_step() * per_step, num_skipped)
     run.recorder.follow(planned.place)
     return planned.loader(_pins_memory(run))
 

@@ -24,7 +24,7 @@ from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streams.rows import StreamRules
-from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_problems
+from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
@@ -130,9 +130,11 @@ class SequenceSets:
         else:
             settings["layers of the stages"] = ranges
             problems += _differing_stages(own_stage(len(ranges)), model, self.control)
-        if self.config.stream_readers > 1 and is_stream(stream := datasets.get("train_dataset")):
-            # each rank takes its own readers' shards
-            settings["sources and shuffles of train_dataset"] = source_digest(stream)
+        if is_stream(stream := datasets.get("train_dataset")):
+            settings["length of train_dataset"] = stream_length(stream, self.config)
+            if self.config.stream_readers > 1:
+                # each rank takes its own readers' shards
+                settings["sources and shuffles of train_dataset"] = source_digest(stream)
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None and not is_stream(dataset)}
         for name, scan in self._scan(given).items():
             problems += scan.problems
@@ -194,7 +196,7 @@ class SequenceSets:
         """Whether some row of a set is longer than a sequence may be."""
         return bool((self._scans[name][1].sequence_lengths > self.longest_sequence).any())
 
-    def stream_rules(self) -> StreamRules:
+    def stream_rules(self, stream: Any) -> StreamRules:
         """The rules by which an iterable training set is read and cut."""
         args, config = self.args, self.config
         return StreamRules(
@@ -208,6 +210,7 @@ class SequenceSets:
             tokens_per_step=config.tokens_per_step,
             drop_last=args.dataloader_drop_last,
             placeholders=self.setup.placeholders,
+            num_rows=stream_length(stream, config),
         )
 
     def _scan(self, sets: dict[str, Any]) -> dict[str, DatasetScan]:

@@ -202,6 +202,9 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 return super().train(chosen, *args, **kwargs)
         finally:
             self._chosen, self.neftune_noise_alpha, self.model_init = None, alpha, model_init
+            self._used_up = None
+            if self._stream is not None:
+                self._stream.stop()
             self.longctx_run.recorder.resume(None)
             self._release_models()
             thaw()
@@ -213,9 +216,15 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """The plans of one optimizer step, and the number of their label tokens over all ranks, or the sum of their weights."""
+        if epoch_iterator is self._used_up:
+            # `Trainer` asks once for every step of the training, since it does not know how long an epoch of a stream is
+            return [], None
         self._guard.begin()
         with self._explained():
             batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+            if not batches:
+                self._used_up = epoch_iterator
+                return batches, num_items
             if self._two_passes is not None:
                 self._two_passes.forget()
                 check_rates(cast(nn.Module, self.model))
@@ -225,7 +234,9 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             self._plans_of_step = batches
             self._key_dropout([batch["step"].plan for batch in batches if "step" in batch])
             total_weight, self.longctx_run.report.num_labels = self._label_sums(batches, self._stop)
-            return batches, total_weight
+            # a stream may end inside a step, whose optimizer then takes the batches that are there, as at the end of a sized set
+            nothing = {"input_ids": torch.zeros(1, 0, dtype=torch.int64)}
+            return [nothing] * (num_batches - len(batches)) + batches, total_weight
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs one plan of an optimizer step; returns its part of the step's mean loss, the same on every rank.
@@ -237,6 +248,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         """
         if self._two_passes is not None:
             return self._step_in_two_passes(self._two_passes, model, inputs, num_items_in_batch)
+        if "step" not in inputs:
+            return torch.zeros((), device=self.args.device)
         assert isinstance(num_items_in_batch, float)
         model.train()
         self._switch_optimizer("train")

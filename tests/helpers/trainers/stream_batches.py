@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.hf.data.collator import TokenSequence
-from hf_longctx.hf.data.streams.composer import Announced, BatchComposer, EpochEnds
+from hf_longctx.hf.data.streams.composer import Announced, BatchComposer, EpochEnds, EpochOver
 from hf_longctx.hf.data.streams.place import Place
 from hf_longctx.hf.data.streams.planned_stream import StreamSource
 from hf_longctx.hf.data.streams.rows import EndOfEpoch, StreamRules
@@ -30,7 +30,9 @@ def read_batches(stream: Any, rules: StreamRules, start: Place) -> Iterator[Read
     composer, cursors = BatchComposer(rules, start), list(start.readers)
     items: list[list[Any]] = [[] for _ in readers]
     while True:
-        while (batch := composer.next_batch()) is None:
+        while (batch := composer.next_batch()) is None or isinstance(batch, EpochOver):
+            if batch is not None:
+                continue
             reader = composer.turn
             item = next(readers[reader])
             items[reader].append(item)

@@ -23,7 +23,7 @@ def recorder(folder: Path, train_dataset: str, place: Place | None = None, **arg
     args = training_arguments(str(folder), **arguments)
     made = DataRecorder()
     made.describe(data_settings(args, LongContextConfig(), train_dataset, 3, None))
-    made.follow(lambda: place)
+    made.follow(lambda leaves_epoch: place)
     return made
 
 
@@ -45,7 +45,7 @@ def test_a_cursor_survives_the_checkpoint(tmp_path: Path) -> None:
     record = json.loads((checkpoint / "longctx_data.json").read_text())
     # a record of a version that had one reader
     write_json(checkpoint / "longctx_data.json", {**record, "cursor": {"epoch": 2, "row": 17, "piece": 1, "digest": "abc"}})
-    assert again.problems() == [] and again.start(1) == Place(0, (Cursor(2, 17, 1, "abc"),))
+    assert again.problems() == [] and again.start(1) == Place(0, (Cursor(2, 17, 1, "abc"),), epochs_ended=2)
     for damaged in (
         {"epoch": "2"},
         {"turn": 2, "readers": [{}, {}]},

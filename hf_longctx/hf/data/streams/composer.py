@@ -32,6 +32,10 @@ class EpochEnds(NamedTuple):
     """The end of a reader's epoch."""
 
 
+class EpochOver(NamedTuple):
+    """The end of the epoch of all readers, which comes after its last batch."""
+
+
 class Fails(NamedTuple):
     """The error with which a reader ends."""
 
@@ -75,7 +79,7 @@ class BatchComposer:
         self._lengths: list[int] = []
         self._columns: tuple[int, str] | None = None
         self._num_tokens = self._num_sequences = 0
-        self._has_label = self._is_whole = self._is_empty = False
+        self._has_label = self._is_whole = self._is_empty = self._is_over = False
         self._begin_epoch(is_whole=not any(self.has_ended) and all(cursor.is_begin for cursor in start.readers))
 
     def announce(self, reader: int, items: Sequence[Item]) -> None:
@@ -86,8 +90,8 @@ class BatchComposer:
         """Whether a reader must announce more before its present epoch can go on."""
         return not self.has_ended[reader] and not self.known[reader]
 
-    def next_batch(self) -> ComposedBatch | None:
-        """The next batch; None until more is announced.
+    def next_batch(self) -> ComposedBatch | EpochOver | None:
+        """The next batch, or the end of the epoch; None until more is announced.
 
         Raises ValueError, at every call, at the place where a reader fails, and for an epoch that cannot be trained on.
         """
@@ -99,9 +103,12 @@ class BatchComposer:
             self._failure = error
             raise
 
-    def _next_batch(self) -> ComposedBatch | None:
+    def _next_batch(self) -> ComposedBatch | EpochOver | None:
         while True:
             reader = self.turn
+            if self._is_over:
+                self._is_over = False
+                return EpochOver()
             if all(self.has_ended):
                 if (last := self._end_epoch()) is not None:
                     return last
@@ -170,6 +177,7 @@ class BatchComposer:
                 f"{rules.sequences_per_step}; set it to False or lower per_device_train_batch_size"
             )
         self.epoch += 1
+        self._is_over = True
         self.has_ended = [False] * self.num_readers
         self._begin_epoch(is_whole=True)
         return last

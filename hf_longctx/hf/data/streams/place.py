@@ -43,16 +43,19 @@ class Cursor:
 class Place:
     """Position of all readers between two global batches; reader `turn` gives the next sequence, unless its epoch is over.
 
-    A reader whose epoch is over, while others still have rows of theirs, is at the beginning of the next one.
+    A reader whose epoch is over, while others still have rows of theirs, is at the beginning of the next one. `epochs_ended`:
+    epochs whose end the training has seen. `batches`: global batches that it has used of the epoch after these.
     """
 
     turn: int
     readers: tuple[Cursor, ...]
+    epochs_ended: int = 0
+    batches: int = 0
 
     @classmethod
-    def begin(cls, num_readers: int) -> Place:
-        """The beginning of the first epoch."""
-        return cls(0, (Cursor(),) * num_readers)
+    def begin(cls, num_readers: int, epoch: int = 0) -> Place:
+        """The beginning of an epoch."""
+        return cls(0, (Cursor(epoch),) * num_readers, epoch)
 
     @property
     def epoch(self) -> int:
@@ -69,7 +72,10 @@ class Place:
         try:
             # records of a single reader were a cursor alone
             listed = found.get("readers", [found])
-            place = cls(found.get("turn", 0), tuple(_cursor(each) for each in listed))
+            cursors = tuple(_cursor(each) for each in listed)
+            # older records count neither epochs nor batches
+            ended = found.get("epochs_ended", min((cursor.epoch for cursor in cursors), default=0))
+            place = cls(found.get("turn", 0), cursors, ended, found.get("batches", 0))
         except (TypeError, KeyError, AttributeError):
             raise ValueError(f"no place in a stream, but {found!r:.80}") from None
         numbers = list(_numbers(place))
@@ -86,7 +92,7 @@ def _cursor(found: dict[str, Any]) -> Cursor:
 
 
 def _numbers(place: Place) -> Iterator[Any]:
-    yield place.turn
+    yield from (place.turn, place.epochs_ended, place.batches)
     for cursor in place.readers:
         yield from (cursor.epoch, cursor.row, cursor.piece)
         if cursor.anchor is not None:

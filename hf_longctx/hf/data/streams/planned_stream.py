@@ -2,6 +2,9 @@
 
 Reader r of n lies on rank r * ranks // n, so that readers are spread over nodes. Between two steps all ranks tell each other the
 lengths that their readers have read since; each composes the same next batch, and rank 0 plans it while the present step runs.
+
+One iteration is one epoch, as of any dataset. No reader begins an epoch before the training does, so callbacks between two epochs
+can change what the stream gives.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedStep, TokenSequence
-from hf_longctx.hf.data.streams.composer import BatchComposer, ComposedBatch, EpochEnds
+from hf_longctx.hf.data.streams.composer import BatchComposer, ComposedBatch, EpochEnds, EpochOver
 from hf_longctx.hf.data.streams.exchange import exchange_tokens
 from hf_longctx.hf.data.streams.place import Cursor, Place
 from hf_longctx.hf.data.streams.reader import AheadReader
@@ -56,46 +60,134 @@ class StreamSource:
 
 
 class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """Each item is this rank's batch of one plan, in the form the collator makes.
+    """Each item is this rank's batch of one plan, in the form the collator makes; an iteration ends with the stream's epoch.
 
-    Collective over the plans' control group: every rank must draw equally often. `steps_done` returns the number of batches that
-    the trainer discards on resume, because they were done before; such batches are empty, and nothing is read for them.
+    Collective over the plans' control group: every rank must draw equally often. An iteration after one that was left before the
+    end of its epoch begins the next epoch. steps_done: returns the number of batches that the run finished before it was resumed,
+    when the first one is drawn. num_skipped: batches of its epoch that the trainer discards for that; they are empty, and nothing
+    is read for them. Its length is the stream's.
     """
 
-    def __init__(self, source: StreamSource, start: Place, plans: PlanSource, steps_done: Callable[[], int] = lambda: 0) -> None:
-        self.source, self.start, self.plans, self.steps_done = source, start, plans, steps_done
+    def __init__(
+        self,
+        source: StreamSource,
+        start: Place,
+        plans: PlanSource,
+        steps_done: Callable[[], int] = lambda: 0,
+        num_skipped: int = 0,
+    ) -> None:
+        self.source, self.start, self.plans, self.num_skipped = source, start, plans, num_skipped
+        self.epochs_ended, self.batches = start.epochs_ended, start.batches
         self._turn, self._cursors = start.turn, dict[int, Cursor]()
+        self._steps_done = steps_done
+        # the number of the next batch, once one was drawn
+        self._next: int | None = None
+        # the epoch that was begun last has not come to its end
+        self._is_inside = False
+        self._readers: StreamReaders | None = None
+
+    def __len__(self) -> int:
+        if self.source.rules.num_rows is None:
+            raise TypeError("a stream has no length")
+        return self.source.rules.num_rows
 
     def loader(self, pin_memory: bool) -> DataLoader[Any]:
-        """Makes a loader without length or workers; accelerate must not shard it, since every item is this rank's own."""
-        return DataLoader(self, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
+        """Makes a loader without workers; accelerate must not shard it, since every item is this rank's own."""
+        return StreamLoader(self, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
 
-    def place(self) -> Place:
-        """The place after the batch that was drawn last. Collective over the control group."""
+    def place(self, leaves_epoch: bool = False) -> Place:
+        """The place after the batch that was drawn last, from which a resumed run goes on. Collective over the control group.
+
+        leaves_epoch: the training goes on with the next epoch, wherever it is in the present one.
+        """
+        if leaves_epoch and self._is_inside:
+            return Place.begin(self.source.num_readers, self.epochs_ended + 1)
         known = dict(enumerate(self.start.readers))
         for found in gather_objects(self._cursors, self.plans.pool.control):
             known.update(found)
-        return Place(self._turn, tuple(known[reader] for reader in sorted(known)))
+        return Place(self._turn, tuple(known[reader] for reader in sorted(known)), self.epochs_ended, self.batches)
+
+    def leave_epoch(self) -> None:
+        """Lets the next iteration begin the next epoch."""
+        self._is_inside, self.num_skipped = True, 0
+
+    def stop(self) -> None:
+        """Ends the readers' threads, unless their sources hang. Idempotent."""
+        if self._readers is not None:
+            self._readers.stop()
+            self._readers = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        num_skipped = self.steps_done()
+        if self._is_inside:
+            self._begin_next_epoch()
+        self._is_inside = True
+        num_skipped, self.num_skipped = self.num_skipped, 0
         for _ in range(num_skipped):
             yield {}
-        pool = self.plans.pool
-        readers = StreamReaders(self.source, self.start, self.plans)
+        # else the checkpoint was written in the last step of an epoch, whose end was still to come
+        if self.epochs_ended == self.start.epoch or self._readers is not None:
+            yield from self._epoch()
+        self._is_inside, self.epochs_ended, self.batches = False, self.epochs_ended + 1, 0
+
+    def _epoch(self) -> Iterator[dict[str, Any]]:
+        pool, readers = self.plans.pool, self._readers or StreamReaders(self.source, self.start, self.plans)
+        if self._readers is None:
+            self._readers = readers
+            # for loaders that are used outside of a training
+            weakref.finalize(self, readers.stop)
+        if self._next is None:
+            self._next = self._steps_done()
+        readers.begin_epoch()
         collate = LongContextCollator()
         try:
-            for plan in self.plans.plans(readers.steps(num_skipped), explore=True):
+            for plan in self.plans.plans(readers.steps(self._next), explore=True):
                 batch, read = readers.taken()
                 assert plan.lengths == batch.lengths
                 owners = [readers.rank_of(reader) for reader, _ in batch.members]
                 held = exchange_tokens(plan, owners, read, batch.is_weighted, pool.rank, pool.control)
                 self._turn, self._cursors = batch.turn, readers.cursors()
+                self._next, self.batches = self._next + 1, self.batches + 1
                 # a stream has no index, so sequences are numbered inside their batch
                 step = PlannedStep(plan, tuple(range(len(plan.lengths))), pool.rank)
                 yield collate([(step, held)])
-        finally:
-            readers.stop()
+        except Exception:
+            self.stop()
+            raise
+        readers.take_ends()
+        self._turn, self._cursors = 0, readers.cursors()
+
+    def _begin_next_epoch(self) -> None:
+        """Leaves an epoch before its end, or at its end if nothing was drawn after the last batch. Collective."""
+        if self._readers is None or not self._readers.is_at_end():
+            if self.source.rules.num_rows is not None and self.batches >= num_batches(self.source.rules):
+                logger.warning(
+                    "%s gives more than the %d rows of its length, and the rest of epoch %d is left out, as by Trainer; let "
+                    "__len__ return the number of its rows",
+                    *(self.source.rules.name, self.source.rules.num_rows, self.epochs_ended),
+                )
+            self.stop()
+            self.start = Place.begin(self.source.num_readers, self.epochs_ended + 1)
+            self._turn, self._cursors = 0, {}
+        else:
+            self._readers.take_ends()
+        self.epochs_ended, self.batches = self.epochs_ended + 1, 0
+
+
+class StreamLoader(DataLoader[Any]):
+    """A loader of planned batches, with a length if the stream has one and each of its rows is a sequence."""
+
+    dataset: PlannedStream
+
+    def __len__(self) -> int:
+        return num_batches(self.dataset.source.rules)
+
+
+def num_batches(rules: StreamRules) -> int:
+    """Batches of an epoch of a stream; raises TypeError if the stream has no length."""
+    if rules.num_rows is None:
+        raise TypeError("a stream has no length")
+    whole, rest = divmod(rules.num_rows, rules.sequences_per_step)
+    return whole + (rest > 0 and not rules.drop_last)
 
 
 class StreamReaders:
@@ -119,6 +211,9 @@ class StreamReaders:
         self._share = 0 if source.rules.tokens_per_step else -(-source.rules.sequences_per_step // source.num_readers)
         # the batch of the step before is not complete yet
         self._is_late = False
+        # all batches of the epoch are known, and the epoch that readers may read
+        self._is_over, self._open_epoch = False, self.composer.epoch
+        self._begins = [cursor.epoch for cursor in start.readers]
         # ends of epochs that own readers have announced, and how far each reader of all ranks has read: epoch, rows
         self._num_ends: Counter[int] = Counter()
         self._progress: dict[int, tuple[int, int]] = {}
@@ -132,28 +227,49 @@ class StreamReaders:
         """The rank on which a reader lies."""
         return self.source.rank_of(reader, self.num_ranks)
 
-    def steps(self, first: int) -> Iterator[tuple[int, Lengths]]:
-        """The lengths of every step from number `first` on, for `PlanSource.plans`. Collective: all ranks draw equally often.
+    def begin_epoch(self) -> None:
+        """Lets readers read the next epoch, or the first one."""
+        self._is_over, self._open_epoch = False, self.composer.epoch
+        self._let_read(self.source.lookahead)
 
-        A step whose sequences are not all read yet comes with a function that returns their lengths later: they are waited for
-        here when the next step is drawn. An error of any reader is raised then, on all ranks.
+    def steps(self, first: int) -> Iterator[tuple[int, Lengths]]:
+        """The lengths of the epoch's steps, with numbers from `first` on, for `PlanSource.plans`. Collective.
+
+        A step whose sequences are not all read yet comes with a function that returns their lengths later, or None if the epoch
+        ended before: they are waited for here when the next step is drawn. An error of any reader is raised then, on all ranks.
         """
         for step in itertools.count(first):
             # the step before has ended, so the batch behind it is the running one
             self._let_read(self.source.lookahead)
             if self._is_late:
-                self._keep(self._finished(), self.source.lookahead)
+                self._note(self._finished(), self.source.lookahead)
+            if self._is_over:
+                return
             batch = self._try_batch()
             self._is_late = batch is None
-            if batch is not None:
-                self._keep(batch, self.source.lookahead - 1)
-                yield step, list(batch.lengths)
-            else:
+            if batch is None:
                 yield step, self._late_lengths
+                continue
+            self._note(batch, self.source.lookahead - 1)
+            if isinstance(batch, EpochOver):
+                return
+            yield step, list(batch.lengths)
 
-    def _late_lengths(self) -> list[int]:
-        """Lengths of the first batch that is complete and not drawn."""
-        return list(self._complete[0].lengths)
+    def _late_lengths(self) -> list[int] | None:
+        """Lengths of the first batch that is complete and not drawn; None if there is none, since the epoch is over."""
+        return list(self._complete[0].lengths) if self._complete else None
+
+    def is_at_end(self) -> bool:
+        """Whether all batches of the epoch are taken; waits for what comes next. Collective."""
+        if not self._complete and not self._is_over:
+            self._is_late = False
+            self._note(self._finished(), self.source.lookahead)
+        return self._is_over and not self._complete
+
+    def take_ends(self) -> None:
+        """Puts the cursors of this rank's readers behind the end of the epoch, all of whose batches are taken."""
+        for reader, ahead in self._readers.items():
+            ahead.take(self.composer.taken[reader], set())
 
     def taken(self) -> tuple[ComposedBatch, dict[int, TokenSequence]]:
         """The next batch, and those of its sequences that this rank has read; frees them."""
@@ -174,8 +290,8 @@ class StreamReaders:
         for ahead in self._readers.values():
             ahead.stop()
 
-    def _finished(self) -> ComposedBatch:
-        """Waits until the next batch is complete, however long readers take."""
+    def _finished(self) -> ComposedBatch | EpochOver:
+        """Waits until the next batch is complete, or the epoch is over, however long readers take."""
         begun_s = time.monotonic()
         try:
             while (batch := self.composer.next_batch()) is None:
@@ -186,8 +302,8 @@ class StreamReaders:
             raise error from (own[0] if own else None)
         return batch
 
-    def _try_batch(self) -> ComposedBatch | None:
-        """The next batch, if its sequences are read; an error is left for later, when the batch is needed."""
+    def _try_batch(self) -> ComposedBatch | EpochOver | None:
+        """The next batch, if its sequences are read, or the end of the epoch; an error is left for later."""
         try:
             if (batch := self.composer.next_batch()) is None:
                 self._meet()
@@ -223,9 +339,9 @@ class StreamReaders:
             if self.composer.lacks(reader):
                 ahead.wait(partial(self._has_enough, reader), max(0.0, until_s - time.monotonic()))
 
-    def _has_room(self, reader: int, num_read: int, num_tokens: int) -> bool:
+    def _has_room(self, reader: int, num_read: int, num_tokens: int, num_ends: int) -> bool:
         """Whether a reader that has read so much may read on; called in its thread."""
-        if not self._ahead:
+        if not self._ahead or self._begins[reader] + num_ends > self._open_epoch:
             return False
         if num_read <= self.composer.taken[reader]:
             # other readers gave less than their share, so the batch that is being filled needs more of this one
@@ -248,7 +364,12 @@ class StreamReaders:
     def _token_share(self) -> int:
         return -(-(self.source.rules.tokens_per_step or 0) // self.source.num_readers)
 
-    def _keep(self, batch: ComposedBatch, ahead: int) -> None:
+    def _note(self, batch: ComposedBatch | EpochOver, ahead: int) -> None:
+        """Keeps a batch that is complete, or notes that the epoch is over; lets readers read `ahead` batches beyond it."""
+        self._is_late = False
+        if isinstance(batch, EpochOver):
+            self._is_over, self._closed = True, tuple(self.composer.taken)
+            return
         self._complete.append(batch)
         self._closed = batch.taken
         if self.source.rules.tokens_per_step is not None:

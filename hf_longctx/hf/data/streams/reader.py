@@ -14,11 +14,12 @@ from hf_longctx.hf.data.streams.rows import EndOfEpoch, ReadSequence, SequenceRe
 class AheadReader:
     """Items of one reader, numbered from 0: sequences, ends of epochs, and at last an error, if reading fails.
 
-    has_room: says, given the number of items and of tokens that were read, whether one more may be read. It is asked in the
-    thread and must not wait; call `look` when its answer may have changed. `cursor`: the place after the items that were taken.
+    has_room: says, given the number of items, of tokens and of ends of epochs that were read, whether one more may be read. It is
+    asked in the thread and must not wait; call `look` when its answer may have changed. `cursor`: the place after the items that
+    were taken.
     """
 
-    def __init__(self, sequences: SequenceReader, has_room: Callable[[int, int], bool]) -> None:
+    def __init__(self, sequences: SequenceReader, has_room: Callable[[int, int, int], bool]) -> None:
         self.sequences, self.cursor = sequences, sequences.start
         self.error: Exception | None = None
         self.num_read = self.num_tokens = self.num_ends = 0
@@ -70,7 +71,7 @@ class AheadReader:
             items = iter(self.sequences)
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_stopped or self._has_room(self.num_read, self.num_tokens))
+                    self._changed.wait_for(self._may_read)
                     if self._is_stopped:
                         return
                 item = next(items)
@@ -81,6 +82,9 @@ class AheadReader:
                 self.error = error
                 self._news.append(Fails(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"))
                 self._changed.notify_all()
+
+    def _may_read(self) -> bool:
+        return self._is_stopped or self._has_room(self.num_read, self.num_tokens, self.num_ends)
 
     def _keep(self, item: ReadSequence | EndOfEpoch) -> None:
         self._items.append(item)

@@ -39,7 +39,8 @@ class StreamRules:
     """Rules by which rows become sequences, and sequences become global batches. Equal rules and rows give equal batches.
 
     A sequence has at most `max_length` tokens, which is a setting, and at most `room_tokens`, which is what memory holds.
-    placeholders: token ids that no row may have, since they stand for padding, images, sound or video.
+    placeholders: token ids that no row may have, since they stand for padding, images, sound or video. num_rows: the stream's
+    length, by which the trainer counts the steps of an epoch; None if it has none.
     """
 
     name: str
@@ -52,6 +53,7 @@ class StreamRules:
     tokens_per_step: int | None
     drop_last: bool
     placeholders: tuple[int, ...] = ()
+    num_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,12 @@ class SequenceReader:
             self._has_states = state is not None
             self._pending = None if state is None else Anchor(self.epoch, self.num_rows + 1, digest, state)
         cuts = self._cuts(np.array([len(tokens.input_ids)]), tokens.documents)
+        if len(cuts) > 1 and self.rules.num_rows is not None:
+            raise ValueError(
+                f"{self.rules.name} has a length of {self.rules.num_rows} rows, by which the steps of an epoch are counted, but "
+                f"row {self.num_rows} of epoch {self.epoch}{self._by()} has {len(cuts)} documents; remove its __len__ and set "
+                f"max_steps, or give one document per row"
+            )
         for piece, cut in enumerate(cuts):
             if (*place, piece) >= (start.epoch, start.row, start.piece):
                 then = (self.num_rows + 1, 0) if piece + 1 == len(cuts) else (self.num_rows, piece + 1)

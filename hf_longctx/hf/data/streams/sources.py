@@ -47,6 +47,16 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset)
 
 
+def stream_length(stream: Any, config: LongContextConfig) -> int | None:
+    """The rows of a stream that has a length, if each of them is one sequence of a step with a fixed number of sequences."""
+    if config.long_sequences == "split" or config.tokens_per_step is not None:
+        return None
+    try:
+        return len(stream) or None
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def reader_stream(stream: Any, reader: int, num_readers: int) -> Any:
     """The rows of one reader; raises ValueError for something that cannot be read."""
     if isinstance(stream, ShardedStream):
@@ -119,8 +129,10 @@ def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: Train
     if "train_dataset" not in sets:
         return problems
     if is_stream(sets["train_dataset"]):
-        if args.max_steps < 1:
-            problems.append("max_steps is not set, but an iterable dataset has no length; set max_steps")
+        if args.max_steps < 1 and stream_length(sets["train_dataset"], config) is None:
+            problems.append(
+                "max_steps is not set, but an iterable dataset has no length that tells the steps of an epoch; set max_steps"
+            )
     else:
         for setting, default in (("lookahead_batches", None), ("stream_readers", 1)):
             if (value := getattr(config, setting)) != default:
