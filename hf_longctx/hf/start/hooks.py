@@ -23,6 +23,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "_finalize_training": ("_inner_training_loop",),
     "_get_grad_norm": ("_run_epoch",),
     "_get_output_dir": ("_finalize_training", "_save_checkpoint"),
+    "_init_training_state": ("_inner_training_loop",),
     "_load_best_model": ("_finalize_training",),
     "_load_from_checkpoint": ("_prepare_for_training", "train"),
     "_load_optimizer_and_scheduler": ("_prepare_for_training",),
