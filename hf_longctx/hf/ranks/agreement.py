@@ -78,10 +78,10 @@ def raise_together(problems: list[str], group: dist.ProcessGroup | None, headlin
         return
     num_ranks = 1 if group is None else dist.get_world_size(group)
     text = [
-        f"- {problem}" + ("" if len(ranks) == num_ranks else f" (on rank {', '.join(map(str, ranks))})")
+        problem + ("" if len(ranks) == num_ranks else f" (on rank {', '.join(map(str, ranks))})")
         for problem, ranks in lines.items()
     ]
-    raise RefusedRun(f"{headline}:\n" + "\n".join(text))
+    raise RefusedRun.of(text, headline)
 
 
 def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import sys
+import sysconfig
 import textwrap
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +27,31 @@ _COLUMNS = 110
 
 class RefusedRun(ValueError):
     """Raised for settings, models and data that cannot be trained; on every rank with the same message, unless it is data."""
+
+    @classmethod
+    def of(cls, lines: Iterable[str], headline: str = "this run cannot start") -> RefusedRun:
+        """The refusal of a list of problems, a line each."""
+        return cls(f"{headline}:\n" + "\n".join(f"- {line}" for line in lines))
+
+
+@contextmanager
+def naming_errors(name: str) -> Iterator[None]:
+    """Context of other packages' code that makes `name`: says what failed in errors that they did not raise on purpose.
+
+    Errors in a user's own code stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        is_meant = "raise " in (frames[-1].line or "") or "unexpected keyword argument" in str(error)
+        if is_meant or not all(map(_is_of_library, frames)):
+            raise
+        where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+        raise ValueError(
+            f"{name} cannot be made of this model, these sets and arguments: {type(error).__name__} in {where}: {error}; the "
+            f"traceback above says which of them it had in hand, so try stock code with them first"
+        ) from error
 
 
 @contextmanager
@@ -48,6 +75,12 @@ def refusals_last() -> Iterator[None]:
         if not isinstance(error.code, str):
             raise
         _end(error.code, is_shared=False)
+
+
+def _is_of_library(frame: traceback.FrameSummary) -> bool:
+    paths = sysconfig.get_paths()
+    places = [paths["stdlib"], paths["purelib"], *(f"{os.sep}{name}{os.sep}" for name in ("hf_longctx", "trl"))]
+    return any(place in frame.filename for place in places)
 
 
 def _end(message: str, is_shared: bool) -> NoReturn:

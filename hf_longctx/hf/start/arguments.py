@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
@@ -30,6 +30,7 @@ from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, trainer_problems, trl_class
 from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
+from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.planner_config import check_degrees
 from hf_longctx.plan.pipeline.stage_layers import Ranges
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
@@ -61,6 +62,58 @@ _TRAINER_ARGUMENTS = {
 
 # arguments about the logits of all rows, which classifiers have
 _OF_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
+
+
+# arguments of a constructor that are called
+_CALLED = ("data_collator", "compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics")
+
+
+def kind_problems(args: Any, config: Any, given: dict[str, Any]) -> list[str]:
+    """Problems with arguments of a constructor that are not what their names say, found before anything reads them.
+
+    given: the other arguments by name, as users wrote them.
+    """
+    problems = []
+    if args is not None and not isinstance(args, TrainingArguments):
+        problems.append(f"args is {_kind(args)}; pass TrainingArguments")
+    if config is not None and not isinstance(config, LongContextConfig):
+        problems.append(f"longctx_config is {_kind(config)}; pass a LongContextConfig")
+    for name in _CALLED:
+        if (value := given.get(name)) is not None and not callable(value):
+            problems.append(f"{name} is {_kind(value)}; pass a function, or leave it out")
+    callbacks = given.get("callbacks")
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        problems.append(f"callbacks is {_kind(callbacks)}; pass a list of TrainerCallbacks")
+    for each in callbacks if isinstance(callbacks, list | tuple) else ():
+        if not (isinstance(each, TrainerCallback) or (isinstance(each, type) and issubclass(each, TrainerCallback))):
+            problems.append(f"callbacks has {_kind(each)}; pass TrainerCallbacks alone, or their classes")
+    pair = given.get("optimizers")
+    if pair is not None and not (_is_pair(pair) and (pair[0] is None or hasattr(pair[0], "param_groups"))):
+        problems.append(f"optimizers is {_kind(pair)}; pass an optimizer and a scheduler, (optimizer, None), or leave it out")
+    pair = given.get("optimizer_cls_and_kwargs")
+    if pair is not None and not (_is_pair(pair) and callable(pair[0]) and isinstance(pair[1], dict)):
+        problems.append(f"optimizer_cls_and_kwargs is {_kind(pair)}; pass a class and a dictionary of its settings")
+    return problems
+
+
+def _kind(value: Any) -> str:
+    return f"{shown(value)} ({'a class' if isinstance(value, type) else type(value).__name__})"
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def stopping_problems(callbacks: Iterable[Any], args: TrainingArguments) -> list[str]:
+    """Problems of transformers' early stopping with arguments under which it has nothing to compare."""
+    if not any(isinstance(each, EarlyStoppingCallback) for each in callbacks):
+        return []
+    problems = []
+    if args.metric_for_best_model is None:
+        problems.append("EarlyStoppingCallback has no metric to compare; set metric_for_best_model='loss' or another metric")
+    if args.eval_strategy == "no":
+        problems.append("EarlyStoppingCallback never sees an evaluation (eval_strategy='no'); set it to 'steps' or 'epoch'")
+    return problems
 
 
 def argument_problems(

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
 from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem
+from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout.keyed_modules import dropout_problems, keyed_fields
 from hf_longctx.hf.models.indexed.patching import INDEXED_LAYERS, index_problems, indexed_attention
@@ -18,6 +20,7 @@ from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.routers import router_problems
 from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import state_problems
+from hf_longctx.hf.models.windows import decoder_layers
 from hf_longctx.hf.models.wrapped.text import text_class, text_part, tower_parameters
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
@@ -43,6 +46,21 @@ _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
 }
 
 
+def _lacking_problems(model: PreTrainedModel) -> list[str]:
+    """Problems of a model that has nothing to train, since its config or the way in which it was loaded left that out."""
+    if not decoder_layers(model)[1]:
+        return [
+            f"{type(base_of(model)).__name__} has no decoder layers (num_hidden_layers=0); give its config at least one layer"
+        ]
+    empty = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if empty and source_of(model) is None and not hasattr(model, RANGES):
+        return [
+            f"{len(empty)} weights have no values, since they are on torch's meta device (first {empty[0]}); load the model "
+            f"without device_map='meta', or by hf_longctx.load_sharded"
+        ]
+    return []
+
+
 def model_problems(model: PreTrainedModel) -> list[str]:
     """Reasons why this model would not run correctly; empty for a tested class with a tested attention pattern."""
     if kinds := kind_problems(model):
@@ -58,6 +76,8 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if quantised := quantised_problems(model):
         # all other problems would only be consequences of these
         return quantised
+    if lacking := _lacking_problems(model):
+        return lacking
     text = text_part(base)
     problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(text), *router_problems(base)]
     problems += index_problems(text)

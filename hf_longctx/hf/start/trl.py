@@ -27,6 +27,7 @@ from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
+from hf_longctx.plan.core.messages import listed, shown
 from hf_longctx.runtime.core.loss import TemperedCrossEntropy, TokenLoss
 from hf_longctx.runtime.core.value_losses import OwnLogit
 
@@ -82,6 +83,33 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
             f"the cross-entropy; use SFTTrainer, {', '.join(_SCORED)}, the trainers of TRL that run full plans"
         ]
     return trl_problems() + offloading_problems(args) + _sft_problems(args, config)
+
+
+# class of TRL -> columns of which a training set has all of one group
+_COLUMNS = {
+    "SFTTrainer": (("input_ids",), ("messages",), ("prompt", "completion"), ("text",)),
+    "DPOTrainer": (("chosen", "rejected"),),
+    "RewardTrainer": (("chosen", "rejected"), ("chosen_ids", "rejected_ids")),
+    "KTOTrainer": (("prompt", "completion", "label"), ("chosen", "rejected")),
+    "GRPOTrainer": (("prompt",),),
+    "RLOOTrainer": (("prompt",),),
+}
+
+
+def unprepared_problems(trainer: type, model: Any, args: Any, sets: dict[str, Any]) -> list[str]:
+    """Problems with what a trainer of TRL is given, in which its own constructor would end in an error of Python's."""
+    name, problems = getattr(trl_class(trainer), "__name__", ""), []
+    if model is None:
+        problems.append(f"{name} was given no model; pass a model, or its name")
+    elif not (isinstance(model, str | nn.Module) and (isinstance(model, str) or hasattr(model, "config"))):
+        problems.append(f"model is {shown(model)} ({type(model).__name__}); pass a model of transformers or PEFT, or its name")
+    groups = (((args.dataset_text_field,),) if hasattr(args, "dataset_text_field") else ()) + _COLUMNS.get(name, ())
+    for which, dataset in sets.items():
+        columns = getattr(dataset, "column_names", None)
+        if isinstance(columns, list) and groups and not any(set(group) <= set(columns) for group in groups):
+            wanted = ", or ".join(" and ".join(group) for group in dict.fromkeys(groups))
+            problems.append(f"{which} has the columns {listed(columns) or '(none)'}, and {name} reads {wanted}; rename them")
+    return problems
 
 
 def attach_problems(trainer: type) -> list[str]:

@@ -35,7 +35,8 @@ from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.planning.step_lines import plan_parts, seconds_part, speed_part
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
-from hf_longctx.hf.start.arguments import argument_problems, rounds_by_chance
+from hf_longctx.hf.ranks.refusals import RefusedRun
+from hf_longctx.hf.start.arguments import argument_problems, kind_problems, rounds_by_chance
 from hf_longctx.hf.start.hooks import hook_problems
 from hf_longctx.hf.start.trl import alone_problems
 from hf_longctx.hf.stock.attached import AttachedMixin, lend_plans, placement_problems, signal_problems
@@ -75,6 +76,8 @@ class LongContextCallback(TrainerCallback):
     """
 
     def __init__(self, config: LongContextConfig | None = None) -> None:
+        if found := kind_problems(None, config, {}):
+            raise RefusedRun.of(found)
         self.config = config if config is not None else LongContextConfig()
         # the hooks of the present training, if the callback is not attached
         self.exchange: SequenceExchange | None = None

@@ -79,7 +79,13 @@ class ParameterMixin(CheckpointMixin):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Makes the optimizer after sharding, so that its states are made for shards; it updates bf16 weights in fp32 copies."""
         self._placed_model()
-        optimizer = super().create_optimizer(model)
+        try:
+            optimizer = super().create_optimizer(model)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"the optimizer cannot be made: {error}; change optim, optim_args, optimizer_cls_and_kwargs, or the learning "
+                f"rate and betas that it gets"
+            ) from error
         config, plain = self.longctx_config, self._plain_optimizer
         if has_low_bit_moments(plain):
             widen_shards(plain)

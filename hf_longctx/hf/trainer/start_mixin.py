@@ -24,7 +24,7 @@ from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
-from hf_longctx.hf.start.arguments import argument_problems, config_problems, run_problems
+from hf_longctx.hf.start.arguments import argument_problems, config_problems, run_problems, stopping_problems
 from hf_longctx.hf.start.settings.fields import idle_settings
 from hf_longctx.hf.start.settings.late import late_problems
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer, tell_settings, translate
@@ -140,6 +140,7 @@ class StartMixin(_TrainerBase):
         problems = late_problems(args, run.args, self._at_start, self._train_batch_size)
         with hidden_from_trainer(args):
             problems += argument_problems(args, {}, not is_scored(type(self)), config.compile_layers)
+        problems += stopping_problems(self.callback_handler.callbacks, args)
         raise_together(problems + config_problems(config, args), run.control)
 
     def _check_code(self) -> None:

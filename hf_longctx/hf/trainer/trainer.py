@@ -38,10 +38,12 @@ from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
+from hf_longctx.hf.ranks.refusals import RefusedRun, naming_errors
 from hf_longctx.hf.start.arguments import (
     argument_problems,
     async_problems,
     config_problems,
+    kind_problems,
     override_problems,
     run_problems,
 )
@@ -57,6 +59,7 @@ from hf_longctx.hf.start.trl import (
     scored_temperature,
     trainer_problems,
     trl_class,
+    unprepared_problems,
 )
 from hf_longctx.hf.start.user_code import reads_between_forwards
 from hf_longctx.hf.trainer.classifiers.evaluation import classified
@@ -120,6 +123,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         token_loss: the loss of a token, in place of cross-entropy; see `TokenLoss`.
         Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
         """
+        if found := kind_problems(args, longctx_config, {"data_collator": data_collator, **kwargs}):
+            raise RefusedRun.of(found)
         config = longctx_config if longctx_config is not None else LongContextConfig()
         sets = named_sets(train_dataset, eval_dataset)
         given = {
@@ -144,16 +149,19 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 problems += run_problems(type(self), config, model, args, self._given)
                 self._start(RunRequest(config, model, args, processing_class, problems, sets, token_loss=token_loss))
                 try:
-                    super().__init__(model=model, args=args, **given)
+                    with naming_errors(type(self).__name__):
+                        super().__init__(model=model, args=args, **given)
                 except BaseException:
                     self.longctx_run.close()
                     raise
                 self.model_init = model_init
             else:
                 self.longctx_config = config
+                problems += unprepared_problems(type(self), model, args, datasets)
                 control = self._check_early(args, {"data_collator": data_collator, **kwargs}, problems)
                 # a trainer of TRL makes the model and the sets ready itself
-                super().__init__(model=model, args=args, **given)
+                with naming_errors(type(self).__name__):
+                    super().__init__(model=model, args=args, **given)
                 self._start(self._request_of_prepared(kwargs, control, token_loss))
                 if is_scored(type(self)):
                     self._start_two_passes()

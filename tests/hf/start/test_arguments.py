@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.models.chats import tokenizer_of
 from helpers.models.tiny_models import cast, tiny_llama
 from helpers.trainers.trainer_runs import problems_at_start
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.start import versions
 from hf_longctx.hf.start.arguments import argument_problems, config_problems, layer_weights_problems, placement_problems
@@ -209,3 +212,91 @@ def test_every_optimizer_of_transformers_is_served_or_refused_by_name(tmp_path, 
     config = LongContextConfig(parameters="gathered_per_round", stages=2)
     found = argument_problems(args, {}) + placement_problems(model, config, args, {})
     assert any(problem.startswith(f"optim={name!r} ") for problem in found) == (name not in ELEMENTWISE)
+
+
+# field -> (value that dataclasses take, what the message says)
+MISTYPED: dict[str, tuple[Any, str]] = {
+    "max_grad_norm": (None, "max_grad_norm is None (NoneType); give a number"),
+    "gradient_accumulation_steps": (1.5, "gradient_accumulation_steps is 1.5 (float); give a whole number"),
+    "weight_decay": (float("nan"), "weight_decay is nan (float); give a number"),
+    "ignore_data_skip": ("no", "ignore_data_skip is 'no' (str); give True or False"),
+    "data_seed": ("3", "data_seed is '3' (str); give a whole number"),
+    "seed": (2**32, "seed is 4294967296; give a whole number from 0 to 4294967295"),
+    "dataloader_persistent_workers": (True, "dataloader_persistent_workers=True needs workers; set dataloader_num_workers"),
+}
+
+
+@pytest.mark.parametrize("name", MISTYPED)
+def test_numbers_and_flags_that_are_none_are_refused(tmp_path, name: str) -> None:
+    value, message = MISTYPED[name]
+    args = arguments(tmp_path)
+    setattr(args, name, value)
+    assert any(message in problem for problem in argument_problems(args, {}))
+
+
+def test_numbers_that_stock_takes_are_taken(tmp_path) -> None:
+    taken = {"max_steps": 10.0, "seed": np.int64(3), "max_grad_norm": float("inf"), "remove_unused_columns": None, "tf32": None}
+    assert argument_problems(arguments(tmp_path, **taken, dataloader_drop_last=1), {}) == []
+
+
+# argument -> (value of a wrong kind, what the message says)
+WRONG_KINDS: dict[str, tuple[Any, str]] = {
+    "args": ({"output_dir": "x"}, "args is {'output_dir': 'x'} (dict); pass TrainingArguments"),
+    "longctx_config": (LongContextConfig, "(a class); pass a LongContextConfig"),
+    "data_collator": (3, "data_collator is 3 (int); pass a function, or leave it out"),
+    "compute_metrics": ("f1", "compute_metrics is 'f1' (str); pass a function, or leave it out"),
+    "callbacks": (EarlyStoppingCallback(), "(EarlyStoppingCallback); pass a list of TrainerCallbacks"),
+    "optimizers": ((None,), "optimizers is (None,) (tuple); pass an optimizer and a scheduler, (optimizer, None)"),
+    "optimizer_cls_and_kwargs": (torch.optim.SGD, "(a class); pass a class and a dictionary of its settings"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KINDS)
+def test_arguments_of_a_wrong_kind_are_refused_before_anything_reads_them(tmp_path, name: str) -> None:
+    value, message = WRONG_KINDS[name]
+    given = {"model": tiny_llama(), "args": arguments(tmp_path), "train_dataset": [{"input_ids": [1, 2, 3]}], name: value}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LongContextTrainer(**given)
+
+
+def test_callbacks_of_a_wrong_kind_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match=re.escape("callbacks has 3 (int); pass TrainerCallbacks alone, or their classes")):
+        LongContextTrainer(model=tiny_llama(), args=arguments(tmp_path), callbacks=[EarlyStoppingCallback, 3])
+    with pytest.raises(ValueError, match=re.escape("longctx_config is {'degrees': [1]} (dict); pass a LongContextConfig")):
+        LongContextCallback({"degrees": [1]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"), [({}, "no metric to compare"), ({"metric_for_best_model": "loss"}, "never sees an evaluation")]
+)
+def test_early_stopping_that_compares_nothing_is_refused_before_the_first_step(tmp_path, changes: dict, missing: str) -> None:
+    rows = [{"input_ids": [1, 2, 3]}]
+    # a callback may also come later than the trainer
+    trainer = LongContextTrainer(model=tiny_llama(), args=arguments(tmp_path, **changes), train_dataset=rows)
+    trainer.add_callback(EarlyStoppingCallback(1))
+    with pytest.raises(ValueError, match=missing):
+        trainer.train()
+
+
+def test_an_optimizer_that_refuses_its_settings_is_named(tmp_path) -> None:
+    settings = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": -1.0})}
+    trainer = LongContextTrainer(
+        model=tiny_llama(), args=arguments(tmp_path, max_steps=1), train_dataset=[{"input_ids": [1, 2, 3]}], **settings
+    )
+    with pytest.raises(ValueError, match=r"the optimizer cannot be made: Invalid learning rate: -1.0; change optim"):
+        trainer.train()
+
+
+class _Breaks(TrainerCallback):
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+        raise KeyError("mine")
+
+
+def test_errors_of_stock_constructors_name_the_trainer_and_those_of_users_stay(tmp_path) -> None:
+    given = {"model": tiny_llama(), "train_dataset": [{"input_ids": [1, 2, 3]}]}
+    odd = arguments(tmp_path)
+    odd.log_level = "loud"
+    with pytest.raises(ValueError, match=r"^LongContextTrainer cannot be made of .*: KeyError in training_args.py,"):
+        LongContextTrainer(args=odd, **given)
+    with pytest.raises(KeyError, match="mine"):
+        LongContextTrainer(args=arguments(tmp_path), callbacks=[_Breaks()], **given)

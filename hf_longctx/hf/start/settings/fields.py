@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from numbers import Real
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 from transformers import TrainingArguments
+
+from hf_longctx.plan.core.messages import shown
 
 State = Literal["supported", "Trainer's own", "some values", "translated", "no effect"]
 # where plans take the place of what reads a setting: wherever they run, where they draw the batches of a training, or where they
@@ -208,9 +212,42 @@ SETTINGS: dict[str, Setting] = {
 _LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
+# the largest seed that numpy takes
+_LARGEST_SEED = 2**32 - 1
+
+
+def mistyped(args: TrainingArguments) -> list[str]:
+    """Problems with numbers and flags that are none, which stock code would meet in the middle of a training, or misread."""
+    problems = []
+    for name, hint in get_type_hints(TrainingArguments).items():
+        kinds, value = set(get_args(hint) or (hint,)), getattr(args, name, None)
+        if not (value is None and NoneType in kinds) and (wanted := _wanted(kinds - {NoneType}, value)):
+            problems.append(f"{name} is {shown(value)} ({type(value).__name__}); give {wanted}")
+    for name in ("seed", "data_seed"):
+        seed = getattr(args, name)
+        if isinstance(seed, int) and not 0 <= seed <= _LARGEST_SEED:
+            problems.append(f"{name} is {seed}; give a whole number from 0 to {_LARGEST_SEED}")
+    if args.dataloader_persistent_workers and not args.dataloader_num_workers:
+        problems.append("dataloader_persistent_workers=True needs workers; set dataloader_num_workers, or leave it out")
+    return problems
+
+
+def _wanted(kinds: set[Any], value: Any) -> str:
+    """Words for what a field of these types needs in place of `value`; "" if it may have it, or if nothing is known here."""
+    if kinds == {bool}:
+        # stock code takes None for False
+        return "" if value is None or (isinstance(value, bool | int) and value in (0, 1)) else "True or False"
+    if not kinds or not kinds <= {int, float}:
+        return ""
+    is_whole = kinds == {int}
+    if not isinstance(value, Real) or value != value or (is_whole and value % 1):
+        return "a whole number" if is_whole else "a number"
+    return ""
+
+
 def refused_values(args: TrainingArguments) -> list[str]:
     """Problems with the values of fields about which the table alone decides."""
-    problems = []
+    problems = mistyped(args)
     for name, setting in SETTINGS.items():
         value = getattr(args, name, setting.values[0] if setting.values else None)
         if setting.values and value not in setting.values:
