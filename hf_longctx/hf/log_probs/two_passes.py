@@ -9,8 +9,10 @@ groups and micro-batches, so L is known only when all forwards have ended. But i
 and the numbers c_t are known before the first backward. So there are two passes. The first computes all l_t under a plan, without
 gradients, and sends each to the rank whose trainer loaded the row; the trainer's own code computes f from them, and autograd c_t.
 The second pass trains the token loss sum_t -c_t (-l_t) under the same plan, by the weights of tokens that every plan obeys. It is
-exact whatever f is, and costs one more forward. A loss that also depends on the model in other ways (on entropies, on weights, on
-a module that it calls by itself) is refused, since its gradient would be left out or counted once per rank.
+exact whatever f is, and costs one more forward. The balance of a model's experts is one number more that f may depend on: the
+first pass counts where routers send the tokens, and the second one adds the balance's gradient as every plan does
+(`runtime/execution/experts.py`), times df / d balance. A loss that also depends on the model in other ways (on entropies, on
+weights, on a module that it calls by itself) is refused, since its gradient would be left out or counted once per rank.
 
 A policy and its reference model run the same way; a reference has the first pass only.
 
@@ -43,13 +45,18 @@ from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.process_groups.pool import sum_over_ranks
+
+# keyword of a forward that asks for the balance of the experts
+ROUTED = "output_router_logits"
 
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Values that a forward with TRL's fused head returns, each [B, S - 1], 0 without a label; only `log_probs` has a gradient.
+    """Values that a forward with TRL's fused head returns, each [B, S - 1], 0 without a label. The names are TRL's.
 
-    The names are TRL's.
+    Only `log_probs` and `aux_loss` have a gradient. `aux_loss` is the balance of the experts over the tokens of all ranks, a
+    scalar; None unless it is asked for.
     """
 
     log_probs: Tensor
@@ -58,7 +65,7 @@ class TokenValues:
     mean_logits: Tensor
     log_sum_sq_probs: Tensor
     label_mask: Tensor
-    aux_loss: None = None
+    aux_loss: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:
@@ -108,12 +115,15 @@ class Batch:
 class Untrained:
     """A batch that waits for its second pass, and the values in which its gradient gathers: log-probabilities [B, S - 1].
 
-    others: values, by name, that a loss may read but not train.
+    others: values, by name, that a loss may read but not train. aux_loss: the balance of the experts, whose gradient gathers too,
+    and loads_2E: what it follows from (`RouterBalance.summed`); None for a model whose experts are not balanced.
     """
 
     batch: Batch
     values: Tensor
     others: dict[str, Tensor] = field(default_factory=dict)
+    aux_loss: Tensor | None = None
+    loads_2E: Tensor | None = None
 
 
 class TwoPasses:
@@ -160,7 +170,10 @@ class TwoPasses:
         executor = scored.executor()
         rank_plan = forward_only(batch.plan.for_rank(self.pool.rank))
         engine = scored.engine(executor.model, rank_plan)
-        found = executor.score(rank_plan, batch.chunks(self.pool.rank), engine, self.scoring)
+        routers = executor.routers if is_trained or inputs.get(ROUTED) else None
+        if routers is not None:
+            routers.forget()
+        found = executor.score(rank_plan, batch.chunks(self.pool.rank), engine, self.scoring, is_counted=routers is not None)
         values_nk = self._from_all_ranks(batch, rank_plan, found)
         documents = batch.documents
         # TRL computes them in fp32
@@ -176,12 +189,17 @@ class TwoPasses:
 
         losses_BS, is_right_BS, entropies_BS, mean_BS, squares_BS = map(column, range(5))
         log_probs_BS = losses_BS.neg().requires_grad_(is_trained)
+        loads_2E = aux_loss = None
+        if routers is not None:
+            loads_2E = routers.summed(self.pool.everyone)
+            aux_loss = routers.take(loads_2E, 0.0).to(dtype).requires_grad_(is_trained)
+            routers.forget()
         if is_trained:
             # leaves too, so that a gradient that nobody would use is noticed
             others = {"entropy": entropies_BS, "mean_logits": mean_BS, "log_sum_sq_probs": squares_BS}
             others = {name: values_BS.requires_grad_() for name, values_BS in others.items()}
-            self._waiting.append(Untrained(batch, log_probs_BS, others))
-        return TokenValues(log_probs_BS, entropies_BS, is_right_BS.bool(), mean_BS, squares_BS, mask_BS[:, :-1])
+            self._waiting.append(Untrained(batch, log_probs_BS, others, aux_loss, loads_2E))
+        return TokenValues(log_probs_BS, entropies_BS, is_right_BS.bool(), mean_BS, squares_BS, mask_BS[:, :-1], aux_loss)
 
     @contextmanager
     def backward_of_loss(self, model: nn.Module) -> Iterator[None]:
@@ -202,13 +220,18 @@ class TwoPasses:
     def second_pass(self) -> Iterator[dict[str, Any]]:
         """Yields the batches that wait, each with the weights of its tokens; their plans train the loss whose backward has run.
 
-        The loss is the mean over ranks, as DDP has it: each rank computed its own from its rows.
+        The loss is the mean over ranks, as DDP has it: each rank computed its own from its rows. "balance" of a batch has the
+        arguments of `StepExecutor.balance`, for a model whose experts are balanced.
         """
         waiting, self._waiting = self._waiting, []
         for each in waiting:
-            batch, rank = each.batch, self.pool.rank
+            batch, rank, num_ranks = each.batch, self.pool.rank, self.pool.num_ranks
             slopes = torch.zeros_like(each.values) if each.values.grad is None else each.values.grad
-            yield step_batch(batch.step(rank), batch.chunks(rank, self._weights(batch, slopes) / self.pool.num_ranks))
+            made = step_batch(batch.step(rank), batch.chunks(rank, self._weights(batch, slopes) / num_ranks))
+            if each.aux_loss is not None and each.loads_2E is not None:
+                slope_1 = each.loads_2E.new_zeros(1) if each.aux_loss.grad is None else each.aux_loss.grad.double().reshape(1)
+                made["balance"] = each.loads_2E, sum_over_ranks(slope_1, self.pool.everyone)[0] / num_ranks
+            yield made
 
     def _weights(self, batch: Batch, slopes: Tensor) -> Tensor:
         """The weight [n] of every token in the second pass, on the host; slopes: of this rank's loss by the values it got."""
@@ -238,7 +261,7 @@ class TwoPasses:
     def _read(self, args: Sequence[Any], inputs: dict[str, Any]) -> LocalDocuments:
         if args:
             raise ValueError("the model was called with positional arguments; call it with keywords, as TRL does")
-        documents = read_documents(inputs)
+        documents = read_documents({name: value for name, value in inputs.items() if name != ROUTED})
         if found := sorted(self.placeholders & set(documents.rows_T2[:, 0].tolist())):
             raise ValueError(
                 f"the batch has token {found[0]}, which stands for an image, sound or video, but plans run rows of text alone; "

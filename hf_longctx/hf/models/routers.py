@@ -30,11 +30,11 @@ SPREAD_EXPERTS = (
 def router_problems(model: PreTrainedModel) -> list[str]:
     """Problems with settings of a mixture of experts under which plans would give other results than the model alone."""
     problems, config = [], model.config.get_text_config()
-    if has_balance(model) and not any(type(module).__name__ in _ROUTERS for module in model.modules()):
-        problems.append(
-            f"output_router_logits is set, but a load-balancing loss is supported only for the routers {', '.join(_ROUTERS)}, "
-            f"which {type(model).__name__} does not have; set it to False, which trains without that loss"
+    if has_balance(model):
+        remedy = (
+            "set it to False, which trains without that loss (SFTTrainer of TRL sets it: give SFTConfig router_aux_loss_coef=0.0)"
         )
+        problems += balance_problems(model, "output_router_logits is set", remedy)
     if noise := getattr(config, "router_jitter_noise", 0.0):
         # sparsemixer also uses this noise as the threshold beyond which an expert is left out
         price = ", with which its routers get no gradient" if type(model).__name__ == "PhimoeForCausalLM" else ""
@@ -45,6 +45,16 @@ def router_problems(model: PreTrainedModel) -> list[str]:
     if (clip := getattr(config, "clip_qkv", None)) is not None:
         problems.append(f"clip_qkv is {clip}, which changes kept projections in place and is not supported; set it to None")
     return problems
+
+
+def balance_problems(model: nn.Module, reason: str, remedy: str) -> list[str]:
+    """Problems with a model whose experts shall be balanced, for a `reason`; `remedy`: how to train it without."""
+    if any(type(module).__name__ in _ROUTERS for module in model.modules()):
+        return []
+    return [
+        f"{reason}, but a load-balancing loss is supported only for the routers {', '.join(_ROUTERS)}, which "
+        f"{type(model).__name__} does not have; {remedy}"
+    ]
 
 
 def has_balance(model: nn.Module) -> bool:
@@ -83,18 +93,23 @@ def spread_problems(model: nn.Module, expert_ranks: int) -> list[str]:
 
 
 class RouterRuntime:
-    """Holds the load-balancing loss of one model at a time: binds it to the routers at the first plan, unbinds it at the end."""
+    """Holds the load-balancing loss of one model at a time: binds it to the routers at the first plan, unbinds it at the end.
+
+    is_asked: whether the trainer's own loss asks for the balance, whose share in it is known after its backward; if it is None,
+    the model's config decides.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.is_asked: bool | None = None
         self._balance: RouterBalance | None = None
         self._model: nn.Module | None = None
 
     def balance(self, model: nn.Module) -> RouterBalance | None:
-        """The load-balancing loss of `model`; None if its config asks for none."""
+        """The load-balancing loss of `model`; None if nothing asks for it."""
         if self._model is not model:
             self.close()
-            self._balance, self._model = router_balance(model, self.device), model
+            self._balance, self._model = router_balance(model, self.device, self.is_asked), model
         return self._balance
 
     def close(self) -> None:
@@ -104,12 +119,14 @@ class RouterRuntime:
         self._balance = self._model = None
 
 
-def router_balance(model: nn.Module, device: torch.device) -> RouterBalance | None:
-    """The load-balancing loss that the config of `model` asks for, bound to the model's routers (a stage may have none)."""
-    if not has_balance(model):
+def router_balance(model: nn.Module, device: torch.device, is_asked: bool | None = None) -> RouterBalance | None:
+    """The load-balancing loss that the config of `model` asks for, bound to the model's routers (a stage may have none).
+
+    is_asked: see `RouterRuntime`; unless it is None, only `take` says how much the balance counts.
+    """
+    if not (is_asked or has_balance(model)):
         return None
-    config = base_of(model).config
+    config = base_of(model).config.get_text_config()
     routers = [module for module in model.modules() if type(module).__name__ in _ROUTERS]
-    return RouterBalance(
-        routers, int(config.num_experts), int(config.num_experts_per_tok), float(config.router_aux_loss_coef), device
-    )
+    coefficient = float(config.router_aux_loss_coef) if is_asked is None else 0.0
+    return RouterBalance(routers, int(config.num_experts), int(config.num_experts_per_tok), coefficient, device)

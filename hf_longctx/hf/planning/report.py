@@ -108,14 +108,10 @@ class RunReport(TrainerCallback):
             rank, model = self.source.pool.rank, self.source.costs.model
             memory = result.memory, predicted_memory(plan, rank, model)
             idle = predicted_idle(plan, rank, self.source.costs)
-            router_loss, router_load = (
-                None if value is None else float(value) for value in (result.router_loss, result.router_load)
-            )
+            aux_loss, router_load = (None if value is None else float(value) for value in (result.aux_loss, result.router_load))
             tallied = tuple(float(each) for each in result.tallied)
             intervals = tuple(result.intervals())
-            record = StepRecord(
-                plan, rank, loss, intervals, place, len(pending), *memory, idle, router_loss, router_load, tallied
-            )
+            record = StepRecord(plan, rank, loss, intervals, place, len(pending), *memory, idle, aux_loss, router_load, tallied)
             records.append(record)
             self._last.append(record)
             self._since_log.append(record)
@@ -178,7 +174,7 @@ class RunReport(TrainerCallback):
         ):
             if None not in values:
                 metrics[name] = mean(value for value in values if value is not None)
-        for name in ("router_loss", "router_load"):
+        for name in ("aux_loss", "router_load"):
             if found := [getattr(record, name) for record in records if getattr(record, name) is not None]:
                 metrics[name] = mean(found)
         metrics |= self._token_metrics(records)

@@ -29,7 +29,7 @@ class StepRecord:
     """One finished plan on rank `rank`: number `place` (from 0) of the `count` plans in an optimizer step.
 
     `loss` is the loss of the whole optimizer step. `predicted_memory` predicts `memory`, and `predicted_idle` predicts
-    `idle_share`; `predicted_idle` is None until the cost model was fitted to measurements. `router_loss` and `router_load` are
+    `idle_share`; `predicted_idle` is None until the cost model was fitted to measurements. `aux_loss` and `router_load` are
     those of `StepResult`. `tallied`: the plan's label tokens, those that were the likeliest, and the sum of the entropies; empty
     if they are not counted.
     """
@@ -43,7 +43,7 @@ class StepRecord:
     memory: StepMemory = NO_MEMORY
     predicted_memory: StepMemory = NO_MEMORY
     predicted_idle: float | None = None
-    router_loss: float | None = None
+    aux_loss: float | None = None
     router_load: float | None = None
     tallied: tuple[float, ...] = ()
 

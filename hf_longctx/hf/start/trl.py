@@ -25,6 +25,7 @@ from hf_longctx.hf.models.adapters import base_of, is_adapted
 from hf_longctx.hf.models.dropout.keyed_modules import weight_rates
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.hf.models.routers import balance_problems
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
 from hf_longctx.plan.core.messages import listed, shown
@@ -140,6 +141,9 @@ def _generates(found: type | None) -> bool:
     return found is not None and found.__name__ in _GENERATING
 
 
+# how a trainer of TRL leaves out the balance loss of a mixture of experts
+NO_BALANCE = "set router_aux_loss_coef=0.0 in its arguments, which trains without that loss"
+
 # argument of TRL -> its supported values, and why no other is
 _SCORED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_vllm": ((False,), "weights would have to be sent to vLLM's processes, which is not tested; generate with transformers"),
@@ -199,11 +203,13 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
         problems.append(f"{name} with tools or environments is not tested under plans; leave them out")
     if getattr(trainer, "rollout_func", None) is not None:
         problems.append(f"{name} with a rollout_func is not tested under plans; let it generate with transformers")
-    if getattr(trainer, "aux_loss_enabled", False) or getattr(model.config.get_text_config(), "output_router_logits", False):
-        problems.append(
-            f"{name} adds the balancing loss of the experts, which plans do not train together with its own; set "
-            f"router_aux_loss_coef=0.0 in its arguments, and output_router_logits=False in the model's config"
-        )
+    if getattr(trainer, "aux_loss_enabled", False):
+        problems += balance_problems(base_of(model), f"{name} adds the balance loss of the experts", NO_BALANCE)
+        if trainer.longctx_config.lend_stages:
+            problems.append(
+                f"lend_stages=True does not support the balance loss of the experts, which {name} adds; {NO_BALANCE}, or leave "
+                f"lend_stages out"
+            )
     if drops := [where for where, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
         problems.append(f"{drops[0]} drops, so the two passes of a step would draw different masks; set disable_dropout=True")
     # attention layers keep their rates outside of modules, where disable_dropout leaves them

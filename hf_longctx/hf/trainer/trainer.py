@@ -266,7 +266,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
     def _step_in_two_passes(self, passes: TwoPasses, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """The trainer's own step, whose backward ends at log-probabilities; then plans train these. Returns the mean loss."""
         # made here, since inside a forward FSDP2 keeps weights gathered
-        self._training_executor()
+        executor = self._training_executor()
         with self._explained():
             with passes.backward_of_loss(model):
                 own_loss = super().training_step(model, inputs, num_items)
@@ -282,6 +282,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 f"from a forward of the model"
             )
         for place, batch in enumerate(batches):
+            if "balance" in batch:
+                executor.balance(*batch["balance"])
             is_last = place == len(batches) - 1
             part = loss if is_last else torch.zeros_like(loss)
             counted = self._run_plan(batch, 1.0, is_last and self.accelerator.sync_gradients, part)
@@ -440,6 +442,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         run = self.longctx_run
         limits = run.sets.longest_sequence, run.setup.placeholders
         passes = passes_of(run.source, *limits, scored_temperature(self), run.task)
+        run.routers.is_asked = bool(getattr(self, "aux_loss_enabled", False))
 
         def own_executor() -> StepExecutor:
             model = self._placed_model()

@@ -69,8 +69,8 @@ class StepExecutor:
         # switched off, because with routers the model would add a balance of its own, taken over one chunk
         self.stage = stage if routers is None else replace(stage, off=("output_router_logits",))
         self.parameters = parameters_of(stage.model, fp32_gradients)
-        # balancing loss of the current step, until the first of its plans returns it
-        self._router_loss: Tensor | None = None
+        # balance of the experts in the current step, until the first of its plans returns it
+        self._aux_loss: Tensor | None = None
         # whether a plan of the present optimizer step has run already
         self._is_in_step = False
         self._no_mask = no_mask(device)
@@ -150,13 +150,13 @@ class StepExecutor:
                 total, num_bad, *tallied = sum_over_ranks(sums, self.pool.everyone)
             if self.device.type == "cuda":
                 memory = replace(memory, device_peak=active_bytes(self.device)[1])
-        router_loss, self._router_loss = self._router_loss, None
+        aux_loss, self._aux_loss = self._aux_loss, None
         router_load = None
-        if self.routers is not None and router_loss is not None:
-            total, router_load = total + router_loss, self.routers.load
+        if self.routers is not None and aux_loss is not None:
+            total, router_load = total + self.routers.coefficient * aux_loss, self.routers.load
         if self.routers is not None and reduce:
             self.routers.forget()
-        return StepResult(total, host.clock, memory, router_loss, router_load, num_bad, tuple(tallied))
+        return StepResult(total, host.clock, memory, aux_loss, router_load, num_bad, tuple(tallied))
 
     def evaluate(
         self,
@@ -173,14 +173,20 @@ class StepExecutor:
         return sum_over_ranks(total, self.pool.everyone)
 
     def score(
-        self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None, scoring: Scoring | None = None
+        self,
+        plan: RankPlan,
+        inputs: PlanInputs,
+        engine: ActivationEngine | None = None,
+        scoring: Scoring | None = None,
+        is_counted: bool = False,
     ) -> list[dict[int, TokenScores]]:
         """Scores of this rank's shard of every chunk, for each micro-batch; empty on stages before the last.
 
-        Collective, like `evaluate`.
+        is_counted: the routers, which must be balanced ones, count where the tokens go, until the next step. Collective, like
+        `evaluate`.
         """
         rounds: list[Round] = []
-        self._run_forwards(plan, inputs, "evaluation", engine, wanted=scoring or Scoring(), rounds=rounds)
+        self._run_forwards(plan, inputs, "evaluation", engine, is_counted=is_counted, wanted=scoring or Scoring(), rounds=rounds)
         return [each.scores for each in rounds]
 
     def read(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> list[dict[int, Tensor]]:
@@ -200,7 +206,15 @@ class StepExecutor:
         with self._forgetting_broken_steps():
             for plan, inputs in plans:
                 self._run_forwards(plan, inputs, "routing", engine, is_counted=True)
-            self._router_loss = self.routers.settle(self.pool.everyone)
+            self._aux_loss = self.routers.settle(self.pool.everyone)
+
+    def balance(self, sums_2E: Tensor, coefficient: Tensor) -> None:
+        """Lets the next plan train `coefficient` (a scalar) times the balance of its experts, whose loads are known.
+
+        sums_2E: those of `RouterBalance.summed`.
+        """
+        assert self.routers is not None
+        self._aux_loss = self.routers.take(sums_2E, coefficient)
 
     @contextmanager
     def _forgetting_broken_steps(self) -> Iterator[None]:
@@ -208,7 +222,7 @@ class StepExecutor:
         try:
             yield
         except BaseException:
-            self._router_loss, self._is_in_step = None, False
+            self._aux_loss, self._is_in_step = None, False
             # sums that have started would meet those of a later step
             self.pool.drop_early()
             if self.routers is not None:
@@ -218,7 +232,7 @@ class StepExecutor:
     def _settle_routers(self) -> None:
         """Sums the loads of the experts over all ranks, unless that is done; runs before a step's first backward."""
         if self.routers is not None and not self.routers.is_settled:
-            self._router_loss = self.routers.settle(self.pool.everyone)
+            self._aux_loss = self.routers.settle(self.pool.everyone)
 
     def _begin_routing(self, plan: RankPlan, inputs: PlanInputs, is_whole_step: bool, engine: ActivationEngine | None) -> bool:
         """Prepares the count of routed tokens; true if the plan's own forwards count them, all before its first backward."""

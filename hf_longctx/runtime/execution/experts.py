@@ -39,7 +39,8 @@ class RouterBalance:
 
     `num_experts`, `num_chosen`: E and k, also on a stage without routers. In a step, forwards run inside
     `running(is_counted=True)`, then `settle` is called, then backwards run inside `running`; `forget` ends the step. Outside
-    `running`, and with `coefficient` 0, routers do what their class does. `unbind` restores the routers.
+    `running`, and with `coefficient` 0 unless `take` has set another one, routers do what their class does. `unbind` restores the
+    routers.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class RouterBalance:
         self.num_experts, self.num_chosen, self.coefficient = num_experts, num_chosen, coefficient
         # number of rows routed to each expert, and the sum of its probabilities, over this rank's rows until they are settled
         self._sums_2E = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
+        # rows of each expert in the settled step
+        self._loads_E = self._sums_2E[0]
         self._slopes_E: Tensor | None = None
         # whether the running chunk is counted, and whether its backward adds the gradient of the balance
         self._is_counted = self._is_pushed = False
@@ -71,27 +74,37 @@ class RouterBalance:
     @contextmanager
     def running(self, is_dummy: bool, is_counted: bool = False) -> Iterator[None]:
         """Context around one forward or backward of a chunk; is_dummy: no token of this rank's shard is real."""
-        self._is_counted, self._is_pushed = is_counted and not is_dummy, not is_dummy and self.coefficient != 0
+        self._is_counted = is_counted and not is_dummy
+        # forwards may come before the loads are known
+        self._is_pushed = not is_dummy and (self.coefficient != 0 or self._slopes_E is not None)
         try:
             yield
         finally:
             self._is_counted = self._is_pushed = False
 
     def settle(self, group: dist.ProcessGroup | None) -> Tensor:
-        """Sums the counts over the ranks of `group` (None: this rank alone); returns the step's loss, a scalar in fp64.
+        """Sums the counts over the ranks of `group` (None: this rank alone); returns E * sum_e f_e P_e, a scalar in fp64.
 
         Collective over `group`, before the first backward of any of its ranks.
         """
-        counts_E, probabilities_E = sum_over_ranks(self._sums_2E, group)
-        num_rows = counts_E.sum().clamp(min=1) / self.num_chosen
-        self._slopes_E = self.coefficient * self.num_experts * counts_E / num_rows**2
-        return (self._slopes_E * probabilities_E).sum()
+        return self.take(self.summed(group), self.coefficient)
+
+    def summed(self, group: dist.ProcessGroup | None) -> Tensor:
+        """[2, E]: rows routed to each expert, and sums of its probabilities, over the ranks of `group`. Collective over it."""
+        return sum_over_ranks(self._sums_2E, group)
+
+    def take(self, sums_2E: Tensor, coefficient: float | Tensor) -> Tensor:
+        """Settles the balance by sums that are known; backwards add `coefficient` times its gradient. Returns E * sum_e f_e P_e."""
+        self._loads_E, probabilities_E = sums_2E
+        num_rows = self._loads_E.sum().clamp(min=1) / self.num_chosen
+        slopes_E = self.num_experts * self._loads_E / num_rows**2
+        self._slopes_E = coefficient * slopes_E
+        return (slopes_E * probabilities_E).sum()
 
     @property
     def load(self) -> Tensor:
         """Rows of the fullest expert divided by those of an even split, a scalar of at least 1; known after `settle`."""
-        counts_E = self._sums_2E[0]
-        return counts_E.max() * self.num_experts / counts_E.sum().clamp(min=1)
+        return self._loads_E.max() * self.num_experts / self._loads_E.sum().clamp(min=1)
 
     def forget(self) -> None:
         """Drops the counts, at the end of a step and before one that follows a broken step."""

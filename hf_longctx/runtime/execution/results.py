@@ -37,7 +37,7 @@ NO_MEMORY = StepMemory()
 class StepResult:
     """Outcome of a plan. `loss` is its part of the step's mean loss over all ranks' label tokens, equal on every rank.
 
-    router_loss: the balancing loss of the experts over the whole step, included in the loss of the step's first plan.
+    aux_loss: the balance of the experts over the whole step; the loss of the step's first plan has it, times its coefficient.
     router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
     whose experts are not balanced. num_bad: ranks on which the step's reduced gradients are not finite (`finite.py`); zero
     for plans before the step's last one. tallied: the sums of `TokenTally` over all ranks; empty if tokens are not counted.
@@ -46,7 +46,7 @@ class StepResult:
     loss: Tensor
     clock: StepClock
     memory: StepMemory = NO_MEMORY
-    router_loss: Tensor | None = None
+    aux_loss: Tensor | None = None
     router_load: Tensor | None = None
     num_bad: Tensor | None = None
     tallied: tuple[Tensor, ...] = ()

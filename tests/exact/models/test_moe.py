@@ -100,7 +100,7 @@ def test_a_step_that_raised_leaves_no_balance_to_the_next(monkeypatch: pytest.Mo
         patched.setattr(executor, "_reduce", broken)
         run(rows)
     found, expected = run(others), lone_step(case_of("mixtral", balance=BALANCE), plan, others)[0]
-    assert float(found.router_loss) == pytest.approx(float(expected.router_loss), rel=1e-12)
+    assert float(found.aux_loss) == pytest.approx(float(expected.aux_loss), rel=1e-12)
 
 
 def broken() -> None:
@@ -111,7 +111,7 @@ def broken() -> None:
 def test_without_a_balance_there_is_none(family: str) -> None:
     case, rows = case_of(family), random_rows(LENGTHS)
     result, gradients = lone_step(case, sliced_plan(LENGTHS, SLICES, MIXED), rows)
-    assert result.router_loss is None
+    assert result.aux_loss is None
     assert worst_error((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
 
 

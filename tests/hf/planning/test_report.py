@@ -34,7 +34,7 @@ class Finished:
     loss: torch.Tensor
     measured: tuple[Interval, ...]
     memory: StepMemory = NO_MEMORY
-    router_loss: None = None
+    aux_loss: None = None
     router_load: None = None
     tallied: tuple[torch.Tensor, ...] = ()
 

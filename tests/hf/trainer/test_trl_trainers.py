@@ -38,6 +38,8 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "use_weighting": True}
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
 
 
+BALANCED = {"router_aux_loss_coef": 0.3}
+
 # numbers of the log that are times, or sums over what one process has
 NOT_COMPARED = {"step_time", "loss"}
 
@@ -74,6 +76,12 @@ RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
     "policy": (2, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"beta": 0.1, "temperature": 0.7, "num_iterations": 2}),
     "policy, sampled": (1, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"seed": 5, "loss_type": "grpo"}),
     "policy, rloo": (2, "prompt, rloo", "mixin", LORA, {"tokens_per_rank": 40}, {"beta": 0.1, "num_iterations": 2}),
+    "experts": (2, "completion", "mixin", (), {"tokens_per_rank": 48}, BALANCED),
+    "experts of pairs": (2, "preference", "mixin", (), {"tokens_per_rank": 40}, {"rows_per_step": 4, **ACCUMULATED, **BALANCED}),
+    "experts in stages": (2, "preference", "mixin", (), {"tokens_per_rank": 60, "stages": 2}, BALANCED),
+    "experts, unpaired": (1, "unpaired", "mixin", (), {"tokens_per_rank": 60}, {"gradient_accumulation_steps": 2, **BALANCED}),
+    "experts of a policy": (2, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"beta": 0.1, "num_iterations": 2, **BALANCED}),
+    "experts, rloo": (2, "prompt, rloo", "mixin", LORA, {"tokens_per_rank": 40}, {"beta": 0.1, **BALANCED}),
 }
 
 
@@ -82,8 +90,9 @@ def test_a_trainer_of_trl_follows_stock_trl_on_one_process(ranks, name: str) -> 
     num_ranks, kind, how, lora, config, arguments = RUNS[name]
     if "static_degree" in config:
         config = {**config, "solver": "static"}
-    losses, log, weights = train_trl(kind, "stock", ModelCase(lora=lora), {}, arguments)
-    results = ranks(num_ranks).run(train_trl, kind, how, ModelCase(lora=lora), config, arguments)
+    case = ModelCase("qwen3_moe" if name.startswith("experts") else "llama", lora=lora)
+    losses, log, weights = train_trl(kind, "stock", case, {}, arguments)
+    results = ranks(num_ranks).run(train_trl, kind, how, case, config, arguments)
     # alone, each rank returns what its own rows add to the mean
     found = [statistics.fmean(parts) for parts in zip(*(each[0] for each in results), strict=True)]
     # centred advantages of unclipped ratios add up to zero
