@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 OWNER = "trl-internal-testing"
-# what a folder of a snapshot is called; the hub has the hash of a commit there
+# name of the folder of a snapshot; the hub has the hash of a commit there
 _REVISION = "0" * 40
 _NUM_MERGED = 700
 
@@ -110,6 +110,8 @@ _TEMPLATES |= {
 
 _SMALL = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# latent attention has as many heads for keys as for queries
+_LATENT = {"num_attention_heads": 2, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, **_EXPERTS}
 _REWARD = {"hidden_size": 16, "num_labels": 1}
 _REMOTE = """\
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
@@ -158,9 +160,8 @@ _MODELS = dict(
         _tiny("MistralForCausalLM-0.2", "mistral"),
         _tiny("CohereForCausalLM", "cohere", logit_scale=1.0),
         _tiny("Cohere2ForCausalLM", "cohere", logit_scale=1.0),
-        # latent attention has as many heads for keys as for queries
-        _tiny("DeepseekV3ForCausalLM", "deepseek", num_attention_heads=2, first_k_dense_replace=1, n_routed_experts=8, n_group=2, topk_group=1, **_EXPERTS),
-        _tiny("DeepseekV3ForCausalLM-0528", "deepseek", num_attention_heads=2, first_k_dense_replace=1, n_routed_experts=8, n_group=2, topk_group=1, **_EXPERTS),
+        _tiny("DeepseekV3ForCausalLM", "deepseek", **_LATENT),
+        _tiny("DeepseekV3ForCausalLM-0528", "deepseek", **_LATENT),
         _tiny("GemmaForCausalLM", "gemma", head_dim=4),
         _tiny("Gemma2ForCausalLM", "gemma", head_dim=4),
         _tiny("Glm4MoeForCausalLM", "glm", head_dim=2, n_routed_experts=4, use_qk_norm=True, attention_bias=True, **_EXPERTS),
@@ -186,7 +187,7 @@ _MODELS = dict(
         _tiny("Phi3ForCausalLM", "phi3"),
         _tiny("RemoteForCausalLM", "qwen2.5"),
     ]
-)  # fmt: skip
+)
 
 
 def write_hub(folder: Path) -> None:
@@ -250,8 +251,8 @@ def _tokenizer(family: Family, template: str | None) -> PreTrainedTokenizerFast:
     elif family.more:
         # no template of TRL's for this family; a plain one
         tokenizer.chat_template = (
-            "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]"
-            "{% else %} {{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+            "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }} "
+            "[/INST]{% else %} {{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
         )
     return tokenizer
 

@@ -65,7 +65,7 @@ def _stand_in(name: str) -> Any:
 def pytest_configure(config: pytest.Config) -> None:
     for name in ("slow", "low_priority"):
         config.addinivalue_line("markers", f"{name}: of TRL")
-    # before test modules import names from them
+    # done before test modules import names from them
     _fill_in_names()
     _read_locally()
     if os.environ.get("LONGCTX_PEERS_STOCK") != "1":

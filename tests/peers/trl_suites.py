@@ -4,8 +4,8 @@
     PYTHONPATH=FOLDER_OF_AN_INSTALLED_TRL python tests/peers/trl_suites.py outputs/trl
 
 Tests run from the checkout, against the installed TRL, on the CPU, without a network, with defaults of `LongContextConfig`. Each
-suite runs with TRL's classes first: what fails or is skipped there (images, Liger, vLLM, accelerators) says nothing about ours, and
-is left out. `--page` writes the table into the documentation.
+suite runs with TRL's classes first: what fails or is skipped there (images, Liger, vLLM, accelerators) says nothing about ours,
+and is left out. `--page` writes the table into the documentation.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -277,8 +278,11 @@ _REMEDY = "use a class that docs/models.md calls exact, such as LlamaForCausalLM
 
 
 def class_problem(model: nn.Module) -> str:
-    """Why models of this class cannot run under plans, naming the class and the layer; empty for a tested class."""
-    name = type(model).__name__
+    """Why models of this class cannot run under plans, naming the class and the layer; empty for a tested class.
+
+    A class that adds no code to a tested one, such as that of a repository with its own config, counts as that.
+    """
+    name = code_of(type(model)).__name__
     if name in TESTED_MODELS:
         return _decoder_problem(model)
     if name in WRAPPED_MODELS:
@@ -298,9 +302,21 @@ def class_problem(model: nn.Module) -> str:
     return f"model class {name} is not supported: {f'{layer} ' if layer else 'it '}{refusal.text}; {_REMEDY}"
 
 
+def code_of(cls: type) -> type:
+    """The class whose code an instance of `cls` runs: `cls`, or the class of transformers that it inherits all functions from."""
+    kinds = (FunctionType, classmethod, staticmethod, property)
+    while (
+        cls.__module__.split(".")[0] != "transformers"
+        and len(cls.__bases__) == 1
+        and not any(isinstance(value, kinds) for value in vars(cls).values())
+    ):
+        (cls,) = cls.__bases__
+    return cls
+
+
 def _decoder_problem(model: nn.Module) -> str:
     """Why a model of a tested class cannot run because its config names an untested decoder; empty if the decoder is tested."""
-    tested = _DECODERS.get(type(model).__name__, "")
+    tested = _DECODERS.get(code_of(type(model)).__name__, "")
     inner = [(path, type(module).__name__) for path, module in model.named_modules() if hasattr(module, "embed_tokens")]
     wrong = [f"{path} ({name})" for path, name in inner if tested and name != tested]
     return (
@@ -312,7 +328,7 @@ def _decoder_problem(model: nn.Module) -> str:
 
 def _text_problem(model: nn.Module) -> str:
     """Why a multimodal model cannot train rows of text because its text model is untested; empty if that is tested."""
-    name, text = type(model).__name__, type(text_part(model)).__name__.removeprefix("FSDP")
+    name, text = code_of(type(model)).__name__, type(text_part(model)).__name__.removeprefix("FSDP")
     if text == WRAPPED_MODELS[name] or text_class(model) in TESTED_MODELS:
         return ""
     problem = f"model class {name} has the text model {text} inside, but is tested only with {WRAPPED_MODELS[name]}"

@@ -27,7 +27,7 @@ from hf_longctx.hf.start.hooks import read_problems
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.settings.fields import refused_values
 from hf_longctx.hf.start.stages import loaded_ranges
-from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, trainer_problems, trl_class
+from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, takes_metrics, trainer_problems, trl_class
 from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.messages import shown
@@ -60,8 +60,8 @@ _TRAINER_ARGUMENTS = {
     "token, the log-probability of the label and the entropy of every label token",
 }
 
-# arguments about the logits of all rows, which classifiers have
-_OF_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
+# arguments about the logits of all rows, which classifiers have, and loops of TRL's own
+OF_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 
 # arguments of a constructor that are called
@@ -155,8 +155,8 @@ def run_problems(
         # its collator makes the batches
         trainer_arguments = {name: value for name, value in trainer_arguments.items() if name != "data_collator"}
     given = dict(trainer_arguments)
-    if isinstance(model, nn.Module) and head_kind(model) != "next_token":
-        for name in _OF_LOGITS:
+    if takes_metrics(trainer) or (isinstance(model, nn.Module) and head_kind(model) != "next_token"):
+        for name in OF_LOGITS:
             given.pop(name, None)
     problems = argument_problems(args, given, not keeps_loader, config.compile_layers) + trainer_problems(trainer, args, config)
     problems += placement_problems(model, config, args, trainer_arguments)

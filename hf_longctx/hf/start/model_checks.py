@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
-from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem
+from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem, code_of
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout.keyed_modules import dropout_problems, keyed_fields
@@ -69,7 +69,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     name, config = type(base).__name__, base.config
     if problem := class_problem(base):
         return [problem]
-    if not type(base).__module__.startswith("transformers."):
+    if not code_of(type(base)).__module__.startswith("transformers."):
         return [
             f"model class {name} comes from {type(base).__module__}, but only the class of transformers is tested; use that one"
         ]
@@ -115,10 +115,6 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         problems.append(
             f"the adapters have weights of {', '.join(sorted(map(str, added)))} on a model of {hidden_dtype(model)}; make all of "
             f"them float32 (get_peft_model's default) or all of the model's dtype (autocast_adapter_dtype=False)"
-        )
-    if hidden_dtype(model) == torch.float16:
-        problems.append(
-            "the model's weights are torch.float16, which is not supported; load it with dtype='bfloat16' or 'float32'"
         )
     return problems
 

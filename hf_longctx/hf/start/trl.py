@@ -37,6 +37,8 @@ _PLANNED = "SFTTrainer"
 # trainers whose loss is a function of log-probabilities of tokens, or of rewards; those that generate the tokens themselves
 _SCORED = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
 _GENERATING = ("GRPOTrainer", "RLOOTrainer")
+# trainers that compute whole logits for a user's `compute_metrics`
+_WITH_LOGITS = ("DPOTrainer", "KTOTrainer")
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
 # columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
 _READ = ("input_ids", "labels", "seq_lengths")
@@ -64,6 +66,11 @@ def is_scored(cls: type) -> bool:
     """Whether `cls` is a trainer of TRL whose loss is a function of log-probabilities of tokens, or a subclass of one."""
     found = trl_class(cls)
     return found is not None and found.__name__ in _SCORED
+
+
+def takes_metrics(cls: type) -> bool:
+    """Whether `cls` is a scored trainer of TRL whose own evaluation calls a user's `compute_metrics`."""
+    return is_scored(cls) and getattr(trl_class(cls), "__name__", "") not in _GENERATING
 
 
 def counts_tokens(trainer: type, config: LongContextConfig) -> bool:
@@ -141,6 +148,8 @@ def _generates(found: type | None) -> bool:
     return found is not None and found.__name__ in _GENERATING
 
 
+# settings with which every rank has the whole model
+WHOLE = {"parameters": "replicated", "stages": 1}
 # how a trainer of TRL leaves out the balance loss of a mixture of experts
 NO_BALANCE = "set router_aux_loss_coef=0.0 in its arguments, which trains without that loss"
 
@@ -153,7 +162,6 @@ _SCORED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "entropy_coef": ((0.0,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
     "use_adaptive_entropy": ((False,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
     "neftune_noise_alpha": ((None,), "the two passes of a step would draw different noise; leave it out"),
-    "sync_ref_model": ((False,), "updates of the reference model are not tested under plans; leave it out"),
 }
 
 
@@ -173,6 +181,13 @@ def _scored_problems(name: str, args: Any, config: LongContextConfig) -> list[st
                     else ", and set per_device_train_batch_size and max_length of its arguments"
                 )
             )
+    if getattr(args, "sync_ref_model", False):
+        problems += [
+            f"sync_ref_model=True is not supported with {setting}={getattr(config, setting)!r}: TRL adds the policy's weights to "
+            f"those of the reference, of which a rank has a part; set {setting}={needed!r}"
+            for setting, needed in WHOLE.items()
+            if getattr(config, setting) != needed
+        ]
     if config.token_metrics == "on":
         problems.append(f"token_metrics='on' has no effect, since {name} logs metrics of its own; leave it out")
     if factor := getattr(args, "label_smoothing_factor", 0):
@@ -217,7 +232,20 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
         f"{field} is {rate}, so the two passes of a step would drop different weights; set it to 0.0 in the model's config"
         for field, rate in weight_rates(base_of(model).config.get_text_config()).items()
     ]
+    if name in _WITH_LOGITS and trainer.compute_metrics is not None:
+        problems += whole_logits_problems(trainer.longctx_config, f"compute_metrics of {name} gets")
     return problems + _reference_problems(name, model, getattr(trainer, "ref_model", None))
+
+
+def whole_logits_problems(config: LongContextConfig, reason: str) -> list[str]:
+    """Problems with whole logits, which TRL computes by a forward of its own; reason: what needs them."""
+    return [
+        f"{reason} whole logits, which TRL computes by a forward of the whole model on every rank, but "
+        f"{setting}={getattr(config, setting)!r} leaves a rank a part of it; set {setting}={needed!r}, or leave compute_metrics "
+        f"out, since rewards and log-probabilities are logged without it"
+        for setting, needed in WHOLE.items()
+        if getattr(config, setting) != needed
+    ]
 
 
 def _reference_problems(name: str, model: Any, reference: Any) -> list[str]:

@@ -40,6 +40,7 @@ from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.ranks.refusals import RefusedRun, naming_errors
 from hf_longctx.hf.start.arguments import (
+    OF_LOGITS,
     argument_problems,
     async_problems,
     config_problems,
@@ -57,6 +58,7 @@ from hf_longctx.hf.start.trl import (
     is_scored,
     read_columns,
     scored_temperature,
+    takes_metrics,
     trainer_problems,
     trl_class,
     unprepared_problems,
@@ -371,9 +373,12 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         `predictions` of a model that classifies are its logits, as from a stock trainer.
         """
         if self._two_passes is not None:
-            raise ValueError(
-                f"predict() of {type(self).__name__} would return whole logits, which plans never make; use evaluate()"
-            )
+            if self.longctx_run.task.kind != "document":
+                raise ValueError(
+                    f"predict() of {type(self).__name__} would return whole logits, which plans never make; use evaluate()"
+                )
+            # the trainer's own loop, whose forwards run under plans, returns the rewards
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
         is_classifier, test_dataset = self.longctx_run.task.kind != "next_token", read_columns(type(self), test_dataset)
         dataloader = eval_loader(self.longctx_run, TEST_SET, test_dataset, marks=is_classifier)
         if is_classifier:
@@ -482,6 +487,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         """
         control = meet(self.longctx_config)
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        if takes_metrics(type(self)):
+            given = {name: value for name, value in given.items() if name not in OF_LOGITS}
         problems += argument_problems(args, given, not is_scored(type(self)), self.longctx_config.compile_layers)
         problems += trainer_problems(type(self), args, self.longctx_config)
         problems += hook_problems(type(self)) + override_problems(type(self), LongContextMixin, self.plans_evaluation)

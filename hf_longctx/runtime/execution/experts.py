@@ -94,7 +94,7 @@ class RouterBalance:
         return sum_over_ranks(self._sums_2E, group)
 
     def take(self, sums_2E: Tensor, coefficient: float | Tensor) -> Tensor:
-        """Settles the balance by sums that are known; backwards add `coefficient` times its gradient. Returns E * sum_e f_e P_e."""
+        """Settles the balance by sums that are known; backwards add `coefficient` times its gradient. Returns as `settle`."""
         self._loads_E, probabilities_E = sums_2E
         num_rows = self._loads_E.sum().clamp(min=1) / self.num_chosen
         slopes_E = self.num_experts * self._loads_E / num_rows**2

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from helpers.models.chats import conversation, word_tokenizer
-from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.tiny_models import MOE_FAMILIES, ModelCase, build_model
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trainer_runs import LossRecorder
@@ -143,7 +143,9 @@ def train_trl(
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(f"{folder}/base")
             save_file(model.state_dict(), f"{folder}/base/model.safetensors", metadata={"format": "pt"})
-            settings["model"] = type(model).from_pretrained(f"{folder}/base", dtype=model.dtype)
+            # grouped products of experts do not support fp64
+            ways = {"experts_implementation": "eager"} if case.family in MOE_FAMILIES else {}
+            settings["model"] = type(model).from_pretrained(f"{folder}/base", dtype=model.dtype, **ways)
         trainer = trainer_class(
             args=trl_arguments(getattr(trl, f"{name}Config"), folder, **arguments),
             train_dataset=rows_of(kind),

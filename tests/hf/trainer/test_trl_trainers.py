@@ -12,7 +12,7 @@ from helpers.models.chats import word_tokenizer
 from helpers.models.reference import relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.trainers.stock_runs import quiet_config
-from helpers.trainers.trl_runs import rows_of, train_trl, trl_arguments
+from helpers.trainers.trl_runs import rows_of, train_trl, trainer_name, trl_arguments
 
 from hf_longctx import LongContextCallback, LongContextMixin
 from hf_longctx.hf.models.spec import model_spec
@@ -38,6 +38,7 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "use_weighting": True}
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
 
 
+FOLLOWING = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6}
 BALANCED = {"router_aux_loss_coef": 0.3}
 
 # numbers of the log that are times, or sums over what one process has
@@ -68,6 +69,7 @@ RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
     "pairs in slices": (1, "preference", "mixin", (), {"device_gib": _tight(22), "tile_tokens": 8}, LOSSES),
     "pairs, adapters off": (2, "preference", "mixin", LORA, {"tokens_per_rank": 60, "stages": 2}, {"loss_type": ["ipo"]}),
     "pairs, sharded": (2, "preference", "mixin", (), {"tokens_per_rank": 60, "parameters": "sharded"}, {"ld_alpha": 0.5}),
+    "pairs, reference follows": (2, "preference", "mixin", (), {"tokens_per_rank": 60}, FOLLOWING),
     "unpaired": (1, "unpaired", "mixin", (), {"tokens_per_rank": 60}, {}),
     "unpaired, two ranks": (2, "unpaired", "mixin", LORA, {"tokens_per_rank": 60}, {"loss_type": "apo_zero_unpaired"}),
     "rewards": (2, "reward", "mixin", (), {"tokens_per_rank": 60}, {"rows_per_step": 4, **CENTRED}),
@@ -80,8 +82,8 @@ RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
     "experts of pairs": (2, "preference", "mixin", (), {"tokens_per_rank": 40}, {"rows_per_step": 4, **ACCUMULATED, **BALANCED}),
     "experts in stages": (2, "preference", "mixin", (), {"tokens_per_rank": 60, "stages": 2}, BALANCED),
     "experts, unpaired": (1, "unpaired", "mixin", (), {"tokens_per_rank": 60}, {"gradient_accumulation_steps": 2, **BALANCED}),
-    "experts of a policy": (2, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"beta": 0.1, "num_iterations": 2, **BALANCED}),
-    "experts, rloo": (2, "prompt, rloo", "mixin", LORA, {"tokens_per_rank": 40}, {"beta": 0.1, **BALANCED}),
+    "experts of a policy": (2, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"num_iterations": 2, **BALANCED}),
+    "experts, rloo": (2, "prompt, rloo", "mixin", (), {"tokens_per_rank": 40}, {"beta": 0.0, **BALANCED}),
 }
 
 
@@ -165,6 +167,40 @@ def test_evaluation_of_pairs_is_that_of_trl(tmp_path: Path) -> None:
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-5, abs=1e-7)
 
 
+HEAD = (("num_labels", 1),)
+
+
+@pytest.mark.parametrize("kind", ["preference", "unpaired", "reward"])
+def test_metrics_of_a_user_get_what_trl_gives_them(tmp_path: Path, kind: str) -> None:
+    import trl
+
+    base: Any = getattr(trl, f"{trainer_name(kind)}Trainer")
+    arguments, held_out, seen = {"per_device_eval_batch_size": 3}, rows_of(kind).select(range(5)), []
+
+    def metrics(made: Any) -> dict[str, float]:
+        seen.append(made.predictions)
+        return {"mean": float(made.predictions.mean())}
+
+    def evaluated(config: dict[str, Any] | None) -> Any:
+        model = build_model(ModelCase(head=HEAD if kind == "reward" else ()))
+        reference = {} if kind == "reward" else {"ref_model": build_model(ModelCase(seed=4))}
+        more = {"eval_dataset": held_out, "compute_metrics": metrics, "model": model, **reference}
+        trainer = make(base, tmp_path, config, arguments, kind, **more)
+        found = trainer.evaluate()
+        return (
+            found
+            if kind != "reward"
+            else {**found, "predicted": trainer.predict(trainer.eval_dataset).predictions.ravel().tolist()}
+        )
+
+    expected, found = evaluated(None), evaluated({"tokens_per_rank": 60})
+    assert seen[-1] == pytest.approx(seen[0], rel=TOLERANCE, abs=1e-9) and seen[-1].shape == seen[0].shape
+    times = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time"}
+    for name in expected.keys() - times - {"predicted"}:
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+    assert found.get("predicted") == pytest.approx(expected.get("predicted"))
+
+
 def own_loss(base: Any) -> Any:
     return type("OwnLoss", (base,), {"compute_loss": lambda *args, **kwargs: 0})
 
@@ -179,11 +215,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"neftune_noise_alpha": 5.0},
         "neftune_noise_alpha=5.0 is not supported with DPOTrainer: the two",
     ),
+    "following": ("DPOTrainer", {"stages": 2}, FOLLOWING, "sync_ref_model=True is not supported with stages=2"),
     "generation": ("RLOOTrainer", {"parameters": "sharded"}, {}, "RLOOTrainer generates on every rank for as long as"),
     "packing": ("SFTTrainer", {}, {"packing": True, "max_length": 64}, "set packing=False, since plans pack whole documents"),
     "dft": ("SFTTrainer", {}, {"loss_type": "dft"}, "loss_type='dft' is not the token mean"),
     "offloading": ("SFTTrainer", {}, {"activation_offloading": True}, "activation_offloading=True would move"),
     "cut before": ("SFTTrainer", {"max_length": 128}, {"max_length": 64}, "max_length=64 of the SFTConfig cuts every row"),
+    "metrics": ("GRPOTrainer", {}, {}, "the trainer argument compute_metrics is not supported"),
     "own loss": ("OwnLoss", {}, {}, "OwnLoss.compute_loss would never be called"),
 }
 
@@ -194,8 +232,9 @@ def test_what_plans_cannot_mean_is_refused_before_trl_prepares_anything(tmp_path
 
     trainer, config, arguments, message = REFUSED[name]
     base: Any = own_loss(trl.SFTTrainer) if trainer == "OwnLoss" else getattr(trl, trainer)
+    more = {"compute_metrics": len} if name == "metrics" else {}
     with pytest.raises(ValueError, match="this run cannot start") as raised:
-        make(base, tmp_path, config, arguments)
+        make(base, tmp_path, config, arguments, **more)
     assert message in str(raised.value) and "call attach(trainer)" not in str(raised.value)
 
 
@@ -208,6 +247,23 @@ def test_a_copy_of_adapters_and_their_dropout_are_refused_for_what_trl_does_with
     assert "TRL added an adapter named 'ref'" in str(raised.value) and "model.merge_and_unload()" in str(raised.value)
     assert "drops, so the two passes of a step would draw different masks" in str(raised.value)
     assert "attention_dropout is 0.2, so the two passes of a step would drop different weights" in str(raised.value)
+
+
+def test_whole_logits_are_refused_where_a_rank_has_a_part_of_the_model(tmp_path: Path) -> None:
+    import trl
+
+    config, metrics = {"parameters": "sharded"}, {"compute_metrics": len, "ref_model": build_model(ModelCase(seed=4))}
+    with pytest.raises(ValueError, match=r"compute_metrics of DPOTrainer gets whole logits.*set parameters='replicated'"):
+        make(trl.DPOTrainer, tmp_path, config, {}, "preference", **metrics)
+
+
+def test_routers_without_a_balance_are_refused_with_the_setting_that_trains_them(tmp_path: Path) -> None:
+    import trl
+
+    model, reference = (build_model(ModelCase("granite_hybrid", num_layers=4)) for _ in range(2))
+    with pytest.raises(ValueError, match=r"DPOTrainer adds the balance loss of the experts, but.*router_aux_loss_coef=0.0"):
+        make(trl.DPOTrainer, tmp_path, {}, BALANCED, "preference", model=model, ref_model=reference)
+    make(trl.DPOTrainer, tmp_path, {}, {"router_aux_loss_coef": 0.0}, "preference", model=model, ref_model=reference)
 
 
 def test_attached_plans_are_refused_what_the_mixin_is_and_leave_the_trainer(tmp_path: Path) -> None:
