@@ -1,5 +1,6 @@
 """Shapes of well-known models by name, for plans without a checkpoint at hand (`hf-longctx plan --model NAME`).
 
+Most are made from the fields in `public_configs.py`; those that came first are here.
 GPT-7B, 13B and 30B are the models of FlexSP's experiments (arXiv 2412.01523): 64 heads, an MLP four times as wide as the hidden
 size without a gate, GPT-2's vocabulary with untied embeddings, and learned positions up to the context limit, here 192,000.
 Qwen3.5-9B has the defaults of transformers' `Qwen3_5TextConfig`, which its documentation calls "Qwen3.5-9B style". GPT-OSS-120B
@@ -10,6 +11,7 @@ configs.
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +20,7 @@ from typing import Any
 from hf_longctx.plan.core.configs.kernels import kernel_fields
 from hf_longctx.plan.core.model_spec import CUT_TYPES, ModelSpec
 from hf_longctx.plan.cost.profiles import normal_name
+from hf_longctx.plan.cost.public_configs import ALIASES, CONFIGS
 
 _TIED = True
 # beginnings of names, and the model type of their decoders in a config
@@ -129,7 +132,11 @@ _MODELS: dict[str, ModelSpec] = {
     "gemma-4-31b": _gemma4(_gemma4_sizes(60, 5376, 21504, (32, 16), 262144, 1024), 6, num_global_key_value_heads=4, **_FEW_KV),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    **{name: replace(ModelSpec.from_config(config), cuts_heads=False) for name, config in CONFIGS.items()},
 }
+_MODELS |= {name: replace(_MODELS[other], max_positions=positions) for name, (other, positions) in ALIASES.items()}
+# words of a name on the Hub that say nothing of the shape
+_NEUTRAL = {"base", "bf16", "chat", "hf", "instruct", "it", "meta", "nvidia", "pt", "thinking"}
 
 
 def model_names() -> tuple[str, ...]:
@@ -137,23 +144,35 @@ def model_names() -> tuple[str, ...]:
     return tuple(_MODELS)
 
 
+def _known_name(name: str) -> str:
+    """The name in the catalogue; "Qwen3-8B-Base" is "qwen3-8b". Empty for an unknown one."""
+    plain = "-".join(word for word in re.split(r"[\s_-]+", name) if word.lower() not in _NEUTRAL)
+    spellings = {normal_name(known): known for known in _MODELS}
+    return next((spellings[one] for one in map(normal_name, (name, plain)) if one in spellings), "")
+
+
 def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
     """The spec of the model with this name; case and separators do not matter. Weights are bf16 by default.
 
     Raises ValueError with close matches for an unknown name.
     """
-    for known, spec in _MODELS.items():
-        if normal_name(known) == normal_name(name):
-            capped_bytes = bytes_per_element if spec.capped_bytes else 0
-            cuts_heads = named_type(known) in CUT_TYPES
-            return replace(spec, bytes_per_element=bytes_per_element, capped_bytes=capped_bytes, cuts_heads=cuts_heads)
+    if known := _known_name(name):
+        spec = _MODELS[known]
+        capped_bytes = bytes_per_element if spec.capped_bytes else 0
+        cuts_heads = named_type(known) in CUT_TYPES
+        return replace(spec, bytes_per_element=bytes_per_element, capped_bytes=capped_bytes, cuts_heads=cuts_heads)
     close = difflib.get_close_matches(name.lower(), _MODELS, n=3, cutoff=0.5)
-    near = " or ".join(close) if close else f"one of {', '.join(_MODELS)}"
+    near = " or ".join(close) if close else "a name that `hf-longctx plan --list models` prints"
     raise ValueError(f"model {name!r} is not known; give {near}, or the path of a config.json")
 
 
 def named_type(name: str) -> str:
     """Model type of the decoder of a model that `named_model` knows, as its config has it; empty for GPTs."""
+    known_name = _known_name(name)
+    shape, _ = ALIASES.get(known_name, (known_name, 0))
+    if shape in CONFIGS:
+        return str(CONFIGS[shape]["model_type"])
+    name = shape or name
     known = {normal_name(start): model_type for start, model_type in _TYPES.items()}
     matching = [start for start in known if normal_name(name).startswith(start)]
     # the longer of two that match, such as qwen3 and qwen3.5
@@ -230,5 +249,7 @@ def with_kernels(name: str, kernels: Mapping[str, bool]) -> str:
 
 def no_model(name: str) -> str:
     """The refusal of a name that is no model whose shape is known."""
-    known = ", ".join(model_names())
-    return f"model {name!r} is neither a config.json, nor a folder with one, nor one of {known}; give one of these"
+    return (
+        f"model {name!r} is neither a config.json, nor a folder with one, nor a name that `hf-longctx plan --list models` "
+        f"prints; give one of these"
+    )

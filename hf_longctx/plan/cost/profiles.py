@@ -173,9 +173,15 @@ def profile_of_device(name: str, device_bytes: int) -> HardwareProfile | None:
 
     Of profiles for several memory sizes, the one nearest to `device_bytes`.
     """
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    found = [read_profile(known) for known in profile_names() if known.split("-")[0] in words]
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    # "80g" is the size of the memory, and no word of the driver's
+    of_device = (known for known in profile_names() if {word for word in known.split("-") if not _is_size(word)} <= words)
+    found = [read_profile(known) for known in of_device]
     return min(found, key=lambda profile: abs(profile.spec.device_bytes - device_bytes), default=None)
+
+
+def _is_size(word: str) -> bool:
+    return re.fullmatch("[0-9]+g", word) is not None
 
 
 def profile_names() -> tuple[str, ...]:

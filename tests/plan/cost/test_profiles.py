@@ -20,11 +20,15 @@ from hf_longctx.plan.cost.profiles import (
     HardwareProfile,
     ModelCalibration,
     profile_from_json,
+    profile_of_device,
     profile_to_json,
     read_profile,
 )
 
-SHIPPED = ("a100-40g", "a100-80g", "h100", "h200", "cpu")
+SHIPPED = (
+    *("a100-40g", "a100-80g", "a10g", "b200", "cpu", "gb200", "h100", "h20", "h200", "l4", "l40s", "mi300x"),
+    *("rtx-4090", "rtx-5090", "rtx-6000-ada", "rtx-pro-6000"),
+)
 
 # FlexSP's artefact: a1 (ms per token^2), a2 (ms per token), b1 (ms), MB per token, layers, hidden size
 FLEXSP = {
@@ -175,6 +179,42 @@ def test_shipped_profiles_are_found_by_any_spelling_of_their_name() -> None:
     for name in SHIPPED:
         assert read_profile(name.upper().replace("-", "_")) == read_profile(name)
         assert read_profile(name).source
+
+
+@pytest.mark.parametrize(
+    "device,num_gb,profile",
+    [
+        *[("NVIDIA A100-SXM4-40GB", 42, "a100-40g"), ("NVIDIA A100 80GB PCIe", 85, "a100-80g"), ("NVIDIA A10G", 24, "a10g")],
+        *[("NVIDIA B200", 190, "b200"), ("NVIDIA GB200", 190, "gb200"), ("NVIDIA L4", 24, "l4"), ("NVIDIA L40S", 48, "l40s")],
+        *[("NVIDIA H20", 102, "h20"), ("NVIDIA H200", 150, "h200"), ("NVIDIA GeForce RTX 4090", 25, "rtx-4090")],
+        *[("NVIDIA RTX 6000 Ada Generation", 51, "rtx-6000-ada"), ("AMD Instinct MI300X", 206, "mi300x")],
+        *[("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 102, "rtx-pro-6000"), ("NVIDIA GeForce RTX 3090", 25, "")],
+        ("Quadro RTX 6000", 25, ""),
+    ],
+)
+def test_a_device_has_the_profile_of_its_own_name(device: str, num_gb: int, profile: str) -> None:
+    found = profile_of_device(device, num_gb * 10**9)
+    assert found == (read_profile(profile) if profile else None)
+
+
+# memory of a device in GB, dense bf16 peak in TFLOP/s and bandwidth in TB/s, from data sheets
+@pytest.mark.parametrize(
+    "name,num_gb,peak,bandwidth",
+    [
+        *[("b200", 180, 2250, 8), ("gb200", 186, 2500, 8), ("h20", 96, 148, 4), ("l40s", 48, 362, 0.864), ("l4", 24, 121, 0.3)],
+        *[("a10g", 24, 70, 0.6), ("rtx-4090", 24, 165, 1.008), ("rtx-5090", 32, 209.5, 1.792)],
+        *[("rtx-6000-ada", 48, 364, 0.96), ("rtx-pro-6000", 96, 504, 1.792), ("mi300x", 192, 1307, 5.3)],
+    ],
+)
+def test_rates_are_what_a_data_sheet_allows(name: str, num_gb: int, peak: float, bandwidth: float) -> None:
+    profile = read_profile(name)
+    assert profile.spec.device_bytes == num_gb * 10**9
+    assert 0.45 * peak <= profile.spec.matmul_flops_per_s / 1e12 <= 0.8 * peak
+    assert profile.spec.memory_bytes_per_s / 1e12 == pytest.approx(0.8 * bandwidth, rel=0.01)
+    # every rate says where it is from
+    rates = ("matmul_flops", "attention_flops", "copy_bytes", "link_bytes", "network_bytes", "memory_bytes")
+    assert all(f"{rate}_per_s: " in profile.source for rate in rates)
+    assert "device_bytes: " in profile.source and "host_bytes: " in profile.source
 
 
 def test_a_profile_is_read_from_a_path(tmp_path: Path) -> None:
