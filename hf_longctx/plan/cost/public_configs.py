@@ -33,7 +33,7 @@ def _llama(layers: int, hidden: int, mlp: int, heads: tuple[int, int, int], voca
 def _llama4(num_experts: int, moe_layers: Sequence[int], positions: int) -> Config:
     """A Llama 4: three of four layers see chunks of 8,192 tokens; an MLP is dense, or one expert of many and a shared one."""
     kinds = ["full_attention" if layer % 4 == 3 else "chunked_attention" for layer in range(48)]
-    own = {"intermediate_size_mlp": 16384, "num_local_experts": num_experts, "num_experts_per_tok": 1}
+    own: Config = {"intermediate_size_mlp": 16384, "num_local_experts": num_experts, "num_experts_per_tok": 1}
     own |= {"moe_layers": list(moe_layers), "attention_chunk_size": 8192, "layer_types": kinds}
     return _dense("llama4_text", (48, 5120, 8192), (40, 8, 128), 202048, positions, **own)
 
@@ -183,7 +183,9 @@ CONFIGS: Mapping[str, Config] = {
     },
     "minimax-m2": _dense(
         *("minimax_m2", (62, 3072, 1536), (48, 8, 128), 200064, 196608),
-        **{"num_local_experts": 256, "num_experts_per_tok": 8, "use_qk_norm": True},
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        use_qk_norm=True,
     ),
     "nemotron-nano-9b-v2": _nemotron_h(_NANO_9B, 4480, 15680, (40, 8), (128, 80)),
     "nemotron-nano-12b-v2": _nemotron_h(_NANO_12B, 5120, 20480, (40, 8), (128, 80)),
