@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ _LEAST_GAIN = 1.05
 # rank of the adapters that refusals propose
 _LORA_RANK = 16
 _MAX_DOUBLINGS = 10
+# most pairs of settings that a refusal offers
+_MOST_PAIRS = 3
 # slices are tried for sequences of up to so many times the tokens of one chunk
 _MOST_MORE = 4
 
@@ -32,9 +35,9 @@ class DeviceMemory:
     usable_bytes: bytes for states, saved tensors and workspace. saved_bytes_per_token: bytes that a token saves for backward;
     they decide how many tokens fit only where they were measured. state_bytes_per_parameter: measured bytes of weights,
     gradients and optimizer states (0: nothing was measured). lora_rank: rank of the model's adapters, for reports (0: all weights
-    are trained). host_bytes: host memory of each rank for saved tensors (0: none is
-    counted). keeps_everything: plans recompute, offload and tile nothing, for example because the measured bytes per token
-    already include recomputation.
+    are trained). host_bytes: host memory of each rank for saved tensors (0: none is counted), of which they take at most
+    `most_offloaded`. keeps_everything: plans recompute, offload and tile nothing, for example because the measured bytes per
+    token already include recomputation.
     """
 
     model: ModelSpec
@@ -45,6 +48,7 @@ class DeviceMemory:
     lora_rank: int = 0
     host_bytes: int = 0
     keeps_everything: bool = True
+    most_offloaded: int = 2**62
 
     @classmethod
     def by_formula(cls, model: ModelSpec, device_bytes: int) -> DeviceMemory:
@@ -100,7 +104,8 @@ class DeviceMemory:
             return None
         kept = self.tokens_per_rank(parameters, shard_ranks, is_shared)
         left_bytes = self.left_bytes(parameters, shard_ranks)
-        return ActivationBudget(kept, left_bytes, self.host_bytes, self._byte_model.tile_tokens(left_bytes))
+        host_bytes = min(self.host_bytes, self.most_offloaded)
+        return ActivationBudget(kept, left_bytes, host_bytes, self._byte_model.tile_tokens(left_bytes))
 
     def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, shape: GroupShape) -> int:
         """Most tokens that fit on a rank, with policies or with everything kept. shape: of the largest group of ranks."""
@@ -184,6 +189,11 @@ class Remedy:
     tokens_per_rank: int
     longest_tokens: int
 
+    @property
+    def is_setting(self) -> bool:
+        """Whether the same machine does."""
+        return not re.search("--gpus|^devices of", self.change)
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -214,22 +224,67 @@ def rooms(memory: DeviceMemory, placement: Placement) -> tuple[Room, ...]:
     return tuple(ways)
 
 
-def remedies(memory: DeviceMemory, placement: Placement) -> tuple[Remedy, ...]:
-    """Single changes that let a longer sequence fit, the most effective first."""
+def remedies(memory: DeviceMemory, placement: Placement, may_recompute: bool = False) -> tuple[Remedy, ...]:
+    """Single changes that let a longer sequence fit, the most effective first; each is computed with the change made.
+
+    may_recompute: everything is kept by choice, so that recomputing is a change, too.
+    """
     now = placement.longest_tokens(memory)
-    options = [
-        Remedy(change, other.tokens_per_rank(changed), other.longest_tokens(changed))
-        for change, changed, other in _changes(memory, placement)
-    ]
+    options = (_tried(*each) for each in _changes(memory, placement, may_recompute))
     longer = [option for option in options if option.longest_tokens > now * _LEAST_GAIN]
     return tuple(sorted(longer, key=lambda option: -option.longest_tokens))
 
 
-def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, DeviceMemory, Placement]]:
-    num_ranks, heads, now = placement.num_ranks, memory.model.num_heads, placement.longest_tokens(memory)
-    changes: list[tuple[str, DeviceMemory, Placement]] = []
+def fitting_remedies(
+    memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool = False
+) -> tuple[Remedy, ...]:
+    """Changes with which a sequence of `num_tokens` fits: single ones, or else pairs of settings; larger machines come last."""
+    singles = remedies(memory, placement, may_recompute)
+    enough = [one for one in singles if one.longest_tokens >= num_tokens]
+    if not any(one.is_setting for one in enough):
+        enough = [*_fitting_pairs(memory, placement, num_tokens, may_recompute), *enough]
+    return tuple(sorted(enough, key=lambda one: not one.is_setting))
+
+
+def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool) -> list[Remedy]:
+    """Pairs of settings with which a sequence of `num_tokens` fits; none that is a pair in another order."""
+    pairs: dict[frozenset[str], Remedy] = {}
+    for change, changed, other in _settings(memory, placement, may_recompute):
+        for second, both, widened in _settings(changed, other, may_recompute):
+            if (names := frozenset((change, second))) in pairs or len(names) < 2:
+                continue
+            tried = _tried(f"{change} and {second}", both, widened)
+            if tried.longest_tokens >= num_tokens:
+                pairs[names] = tried
+    return sorted(pairs.values(), key=lambda one: -one.longest_tokens)[:_MOST_PAIRS]
+
+
+def _tried(change: str, memory: DeviceMemory, placement: Placement) -> Remedy:
+    return Remedy(change, placement.tokens_per_rank(memory), placement.longest_tokens(memory))
+
+
+_Change = tuple[str, DeviceMemory, Placement]
+
+
+def _changes(memory: DeviceMemory, placement: Placement, may_recompute: bool) -> list[_Change]:
+    """Settings, more ranks and larger devices, each with the memory and the placement that it leads to."""
+    changes = _settings(memory, placement, may_recompute)
+    more = wider_job(memory, placement, 2 * placement.num_ranks, placement.longest_tokens(memory) + 1)
+    changes.append((f"{more.num_ranks // placement.num_ranks} times the ranks: --gpus {more.num_ranks}", memory, more))
+    device_bytes, usable_bytes = 2 * memory.device_bytes, 2 * memory.usable_bytes
+    larger = replace(memory, device_bytes=device_bytes, usable_bytes=usable_bytes)
+    changes.append((f"devices of {device_bytes / 2**30:.0f} GiB", larger, placement))
+    return changes
+
+
+def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -> list[_Change]:
+    num_ranks, heads = placement.num_ranks, memory.model.num_heads
+    changes: list[_Change] = []
     if placement.max_tokens_per_rank:
         changes.append(("leave --tokens-per-rank out", memory, replace(placement, max_tokens_per_rank=0)))
+    if may_recompute and memory.keeps_everything:
+        recomputing = replace(memory, keeps_everything=False)
+        changes.append(("activations recomputed and offloaded: --activations auto", recomputing, placement))
     allowed = default_degrees(num_ranks, heads, placement.method)
     if allowed[-1] > placement.degrees[-1]:
         changes.append((f"groups of up to {allowed[-1]} ranks: --degrees", memory, replace(placement, degrees=allowed)))
@@ -248,36 +303,35 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
             model = replace(model, adapters=lora_adapters(model, memory.lora_rank))
         halved = replace(memory, model=model, saved_bytes_per_token=saved_token_bytes(model))
         changes.append(("weights and activations in bf16: --dtype bfloat16", halved, placement))
-    on_host = replace(memory, model=replace(memory.model, updates_on_host=True))
-    left_on_host = memory.host_bytes - on_host.host_states(placement.parameters, placement.shard_ranks)
-    is_placed = memory.model.updates_on_host or memory.model.moment_bytes
-    if not (is_placed or memory.is_measured) and left_on_host >= 0:
-        on_host = replace(on_host, host_bytes=left_on_host)
-        changes.append(("optimizer states in host memory: --optimizer-states host", on_host, placement))
-    option = "weights of layers in host memory: --layer-weights host"
-    changes += [(option, away, placement) for away in _layers_away(memory, placement)]
+    if not (memory.model.updates_on_host or memory.model.moment_bytes or memory.is_measured):
+        option = "optimizer states in host memory: --optimizer-states host"
+        changes.append(_on_host(option, memory, replace(memory.model, updates_on_host=True), placement))
+    if _layers_may_leave(memory, placement):
+        option = "weights of layers in host memory: --layer-weights host"
+        changes.append(_on_host(option, memory, replace(memory.model, layers_on_host=True), placement))
     if memory.model.has_master_weights and memory.model.bytes_per_element == 2 and not memory.is_measured:
         narrow = replace(memory, model=replace(memory.model, has_master_weights=False))
         changes.append(("weights updated in bf16, which loses small updates: --bf16-updates", narrow, placement))
-    changes += [(change, frozen, placement) for change, frozen in _adapters(memory)]
-    more = wider_job(memory, placement, 2 * num_ranks, now + 1)
-    changes.append((f"{more.num_ranks // num_ranks} times the ranks: --gpus {more.num_ranks}", memory, more))
-    device_bytes, usable_bytes = 2 * memory.device_bytes, 2 * memory.usable_bytes
-    larger = replace(memory, device_bytes=device_bytes, usable_bytes=usable_bytes)
-    changes.append((f"devices of {device_bytes / 2**30:.0f} GiB", larger, placement))
-    return changes
+    return changes + [(change, frozen, placement) for change, frozen in _adapters(memory)]
 
 
-def _layers_away(memory: DeviceMemory, placement: Placement) -> Iterator[DeviceMemory]:
-    """Memory if shards of layers lie on the host while a step computes, where they may and it has room for them."""
-    model = memory.model
-    if placement.parameters != "sharded" or model.layers_on_host or memory.is_measured or not can_leave(model):
-        return
-    away = replace(memory, model=replace(model, layers_on_host=True))
+def _on_host(option: str, memory: DeviceMemory, model: ModelSpec, placement: Placement) -> _Change:
+    """The change to `model`, of which more lies in host memory; the option asks for more of that where too little is known."""
+    away = replace(memory, model=model)
+    sharing = placement.parameters, placement.shard_ranks
     # host memory of the states was left out before
-    more = away.host_states("sharded", placement.shard_ranks) - memory.host_states("sharded", placement.shard_ranks)
-    if memory.host_bytes >= more:
-        yield replace(away, host_bytes=memory.host_bytes - more)
+    before, more = memory.host_states(*sharing), away.host_states(*sharing)
+    left = memory.host_bytes + before - more
+    if left < 0:
+        gib = -(-more // 2**30)
+        option, left = f"{option} --host-gib {gib}, if a rank has that many GiB", gib * 2**30 - more
+    return option, replace(away, host_bytes=left), placement
+
+
+def _layers_may_leave(memory: DeviceMemory, placement: Placement) -> bool:
+    """Whether shards of layers may lie on the host while a step computes, and do not yet."""
+    model = memory.model
+    return placement.parameters == "sharded" and not (model.layers_on_host or memory.is_measured) and can_leave(model)
 
 
 def can_leave(model: ModelSpec) -> bool:
@@ -295,7 +349,8 @@ def _adapters(memory: DeviceMemory) -> Iterator[tuple[str, DeviceMemory]]:
     if frozen.packed.is_empty and not frozen.experts.num_experts:
         packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False, cuts_heads=False)
         option = f"--lora-rank {rank} --quantize nf4"
-        yield f"adapters over weights of four bits (QLoRA): {option}", replace(memory, model=packed, lora_rank=rank)
+        whole = ", attention in one piece" if frozen.head_pieces() > 1 else ""
+        yield f"adapters over weights of four bits{whole} (QLoRA): {option}", replace(memory, model=packed, lora_rank=rank)
 
 
 def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_tokens: int) -> Placement:

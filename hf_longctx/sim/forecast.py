@@ -15,7 +15,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
-from hf_longctx.sim.capacity import Remedy, remedies, wider_job
+from hf_longctx.sim.capacity import Remedy, fitting_remedies, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import Budget, LongestRow, longest_rows
 from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
@@ -187,11 +187,11 @@ def make_forecast(
             f"--ablation compares plans that recompute activations, which a run of this model never does "
             f"({scenario.kept_because}); leave it out"
         )
-    longer = remedies(scenario.memory, scenario.placement)
+    longer = remedies(scenario.memory, scenario.placement, scenario.may_recompute)
     longest, at_limit = _longest(scenario), _at_limit(scenario)
     if workload is None:
         return Forecast(scenario, None, seed, (), (), longer, longest, at_limit)
-    _check_longest(scenario, workload, longer)
+    _check_longest(scenario, workload)
     batches = workload.draw_steps(num_steps, global_batch, seed)
     rivals = Rivals(scenario, batches, workload.limit)
     others = rivals.baselines()
@@ -249,7 +249,7 @@ def _reshaped(plan: StepPlan, shapes: dict[int, GroupShape]) -> StepPlan:
     return replace(plan, micro_batches=micro_batches)
 
 
-def _check_longest(scenario: Scenario, workload: Workload, longer: Sequence[Remedy]) -> None:
+def _check_longest(scenario: Scenario, workload: Workload) -> None:
     room, most = scenario.longest_tokens, scenario.placement.most_positions
     if workload.longest <= room:
         return
@@ -262,10 +262,11 @@ def _check_longest(scenario: Scenario, workload: Workload, longer: Sequence[Reme
     ranks, tokens = scenario.placement.degrees[-1], scenario.tokens_per_rank
     alone = ", more of a sequence alone" if room > ranks * tokens else ""
     too_long = int(workload.counts[workload.lengths > room].sum())
-    enough = [f"{one.change} (holds {one.longest_tokens:,})" for one in longer if one.longest_tokens >= workload.longest]
+    found = fitting_remedies(scenario.memory, scenario.placement, workload.longest, scenario.may_recompute)
+    enough = [f"{one.change} (holds {one.longest_tokens:,})" for one in found]
     more = wider_job(scenario.memory, scenario.placement, 2 * scenario.placement.num_ranks, workload.longest)
-    if not enough and (holds := more.longest_tokens(scenario.memory)) >= workload.longest:
-        enough = [f"--gpus {more.num_ranks} (holds {holds:,})"]
+    if not any("--gpus" in text for text in enough) and (holds := more.longest_tokens(scenario.memory)) >= workload.longest:
+        enough.append(f"--gpus {more.num_ranks} (holds {holds:,})")
     advice = "".join(f"; or {text}" for text in enough)
     raise ValueError(
         f"the longest of {workload.num_sequences:,} sequences has {workload.longest:,} tokens, but the largest group "

@@ -28,7 +28,7 @@ from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, normal_name, read_profile
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
-from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, remedies
+from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, fitting_remedies
 from hf_longctx.sim.models import kept_because, kernels_of, most_positions, read_model, short_name
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
@@ -129,6 +129,11 @@ class Scenario:
     def held_tokens(self) -> int:
         """Tokens of the longest sequence that fits, whatever positions the model has."""
         return replace(self.placement, most_positions=0).longest_tokens(self.memory)
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether everything is kept since the user says so, and for no other reason."""
+        return self.memory.keeps_everything and not (self.memory.is_measured or self.kept_because)
 
     @property
     def planner_config(self) -> PlannerConfig:
@@ -325,6 +330,12 @@ def _model(
         f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"
         for window, count in sorted(sizes.items())
     ]
+    quantised = _quantised(request, model)
+    if model.head_pieces() > 1 and quantised.head_pieces() == 1:
+        notes.append(
+            "over weights of four bits attention runs all its heads at once, with more workspace than in pieces: long sequences "
+            "may fit better over bf16 weights (--lora-rank without --quantize)"
+        )
     wide = [own.head_dim for own in model.heads if own.head_dim > _MOST_HEAD_DIM]
     if wide and _is_gpu(hardware):
         notes.append(
@@ -339,7 +350,7 @@ def _model(
             f"bytes are those of transformers' torch code, which runs them"
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
-    return _with_adapters(request, _quantised(request, model)), notes
+    return _with_adapters(request, quantised), notes
 
 
 def _with_adapters(request: Request, model: ModelSpec) -> ModelSpec:
@@ -522,7 +533,8 @@ def _check_fits(scenario: Scenario) -> None:
             f"{scenario.model_name} fits at no degree: between steps, weights of layers come back from the host, and states then "
             f"take {resting / _GIB:.1f} GiB on each rank, but only {memory.usable_bytes / _GIB:.1f} are usable; use more ranks"
         )
-    advice = "; ".join(f"{one.change} (up to {one.longest_tokens:,} tokens)" for one in remedies(memory, placement))
+    found = fitting_remedies(memory, placement, 1, scenario.may_recompute)
+    advice = "; ".join(f"{one.change} (up to {one.longest_tokens:,} tokens)" for one in found)
     device = scenario.costs.cluster.hardware.name
     raise ValueError(
         f"{scenario.model_name} fits at no degree: weights, gradients and optimizer states ({placement.parameters}{over}) take "

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
 from helpers.plans.forecasts import MEMORY, MODEL, TOKEN_BYTES
 
+from hf_longctx.cli.main import build_parser
+from hf_longctx.cli.plan import request_of
 from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
-from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies, rooms, wider_job
+from hf_longctx.sim.capacity import DeviceMemory, Placement, fitting_remedies, remedies, rooms, wider_job
+from hf_longctx.sim.scenario import Request, build_scenario
 
 # weights and gradients of 4 bytes, two moments of 4 bytes
 WHOLE = 1312 * 16
@@ -88,7 +93,40 @@ def test_every_remedy_is_computed_by_the_same_formula() -> None:
         "weights and activations in bf16: --dtype bfloat16": 4 * ((80_000 - 15_744) // 936),
         "2 times the ranks: --gpus 8": 8 * 38,
         "states sharded over 4 ranks: --parameters sharded": 4 * 42,
+        # 1312 gradients of 4 bytes stay beside the weights; the host is given what the moments need
+        "optimizer states in host memory: --optimizer-states host --host-gib 1, if a rank has that many GiB": 4 * 45,
     }
+
+
+def test_settings_that_fit_come_before_larger_machines_and_pairs_where_none_does_alone() -> None:
+    single = fitting_remedies(MEMORY, REPLICATED, 170)
+    assert [one.is_setting for one in single] == sorted((one.is_setting for one in single), reverse=True)
+    assert single[0].is_setting and all(one.longest_tokens >= 170 for one in single)
+    most = max(one.longest_tokens for one in remedies(MEMORY, REPLICATED) if one.is_setting)
+    pairs = [one for one in fitting_remedies(MEMORY, REPLICATED, most + 1) if one.is_setting]
+    assert pairs and all(" and " in one.change and one.longest_tokens > most for one in pairs)
+
+
+def test_host_memory_that_a_profile_does_not_have_is_named_with_its_gib() -> None:
+    found = build_scenario(Request("llama-3.1-8b", "h200", 1), must_fit=False)
+    [option] = [one for one in fitting_remedies(found.memory, found.placement, 1) if "--optimizer-states" in one.change]
+    # 8.03 billion parameters with fp32 copies and moments, and room for parts on their way, are 121.6 GiB
+    assert "--optimizer-states host --host-gib 122" in option.change
+    wide = build_scenario(Request("llama-3.1-8b", "h200", 1, optimizer_states="host", host_bytes=122 * 2**30))
+    assert wide.longest_tokens == option.longest_tokens > 100_000
+
+
+def test_every_change_that_a_refusal_offers_makes_the_model_fit() -> None:
+    with pytest.raises(ValueError, match="fits at no degree") as refusal:
+        build_scenario(Request("llama-3.1-8b", "h200", 1))
+    offers = re.findall(r"(--[^;(]*) \(up to ([\d,]+) tokens\)", str(refusal.value))
+    assert len(offers) >= 5
+    for text, tokens in offers:
+        words = shlex.split(text.split(", ")[0])
+        options = build_parser().parse_args(
+            ["plan", "--model", "llama-3.1-8b", "--hardware", "h200", *(() if "--gpus" in words else ("--gpus", "1")), *words]
+        )
+        assert build_scenario(request_of(options, 0)).longest_tokens == int(tokens.replace(",", "")), text
 
 
 def test_wider_groups_and_a_lifted_bound_are_remedies() -> None:

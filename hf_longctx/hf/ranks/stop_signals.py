@@ -1,4 +1,5 @@
-"""Listens during a training for the signals that ask it to stop: SIGTERM, SIGUSR1, and SIGINT (Ctrl-C).
+"""Listens during a training for the signals that ask it to stop: SIGTERM, SIGUSR1, SIGINT (Ctrl-C)
+and SIGHUP (a closed terminal; under nohup it is ignored, and stays so).
 
 The first signal only sets `asked`; the trainer carries it to all ranks with the next step's token counts, finishes that step,
 saves once and returns. A second signal ends the process at once, even inside a collective that never returns: there Python runs
@@ -24,7 +25,7 @@ from typing import Any
 
 from hf_longctx.plan.core.messages import wrapped
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 _SAME_REQUEST_S = 2.0
 # columns of a terminal that does not say how wide it is
@@ -146,7 +147,7 @@ def outlive_signals(is_listening: Any) -> None:
     thread sees to that, since a worker may be deep inside a library then.
     """
     rank = os.getppid()
-    for name in ("SIGINT", "SIGUSR1"):
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     read, write = os.pipe()

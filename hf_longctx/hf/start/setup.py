@@ -27,10 +27,11 @@ from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spe
 from hf_longctx.hf.models.states.functions import family_of, scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
+from hf_longctx.hf.ranks.host_memory import host_bytes
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import Beside, activation_budget, describe_states, rank_memory
-from hf_longctx.hf.start.settings.advice import allocator_advice, slow_tiles, threads_advice
+from hf_longctx.hf.start.settings.advice import allocator_advice, fitting_settings, run_memory, slow_tiles, threads_advice
 from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
 from hf_longctx.plan.activations.lone_sequences import longest_alone
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
@@ -54,6 +55,7 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.packs import flash_problems, takes_packs
 from hf_longctx.runtime.tiles.registered import active_flash
 from hf_longctx.runtime.tiles.tile import attention_backend
+from hf_longctx.sim.capacity import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -360,11 +362,16 @@ class _SetupBasis:
         )
         room_tokens = tokens_per_rank * degrees[-1]
         if is_pipeline:
-            room_tokens = _longest_in_stages(min(self.max_length, room_tokens * len(ranges)), costs, planner)
+            room_tokens = _longest_planned(min(self.max_length, room_tokens * len(ranges)), costs, planner)
         elif activations is not None and config.tokens_per_rank is None and room_tokens < self.max_length:
             sharing = costs.parameters, costs.shard_ranks
             room_tokens = longest_alone(costs.model, activations, shape, *sharing, known=room_tokens, most=self.max_length)
             planner = replace(planner, longest_tokens=room_tokens)
+        if activations is not None and not is_pipeline:
+            # formulas may count less than the plan of a shape needs
+            most = min(self.max_length, room_tokens)
+            planned = _longest_planned(most, costs, planner)
+            room_tokens = planned if planned < most else room_tokens
         placeholders = absent_token_ids(base_of(self.model))
         return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
 
@@ -377,6 +384,13 @@ class _SetupBasis:
             return self.config.method
         cluster = replace(self.costs.cluster, num_ranks=ranks_per_stage)
         return "ulysses" if all(group_shapes(d, "ulysses", self.costs.model, cluster) for d in degrees) else "auto"
+
+    def _advice(self, costs: CostModel, activations: ActivationBudget | None, num_tokens: int) -> str:
+        """Settings with which a sequence of `num_tokens` would fit; of pipelines nothing is tried."""
+        if self.config.stages != 1:
+            return "use more ranks, a smaller model or larger devices"
+        found = settings_for(self.config, costs, self.degrees, activations, num_tokens)
+        return f"what would fit, by formula: {found}" if found else ""
 
     def _tokens_per_rank(
         self,
@@ -393,18 +407,13 @@ class _SetupBasis:
         if activations is not None:
             room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
             fitting = max(fitting, most_tokens(costs.model, *room, **ways))
-        if config.tokens_per_rank is None and fitting < 1:
+        if fitting < 1 and (config.tokens_per_rank is None or activations is not None):
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
-            has_copies = costs.model.has_master_weights and costs.model.bytes_per_element == 2 and costs.model.adapters.is_empty
-            is_placed = costs.model.updates_on_host or costs.model.moment_bytes
-            on_host = "" if is_placed else ", or optimizer_states='host'"
-            on_host += ", or layer_weights='host'" if costs.parameters == "sharded" and not costs.model.layers_on_host else ""
-            rounded = ", or fp32_master_weights=False, which loses small updates" if has_copies else ""
             raise ValueError(
-                f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; set "
-                f"parameters='sharded' with more ranks{on_host}, or use a smaller model or a larger device{rounded}"
+                f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; "
+                f"{self._advice(costs, activations, 1) or 'use a smaller model or a larger device'}"
             )
-        if activations is None or not 0 < fitting < (config.tokens_per_rank or fitting):
+        if activations is None or not fitting < (config.tokens_per_rank or fitting):
             return config.tokens_per_rank or fitting
         if self.control is None or dist.get_rank() == 0:
             logger.warning(
@@ -417,8 +426,27 @@ class _SetupBasis:
         return fitting
 
 
-def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
-    """Tokens of the longest sequence that a pipeline has room for, at most `most_tokens`; found by planning sequences, to 1 %.
+def settings_for(
+    config: LongContextConfig,
+    costs: CostModel,
+    degrees: tuple[int, ...],
+    activations: ActivationBudget | None,
+    num_tokens: int,
+) -> str:
+    """Settings with which a run of one stage would hold a sequence of `num_tokens`, each tried; empty if there are none."""
+    most_offloaded = 0 if activations is None else activations.host_bytes
+    available_bytes = host_bytes()[0] // costs.cluster.ranks_per_node
+    free_bytes = max(0, available_bytes - ByteModel(costs.model).host_states(costs.parameters, costs.shard_ranks))
+    memory = run_memory(costs, config.device_gib or 0, free_bytes, most_offloaded, activations is None)
+    placement = Placement(
+        *(costs.cluster.num_ranks, costs.parameters, costs.shard_ranks, degrees, config.method, config.tokens_per_rank or 0),
+        ranks_per_node=costs.cluster.ranks_per_node,
+    )
+    return fitting_settings(memory, placement, num_tokens, may_recompute=config.activations == "keep")
+
+
+def _longest_planned(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
+    """Tokens of the longest sequence that can be planned, at most `most_tokens`; found by planning sequences, to 1 %.
 
     Raises ValueError if there is no room for a single token.
     """

@@ -26,7 +26,7 @@ from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
-from hf_longctx.hf.start.setup import RunSetup
+from hf_longctx.hf.start.setup import RunSetup, settings_for
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 
 logger = logging.getLogger(__name__)
@@ -224,11 +224,22 @@ class SequenceSets:
         for name, scan in scans.items():
             problems = list(scan.problems)
             if not problems and self.config.long_sequences == "error":
-                problems = too_long(scan.sequence_lengths, *limits, name, scan.rows())
+                problems = [
+                    f"{problem}{self._room_for(int(scan.sequence_lengths.max()))}"
+                    for problem in too_long(scan.sequence_lengths, *limits, name, scan.rows())
+                ]
             if not problems:
                 problems = self._label_problems(name, sets[name], scan, task)
             scans[name] = replace(scan, problems=problems)
         return scans
+
+    def _room_for(self, num_tokens: int) -> str:
+        """Settings with which memory would hold a sequence that only memory refuses; empty if there are none."""
+        setup = self.setup
+        if not setup.room_tokens < num_tokens <= setup.max_length or setup.num_stages > 1:
+            return ""
+        found = settings_for(self.config, setup.costs, setup.planner.degrees, setup.planner.activations, num_tokens)
+        return f"; memory would hold it, by formula, with {found}" if found else ""
 
     def _cut(self, scan: DatasetScan) -> SequenceIndex:
         return SequenceIndex.build(scan.lengths, self.longest_sequence, self.config.long_sequences, scan.documents)

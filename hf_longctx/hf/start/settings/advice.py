@@ -2,12 +2,71 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import torch
 
+from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.runtime.tiles.cuda import device_capability
 from hf_longctx.runtime.tiles.tile import attention_backend
+from hf_longctx.sim.capacity import DeviceMemory, Placement, fitting_remedies
+
+# options of `hf-longctx plan` -> settings of a run; the first that matches
+_SETTINGS = {
+    "--lora-rank ([0-9]+) --quantize nf4": r"weights loaded in four bits below adapters of rank \1 (QLoRA)",
+    "--lora-rank ([0-9]+)": r"adapters of rank \1 (LoRA)",
+    "--optimizer-states host": "optimizer_states='host'",
+    "--layer-weights host": "layer_weights='host'",
+    "--parameters sharded": "parameters='sharded'",
+    "--shard-ranks ([0-9]+)": r"shard_ranks=\1",
+    "--activations auto": "activations='auto'",
+    "--dtype bfloat16": "weights loaded in bfloat16",
+    "--bf16-updates": "fp32_master_weights=False, which loses small updates",
+    "--method auto": "method='auto'",
+    "--degrees": "no degrees",
+    "--tokens-per-rank": "no tokens_per_rank",
+    "--gpus ([0-9]+)": r"parameters='sharded' on \1 ranks",
+}
+
+
+def fitting_settings(memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool = False) -> str:
+    """Settings with which a rank of `memory` holds a sequence of `num_tokens`, each tried by formula; empty if there are none."""
+    found = []
+    for one in fitting_remedies(memory, placement, num_tokens, may_recompute):
+        # a run knows the memory of its hosts, and cannot buy larger devices; adapters of other sizes are the user's own
+        is_known = "--host-gib" not in one.change and "--" in one.change
+        if is_known and not (memory.lora_rank and "--lora-rank" in one.change):
+            # two settings of a pair are told apart by their sentences
+            texts = [_as_setting(part) for part in one.change.split(" and ") if "--" in part]
+            found.append(f"{' and '.join(texts)} ({one.longest_tokens:,} tokens)")
+    return "; ".join(found)
+
+
+def _as_setting(change: str) -> str:
+    """A change of a forecast as a setting of a run."""
+    for option, setting in _SETTINGS.items():
+        if match := re.search(option, change):
+            return match.expand(setting)
+    return change
+
+
+def run_memory(costs: CostModel, device_gib: float, host_bytes: int, most_offloaded: int, keeps_everything: bool) -> DeviceMemory:
+    """Memory of a rank of a run for `fitting_settings`. host_bytes: what its host has beside what lies there already."""
+    own = costs.cluster.hardware.device_bytes
+    usable_bytes = int(device_gib * 2**30) if device_gib else int(own * USABLE_SHARE)
+    trains_adapters = not costs.model.adapters.is_empty
+    memory = DeviceMemory.by_formula(costs.model, own)
+    return replace(
+        memory,
+        usable_bytes=usable_bytes,
+        lora_rank=int(trains_adapters),
+        host_bytes=host_bytes,
+        keeps_everything=keeps_everything,
+        most_offloaded=most_offloaded,
+    )
 
 
 def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
