@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.plan.core.configs.fields import has_position_table
+from hf_longctx.plan.core.configs.fields import check_fields, has_position_table
 from hf_longctx.plan.core.configs.kept import kept_reason
 from hf_longctx.plan.core.configs.kernels import kernel_fields, kernels_of_config
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -28,9 +28,21 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
             ) from None
     config = _read_config(path)
     try:
-        return ModelSpec.from_config(config, bytes_per_element)
-    except ValueError as error:
-        raise _unreadable(path, error) from None
+        return _sound(ModelSpec.from_config(config, bytes_per_element))
+    except KeyError as error:
+        raise _unreadable(path, f"it has no {error.args[0]}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        # fields that are right one by one may contradict each other
+        reason = error if isinstance(error, ValueError) else f"its fields contradict each other ({error})"
+        raise _unreadable(path, reason) from None
+
+
+def _sound(model: ModelSpec) -> ModelSpec:
+    """The spec itself; raises ValueError if a size that all formulas divide by is 0."""
+    sizes = {"head_dim": model.head_dim, "num_key_value_heads": model.num_kv_heads, "layer_products": model.layer_products}
+    if empty := [name for name, size in sizes.items() if size < 1]:
+        raise ValueError(f"its fields contradict each other: {', '.join(empty)} would be below 1")
+    return model
 
 
 def _config_path(name_or_path: str) -> Path | None:
@@ -50,10 +62,14 @@ def _config_path(name_or_path: str) -> Path | None:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = parse_json(path.read_text(encoding="utf-8"), "the file")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
     if not isinstance(config, dict):
         raise _unreadable(path, f"it holds {type(config).__name__}, not an object of fields")
+    try:
+        check_fields(config)
+    except ValueError as error:
+        raise _unreadable(path, error) from None
     return config
 
 

@@ -35,7 +35,7 @@ def start_fork_server(method: Any = None) -> None:
 
 
 def _outlive_signals() -> None:
-    found = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGUSR1)}
+    found = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 
     def restore() -> None:
         for number, handler in found.items():

@@ -385,13 +385,6 @@ class _SetupBasis:
         cluster = replace(self.costs.cluster, num_ranks=ranks_per_stage)
         return "ulysses" if all(group_shapes(d, "ulysses", self.costs.model, cluster) for d in degrees) else "auto"
 
-    def _advice(self, costs: CostModel, activations: ActivationBudget | None, num_tokens: int) -> str:
-        """Settings with which a sequence of `num_tokens` would fit; of pipelines nothing is tried."""
-        if self.config.stages != 1:
-            return "use more ranks, a smaller model or larger devices"
-        found = settings_for(self.config, costs, self.degrees, activations, num_tokens)
-        return f"what would fit, by formula: {found}" if found else ""
-
     def _tokens_per_rank(
         self,
         costs: CostModel,
@@ -409,10 +402,12 @@ class _SetupBasis:
             fitting = max(fitting, most_tokens(costs.model, *room, **ways))
         if fitting < 1 and (config.tokens_per_rank is None or activations is not None):
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
-            raise ValueError(
-                f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; "
-                f"{self._advice(costs, activations, 1) or 'use a smaller model or a larger device'}"
-            )
+            missing = f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB"
+            # of pipelines nothing is tried
+            found = "" if config.stages != 1 else settings_for(config, costs, self.degrees, activations, 1)
+            if found:
+                raise ValueError(f"{missing}; what would fit, by formula: {found}")
+            raise ValueError(f"{missing}; use more ranks, a smaller model or a larger device")
         if activations is None or not fitting < (config.tokens_per_rank or fitting):
             return config.tokens_per_rank or fitting
         if self.control is None or dist.get_rank() == 0:

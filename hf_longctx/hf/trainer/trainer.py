@@ -179,8 +179,8 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         Refuses a checkpoint that is not whole, one after which samples would be repeated or skipped, and arguments or a loss that
         were changed since the start and would not be obeyed.
 
-        At SIGTERM, SIGUSR1 or Ctrl-C, on any rank, it finishes the step, saves once and returns; then `stopped_by` names the
-        signal. A second signal ends the process at once. Raises ValueError if another job uses `output_dir`.
+        At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, on any rank, it finishes the step, saves once and returns; then `stopped_by` names
+        the signal. A second signal ends the process at once. Raises ValueError if another job uses `output_dir`.
         """
         self._begin_anew(kwargs.get("trial", next(iter(args), None)))
         self._check_settings()

@@ -22,7 +22,7 @@ from hf_longctx import LongContextCallback
 ROWS = random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 3)
 # epochs have three steps
 ARGUMENTS = {"max_steps": 6, "save_strategy": "epoch", "save_total_limit": 1}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass

@@ -41,6 +41,98 @@ _NAMES = {
 _FOUR_TIMES = ("bloom", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt")
 
 
+# whole numbers of a config that plans read: those that must be at least 1, and those that may be 0
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("conv_L_cache", "conv_kernel", "expand", "mamba_expand", "mamba_d_state", "state_size", "ssm_state_size", "n_mamba_heads"),
+    *("mamba_n_heads", "mamba_num_heads", "mamba_head_dim", "mamba_d_ssm", "mamba_n_groups", "mamba_ngroups", "n_groups"),
+    *("mamba_chunk_size", "chunk_size", "mamba_d_conv", "conv1d_width", "block_size", "lru_width", "cca_time0", "cca_time1"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"),
+    *("linear_head_dim", "linear_conv_kernel_dim", "short_conv_kernel_size", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"),
+    *("q_lora_rank", "intermediate_size_mlp", "router_hidden_size", "attention_hidden_size", "global_head_dim"),
+    *("num_global_key_value_heads", "full_attention_interval", "decoder_sparse_step", "sliding_window_pattern", "index_topk"),
+    *("index_head_dim", "index_n_heads", "no_rope_layer_interval", "layer_group_size", "ffn_round_up_to_multiple_of"),
+    *("block_multiple_of", "num_mem_blocks", "time_step_rank", "mamba_dt_rank", "adapter_rank"),
+)
+_COUNTS = (
+    *("intermediate_size", "max_position_embeddings", "pad_token_id", "sliding_window", "attention_chunk_size"),
+    *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "top_k_experts"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("shared_intermediate_size", "n_shared_experts", "first_k_dense_replace", "attn_layer_period", "attn_layer_offset"),
+    *("expert_layer_period", "expert_layer_offset", "max_window_layers", "num_kv_shared_layers", "qk_nope_head_dim"),
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+)
+_FACTORS = ("block_ffn_dim_multiplier", "qk_dim_factor", "v_dim_factor", "ffn_proj_factor")
+# fields that may be 0, or a list with a number for every layer, or the word "auto"
+_MAY_BE_0 = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "adapter_rank",
+    "index_topk",
+    "index_head_dim",
+    "num_mem_blocks",
+    "sliding_window_pattern",
+)
+_MAY_BE_LISTS = ("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "head_dim")
+_MAY_BE_AUTO = ("time_step_rank", "mamba_dt_rank")
+# lists of a config: of words, or of numbers of layers
+_WORDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "block_types")
+_LAYERS = (
+    "moe_layers",
+    "mlp_only_layers",
+    "full_attn_idxs",
+    "attn_layer_indices",
+    "kda_layers",
+    "full_attn_layers",
+    "no_rope_layers",
+)
+_OBJECTS = ("linear_attn_config", "per_layer_config", *_TEXTS, *_NESTED)
+# largest numbers: of layers, of positions, and of anything else
+_MOST_LAYERS, _MOST_POSITIONS, _MOST_SIZE = 10_000, 2**40, 2**31
+
+
+def check_fields(config: Mapping[str, Any], path: str = "") -> None:
+    """Raises ValueError for the first field of a config.json whose value no model can have, with the field and the value."""
+    rules = {name: (1, _whole) for name in _SIZES} | {name: (0, _whole) for name in (*_COUNTS, *_MAY_BE_0)}
+    rules |= {other: rules[name] for name, others in _NAMES.items() for other in others if name in rules}
+    for name, value in config.items():
+        if value is None:
+            continue
+        if name in rules:
+            least, check = rules[name]
+            is_layers = name in ("num_hidden_layers", *_NAMES["num_hidden_layers"])
+            is_positions = name in ("max_position_embeddings", *_NAMES["max_position_embeddings"])
+            most = _MOST_LAYERS if is_layers else _MOST_POSITIONS if is_positions else _MOST_SIZE
+            values = value if isinstance(value, list | tuple) and value and name in _MAY_BE_LISTS else [value]
+            if not all(check(each, least, most) or (each == "auto" and name in _MAY_BE_AUTO) for each in values):
+                raise ValueError(f"{path}{name} is {_shown(value)}; a whole number from {least} to {most:,} is needed")
+        elif name in _FACTORS and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_SIZE):
+            raise ValueError(f"{path}{name} is {_shown(value)}; a number above 0 and below {_MOST_SIZE:,} is needed")
+        elif name in _WORDS or name in _LAYERS:
+            is_layer = name in _LAYERS
+            if not isinstance(value, list | tuple) or not all(
+                _whole(each, 0, _MOST_LAYERS) if is_layer else isinstance(each, str) for each in value
+            ):
+                raise ValueError(f"{path}{name} is {_shown(value)}; a list of {'layers' if is_layer else 'words'} is needed")
+        elif name in ("model_type", "hybrid_override_pattern") and not isinstance(value, str):
+            raise ValueError(f"{path}{name} is {_shown(value)}; a word is needed")
+        elif name in _OBJECTS:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{path}{name} is {_shown(value)}; an object of fields is needed")
+            if name != "per_layer_config":
+                check_fields(value, f"{path}{name}.")
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and least <= value <= most and value == int(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the decoder inside that of a multimodal model; any other config itself."""
     return next((config[name] for name in _TEXTS if isinstance(config.get(name), Mapping)), config)
