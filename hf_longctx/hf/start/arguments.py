@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
@@ -56,8 +57,8 @@ _TRAINER_ARGUMENTS = {
     "compute_metrics": "its own loop would need whole logits; leave it out, since it logs metrics of its own",
     "compute_loss_func": "pass the loss of a token as token_loss=..., of which a step takes the mean over label tokens",
     "model_init": "pass a model; LongContextTrainer takes it, and searches hyperparameters with it",
-    "preprocess_logits_for_metrics": "leave it out, since logits never exist as a whole: compute_metrics gets the likeliest "
-    "token, the log-probability of the label and the entropy of every label token",
+    "preprocess_logits_for_metrics": "return logits.argmax(dim=-1) there, or leave it out, since logits never exist as a whole: "
+    "compute_metrics gets the likeliest token, the log-probability of the label and the entropy of every label token",
 }
 
 # arguments about the logits of all rows, which classifiers have, and loops of TRL's own
@@ -155,15 +156,45 @@ def run_problems(
         # its collator makes the batches
         trainer_arguments = {name: value for name, value in trainer_arguments.items() if name != "data_collator"}
     given = dict(trainer_arguments)
-    if takes_metrics(trainer) or (isinstance(model, nn.Module) and head_kind(model) != "next_token"):
+    has_logits = takes_metrics(trainer) or (isinstance(model, nn.Module) and head_kind(model) != "next_token")
+    if has_logits:
         for name in OF_LOGITS:
             given.pop(name, None)
+    elif likeliest_form(given.get("preprocess_logits_for_metrics")):
+        given["preprocess_logits_for_metrics"] = None
     problems = argument_problems(args, given, not keeps_loader, config.compile_layers) + trainer_problems(trainer, args, config)
     problems += placement_problems(model, config, args, trainer_arguments)
     problems += layer_weights_problems(model, config, args.world_size)
     has_metrics = trainer_arguments.get("compute_metrics") is not None
-    has_tokens = has_metrics and len(given) == len(trainer_arguments)
+    has_tokens = has_metrics and not has_logits
     return problems if keeps_loader else problems + evaluation_problems(args, has_metrics, has_tokens)
+
+
+def likeliest_form(function: Any) -> str:
+    """Which of the arrays that plans have a `preprocess_logits_for_metrics` returns, found by trying it on small logits.
+
+    "tokens": the likeliest tokens; "pair": these and the labels. Empty for anything else, and without a function.
+    """
+    if function is None:
+        return ""
+    generator, forms = torch.Generator().manual_seed(0), set[str]()
+    for shape in ((2, 5, 7), (3, 4, 9)):
+        logits = torch.randn(shape, generator=generator)
+        labels = torch.randint(0, shape[2], shape[:2], generator=generator)
+        labels[:, :2] = -100
+        try:
+            found = function(logits.clone(), labels.clone())
+        except Exception:
+            return ""
+        is_pair = isinstance(found, tuple | list) and len(found) == 2
+        tokens, same = found if is_pair else (found, labels)
+        expected = (logits.argmax(-1), labels)
+        if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in (tokens, same)):
+            return ""
+        if not all(map(torch.equal, (tokens, same), expected)):
+            return ""
+        forms.add("pair" if is_pair else "tokens")
+    return forms.pop()
 
 
 def evaluation_problems(args: TrainingArguments, has_metrics: bool, has_tokens: bool = False) -> list[str]:

@@ -45,6 +45,7 @@ from hf_longctx.hf.start.arguments import (
     async_problems,
     config_problems,
     kind_problems,
+    likeliest_form,
     override_problems,
     run_problems,
 )
@@ -74,6 +75,7 @@ from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, star
 from hf_longctx.hf.trainer.sets import TEST_SET, evaluation_set_problems, named_sets
 from hf_longctx.hf.trainer.start_mixin import StartMixin
 from hf_longctx.hf.trainer.tokens.evaluation import evaluated
+from hf_longctx.hf.trainer.tokens.predictions import TokenMetrics
 from hf_longctx.hf.trainer.tokens.row_scores import RowScores, step_scores
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -393,10 +395,11 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs as `Trainer` does, and adds means over the steps since the last log: seconds, tokens per second, padding."""
+        # in place, as `Trainer` adds the epoch: the metrics of a training are what it logs last
         if "loss" in logs:
-            logs = {**logs, **self.longctx_run.report.take_metrics(), **self._guard.metrics()}
+            logs |= {**self.longctx_run.report.take_metrics(), **self._guard.metrics()}
         if "train_loss" in logs:
-            logs = {**logs, **self._guard.total_metrics()}
+            logs |= self._guard.total_metrics()
         super().log(logs, start_time)
 
     def _key_dropout(self, plans: Sequence[StepPlan]) -> None:
@@ -582,13 +585,16 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
     ) -> tuple[dict[str, Any], int, RowScores]:
         """Evaluates a set with a language model."""
         compute = None if only_loss else self.compute_metrics
-        if compute is not None and self.preprocess_logits_for_metrics is not None:
+        form = likeliest_form(self.preprocess_logits_for_metrics)
+        if compute is not None and self.preprocess_logits_for_metrics is not None and not form:
             raise ValueError(
-                "preprocess_logits_for_metrics was set on the trainer, but logits never exist as a whole; leave it out: "
-                "compute_metrics gets likeliest tokens, log-probabilities and entropies"
+                "preprocess_logits_for_metrics was set on the trainer, but logits never exist as a whole; return "
+                "logits.argmax(dim=-1) there, or leave it out: compute_metrics gets likeliest tokens, log-probabilities and "
+                "entropies"
             )
+        metrics = None if compute is None else TokenMetrics(compute, form)
         with self._explained(), self._evaluating():
-            return evaluated(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, compute, wants_scores)
+            return evaluated(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, metrics, wants_scores)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

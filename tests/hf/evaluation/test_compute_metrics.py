@@ -17,6 +17,7 @@ from helpers.trainers.stock_runs import PaddingCollator, make_stock_trainer
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 from transformers import EvalPrediction
 
+from hf_longctx.hf.start.arguments import likeliest_form
 from hf_longctx.hf.trainer.tokens import predictions
 
 CASE = ModelCase(promoted=True)
@@ -158,6 +159,71 @@ def test_the_best_checkpoint_is_chosen_by_a_users_metric(tmp_path: Path) -> None
 def test_what_needs_logits_or_batches_is_refused(tmp_path: Path, arguments: Any, more: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make_trainer(CASE, ROWS, str(tmp_path), None, arguments, **more)
+
+
+def _likeliest(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    # as in scripts for models that return more than logits
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return logits.argmax(dim=-1)
+
+
+def _with_labels(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.argmax(logits, dim=-1), labels
+
+
+def _accuracies(found: EvalPrediction) -> dict[str, float]:
+    tokens = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+    is_right, is_label = tokens[:, :-1] == found.label_ids[:, 1:], found.label_ids[:, 1:] != -100
+    # scripts often forget that some tokens have no label
+    return {"mean": float(is_right.mean()), "of_labels": float(is_right[is_label].mean())}
+
+
+@pytest.mark.parametrize("reduce", [_likeliest, _with_labels])
+@pytest.mark.parametrize("plan", ["packs", "different rows on each rank"])
+def test_likeliest_tokens_of_a_users_function_are_those_of_a_stock_trainer(ranks, tmp_path: Path, reduce: Any, plan: str) -> None:
+    more = {"compute_metrics": _accuracies, "preprocess_logits_for_metrics": reduce}
+    trainer = make_stock_trainer(
+        CASE, ROWS, str(tmp_path), {"per_device_eval_batch_size": 6}, data_collator=PaddingCollator(), **more
+    )
+    expected = trainer.evaluate(trainer.train_dataset)
+    config, num_ranks = PLANS[plan]
+    for found in ranks(num_ranks).run(_reduced, config, reduce):
+        for name in ("eval_mean", "eval_of_labels"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-12)
+
+
+def _reduced(config: dict[str, Any], reduce: Any) -> dict[str, float]:
+    more = {"compute_metrics": _accuracies, "preprocess_logits_for_metrics": reduce}
+    with tempfile.TemporaryDirectory() as folder:
+        return make_trainer(CASE, ROWS, folder, config, **more).evaluate(datasets.Dataset.from_list(ROWS))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda logits, labels: logits.argmin(-1),
+        lambda logits, labels: logits[..., :-1, :].argmax(-1),
+        lambda logits, labels: logits.argmax(-1).float(),
+        lambda logits, labels: (logits.argmax(-1), labels * 2),
+        lambda logits, labels: torch.where(labels == -100, labels, logits.argmax(-1)),
+        lambda logits, labels: logits,
+        lambda logits: logits.argmax(-1),
+        None,
+    ],
+)
+def test_other_functions_of_logits_are_not_taken_for_the_likeliest_tokens(function: Any) -> None:
+    assert likeliest_form(function) == ""
+
+
+@pytest.mark.parametrize(
+    "compute", [lambda found: {"x": found.predictions.argmax(-1)}, lambda found: {"x": np.argmax(found.predictions, axis=-1)}]
+)
+def test_metrics_that_expect_logits_are_told_what_there_is(tmp_path: Path, compute: Any) -> None:
+    trainer = make_trainer(CASE, ROWS, str(tmp_path), None, None, compute_metrics=compute, eval_dataset=ROWS)
+    with pytest.raises(
+        ValueError, match=r"compute_metrics raised \w+: .*; logits never exist .* dict of arrays .*argmax\(dim=-1\)"
+    ):
+        trainer.evaluate()
 
 
 def test_a_function_of_logits_that_is_set_on_a_trainer_is_refused(tmp_path: Path) -> None:

@@ -256,7 +256,9 @@ def test_default_config_needs_nothing(rows) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(ModelCase(), rows, folder, {"report_steps": True, "timeline_steps": 3}, {"max_steps": 2})
         assert isinstance(trainer.longctx_config, LongContextConfig)
-        trainer.train()
+        metrics = trainer.train().metrics
+        # what is logged last, with what the log adds
+        assert metrics | {"step": 2} == trainer.state.log_history[-1] and metrics["epoch"] == trainer.state.epoch
 
 
 def differ_on_rank_one(rows: list[dict[str, list[int]]], what: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hf_longctx.hf.data.collator import PlannedDataset
 from hf_longctx.hf.ranks.agreement import sums_over_ranks
 from hf_longctx.hf.trainer.classifiers.predictions import named_metrics
 from hf_longctx.hf.trainer.run import Run
-from hf_longctx.hf.trainer.tokens.predictions import check_room, token_predictions
+from hf_longctx.hf.trainer.tokens.predictions import TokenMetrics, check_room, token_predictions
 from hf_longctx.hf.trainer.tokens.row_scores import RowScores, step_scores
 from hf_longctx.runtime.core.loss import TokenTally
 
@@ -23,13 +23,13 @@ def evaluated(
     dataloader: DataLoader[Any],
     steps: Iterable[tuple[Any, Any, dict[str, Any]]],
     prefix: str,
-    compute: Callable[..., Any] | None,
+    compute: TokenMetrics | None,
     wants_scores: bool = False,
 ) -> tuple[dict[str, Any], int, RowScores]:
     """Metrics of a set over all ranks, its number of sequences, and the scores that this rank holds if they are wanted.
 
     steps: for every planned step of `dataloader` the executor, the arguments of its forwards, and the batch. compute: the user's
-    `compute_metrics`, which gets what `token_predictions` returns. Collective over all ranks.
+    `compute_metrics`. Collective over all ranks.
     """
     rows: Any = dataloader.dataset
     assert isinstance(rows, PlannedDataset)
@@ -62,5 +62,5 @@ def evaluated(
     found = RowScores.joined(kept)
     if compute is not None:
         made = token_predictions(rows, found, run.args.include_for_metrics, run.control)
-        metrics |= named_metrics(compute(made), prefix)
+        metrics |= named_metrics(compute.of(made), prefix)
     return metrics, num_samples, found

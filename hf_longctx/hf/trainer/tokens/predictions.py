@@ -8,7 +8,8 @@ Shapes: N rows of the set, in its order, L tokens of the longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,41 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 # bytes of a token: three predictions, its label and its id, in the arrays and twice while ranks gather them
 _TOKEN_BYTES = 120
+
+
+class TokenArrays(dict[str, Any]):
+    """Arrays of tokens by name; numpy would take a plain dict for one value, of which every likeliest token is 0."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a dict of arrays is no array")
+
+
+@dataclass(frozen=True)
+class TokenMetrics:
+    """A user's `compute_metrics`. form: what it gets as predictions, see `likeliest_form`; empty: the dict of arrays."""
+
+    compute: Callable[[EvalPrediction], Mapping[str, Any]]
+    form: str = ""
+
+    def of(self, found: EvalPrediction) -> Mapping[str, Any]:
+        """The metrics of the predictions that `token_predictions` made.
+
+        Raises ValueError if the function takes the dict of arrays for an array.
+        """
+        arrays: Any = found.predictions
+        if self.form:
+            # a token without a label has no logits; 0 is the label of none, as a likeliest token is in a stock trainer
+            likeliest = np.where(arrays["likeliest"] == IGNORE_INDEX, 0, arrays["likeliest"])
+            predictions: Any = (likeliest, found.label_ids) if self.form == "pair" else likeliest
+            return self.compute(EvalPrediction(predictions, found.label_ids, found.inputs))
+        try:
+            return self.compute(found)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"compute_metrics raised {type(error).__name__}: {error}; logits never exist as a whole, so `predictions` is a "
+                f"dict of arrays of rows by tokens ({', '.join(arrays)}): compare predictions['likeliest'][:, :-1] with "
+                f"label_ids[:, 1:], or pass preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1)"
+            ) from error
 
 
 def check_room(rows: PlannedDataset, num_ranks: int, control: dist.ProcessGroup | None) -> None:
@@ -60,7 +96,7 @@ def token_predictions(
     shape = len(lengths), int(lengths.max())
     everyone = gather_objects((scores.rows, scores.starts + scores.positions - 1, *_kept(scores)), control)
     numbers, places, *values = (np.concatenate(column) for column in zip(*everyone, strict=True))
-    predictions: dict[str, Any] = {}
+    predictions = TokenArrays()
     for name, own in zip(("likeliest", "log_prob", "entropy"), values, strict=True):
         predictions[name] = np.full(shape, IGNORE_INDEX if name == "likeliest" else 0, own.dtype)
         predictions[name][numbers, places] = own
