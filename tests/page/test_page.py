@@ -17,7 +17,7 @@ from helpers.trainers.trainer_runs import make_trainer
 
 from hf_longctx import LongContextEvaluation, NeedleTask
 from hf_longctx.cli.main import main
-from hf_longctx.journal import JOURNAL, append_lines, read_journal
+from hf_longctx.journal import JOURNAL, Journal, append_lines, read_journal
 from hf_longctx.page.history import length_counts, steps_of, thinned
 from hf_longctx.page.peaks import peak_of
 from hf_longctx.page.step_charts import loss_chart
@@ -153,11 +153,11 @@ def test_a_long_run_is_thinned_to_means(folder: Path) -> None:
     assert thinned(steps) == steps
 
 
-def test_each_of_several_held_out_sets_has_a_curve_of_its_own(tmp_path: Path) -> None:
+def test_each_of_several_held_out_sets_has_a_curve_of_its_own() -> None:
     logs = [{"eval_a_loss": 2.0 - step, "eval_b_loss": 1.0, "eval_needle_loss": 5.0, "eval_loss_at_4_7": 3.0} for step in (0, 1)]
-    start = {"kind": "start", "step": 0}
-    append_lines(tmp_path, [start, *({"kind": "log", "step": step, "logs": each} for step, each in enumerate(logs))])
-    traces = {each["name"]: each["y"] for each in loss_chart([], read_journal(tmp_path)).traces[1:]}
+    lines = [{"kind": "log", "step": step, "logs": each} for step, each in enumerate(logs)]
+    journal = Journal(tuple(lines), 0)
+    traces = {each["name"]: each["y"] for each in loss_chart([], journal).traces[1:]}
     assert traces == {"held out: a": [2.0, 1.0], "held out: b": [1.0, 1.0]}
 
 
