@@ -29,7 +29,7 @@ from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.settings.fields import refused_values
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, takes_metrics, trainer_problems, trl_class
-from hf_longctx.hf.start.user_code import user_code_problems
+from hf_longctx.hf.start.user_code import may_call_super, user_code_problems
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.planner_config import check_degrees
@@ -255,14 +255,29 @@ def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[
     return problems
 
 
-_REPLACED_IN_TRAINING = {
-    "anywhere": ("compute_loss", "_get_train_sampler"),
-    "behind": ("training_step", "get_train_dataloader", "get_batch_samples"),
+_OWN_ORDER = (
+    "plans draw rows themselves; remove it, and order the rows of the set (train_sampling_strategy='sequential' keeps that)"
+)
+_OWN_BATCHES = "plans make batches from rows; remove it, and do its work on the rows, with dataset.map or in a data_collator"
+# methods that plans never call -> why, and what to do
+_NEVER_CALLED_IN_TRAINING = {
+    "compute_loss": "a plan's loss is the token mean of cross-entropy; remove it, and pass the loss of a token as token_loss=...",
+    "compute_loss_context_manager": "plans enter autocast themselves; remove it, and set bf16=True if that is wanted",
+    "_get_train_sampler": _OWN_ORDER,
+    "_get_dataloader": _OWN_BATCHES,
+    "_get_num_items_in_batch": "a plan counts its label tokens itself; remove it, and weigh tokens by a column 'loss_weights'",
+    "_prepare_inputs": _OWN_BATCHES,
+    "_prepare_input": _OWN_BATCHES,
+    "_remove_unused_columns": _OWN_BATCHES,
+    "_set_signature_columns_if_needed": _OWN_BATCHES,
 }
-_REPLACED_IN_EVALUATION = {
-    "anywhere": ("prediction_step", "_get_eval_sampler"),
-    "behind": ("evaluation_loop", "get_eval_dataloader"),
+_NEVER_CALLED_IN_EVALUATION = {
+    "prediction_step": "an evaluation under plans has no batches of logits; remove it, and use compute_metrics or predict()",
+    "_get_eval_sampler": "an evaluation reads a set in its order; remove it, and order the rows of the set",
 }
+# methods that plans replace; an override must call theirs
+_REPLACED_IN_TRAINING = ("training_step", "get_train_dataloader", "get_batch_samples")
+_REPLACED_IN_EVALUATION = ("evaluation_loop", "get_eval_dataloader", "get_test_dataloader", "predict")
 
 
 def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> list[str]:
@@ -270,22 +285,30 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
 
     plans_evaluation: whether methods for evaluation count too; false if a callback lends the mixin to a trainer.
     """
-    replaced = [_REPLACED_IN_TRAINING] + ([_REPLACED_IN_EVALUATION] if plans_evaluation else [])
+    never = {**_NEVER_CALLED_IN_TRAINING, **(_NEVER_CALLED_IN_EVALUATION if plans_evaluation else {})}
+    replaced = _REPLACED_IN_TRAINING + (_REPLACED_IN_EVALUATION if plans_evaluation else ())
     mro = [cls for cls in trainer.__mro__ if not is_replaced(cls)]
     known = (Trainer, mixin)
-    behind = [cls for cls in mro[mro.index(mixin) + 1 :] if not any(issubclass(base, cls) for base in known)]
+    place = mro.index(mixin)
+    before = [cls for cls in mro[:place] if not cls.__module__.startswith("hf_longctx.")]
+    behind = [cls for cls in mro[place + 1 :] if not any(issubclass(base, cls) for base in known)]
     problems: list[str] = []
     if trl_class(trainer) is not None and not is_planned(trainer):
         # `trainer_problems` refuses this class as a whole, or its own loop runs
         return problems
-    for name in (name for names in replaced for name in names["anywhere"]):
+    for name, why in never.items():
         owner = next((cls for cls in mro if name in vars(cls)), None)
         if owner is not None and not owner.__module__.startswith("transformers."):
+            problems.append(f"{owner.__name__}.{name} would never be called: {why}")
+    for name in replaced:
+        owner = next((cls for cls in before if name in vars(cls)), None)
+        if owner is not None and not may_call_super(vars(owner)[name], name):
             problems.append(
-                f"{owner.__name__}.{name} would never be called: a plan's loss is the token mean of cross-entropy; remove it"
-                + (", and pass the loss of a token as token_loss=..." if name == "compute_loss" else "")
+                f"{owner.__name__}.{name} never calls super().{name}(), which makes the batches that plans run; return "
+                f"super().{name}(...), and change rows, order and batch size by train_dataset, eval_dataset, data_collator and "
+                f"TrainingArguments"
             )
-    for name in (name for names in replaced for name in names["behind"]):
+            continue
         owner = next((cls for cls in behind if name in vars(cls)), None)
         if owner is not None and not plans_evaluation:
             problems.append(
@@ -613,12 +636,21 @@ def fit_problems(model_config: PretrainedConfig, processing_class: Any, config: 
     return problems
 
 
+def kind_of_model_problems(model: Any) -> list[str]:
+    """The problem with something that is no model of transformers, with adapters or without."""
+    if model is None:
+        return ["the trainer has no model and no model_init; pass one of them, as model=... a loaded model or its name"]
+    if isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and hasattr(model, "peft_config")):
+        return []
+    return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel), or its folder or name as text"]
+
+
 def setup_problems(
     model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
 ) -> list[str]:
     """Problems with the model, and with how model, tokenizer, config and world size fit together."""
-    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
-        return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
+    if problems := kind_of_model_problems(model):
+        return problems
     problems = model_problems(model)
     if problems and problems[0].startswith(("model class", "adapters")):
         return problems

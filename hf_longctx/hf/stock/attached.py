@@ -82,6 +82,10 @@ class AttachedMixin(LongContextMixin):
         keep_workers(loader)
         return loader
 
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        loader: DataLoader[Any] = super(PlannedDataMixin, self).get_test_dataloader(test_dataset)
+        return loader
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         if self.plans_evaluation:
             return super().evaluation_loop(*args, **kwargs)

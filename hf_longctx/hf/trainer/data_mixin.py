@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.collator import PlannedDataset
 from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT
 from hf_longctx.hf.data.resume import sequences_per_step
 from hf_longctx.hf.data.streams.planned_stream import PlannedStream
@@ -18,13 +20,27 @@ from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.trl import is_scored, read_columns
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.run import Run
-from hf_longctx.hf.trainer.sets import chosen_evaluation_set
+from hf_longctx.hf.trainer.sets import TEST_SET, chosen_evaluation_set
+
+# remedy for batches that are not planned
+_OWN_LOADER = (
+    "return super().get_train_dataloader(), and change rows, order and batch size by train_dataset, data_collator and "
+    "TrainingArguments"
+)
 
 # users put the mixin in front of a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
     _TrainerBase = Trainer
 else:
     _TrainerBase = object
+
+
+def check_planned(batches: list[Any]) -> None:
+    """Raises ValueError for a batch that no loader of plans has made; those of skipped steps are empty."""
+    for batch in batches:
+        if not isinstance(batch, Mapping) or (batch and "step" not in batch):
+            found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            raise ValueError(f"a batch of a loader of your own came ({found}), for which there is no plan; {_OWN_LOADER}")
 
 
 class PlannedDataMixin(_TrainerBase):
@@ -35,6 +51,8 @@ class PlannedDataMixin(_TrainerBase):
     # the stream that the present training reads, and the iteration of it that is at its end
     _stream: PlannedStream | None = None
     _used_up: Any = None
+    # the checkpoint from which the present training goes on
+    _chosen: Any
     # a checkpoint that is written behind training
     _saving: Any
 
@@ -47,7 +65,7 @@ class PlannedDataMixin(_TrainerBase):
             return super().get_train_dataloader()
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset; pass one to the trainer")
-        loader = train_loader(self.longctx_run, self.train_dataset, lambda: self.state.global_step)
+        loader = train_loader(self.longctx_run, self.train_dataset, self._steps_done)
         self._stream, self._used_up = loader.dataset if isinstance(loader.dataset, PlannedStream) else None, None
         return loader
 
@@ -63,6 +81,14 @@ class PlannedDataMixin(_TrainerBase):
             return stream.epochs_ended + 1, 0
         return stream.epochs_ended, num_skipped
 
+    def _steps_done(self) -> int:
+        """Optimizer steps whose batches the loader of a resumed training leaves out.
+
+        None outside of a training, and none while the state is still that of the training before.
+        """
+        is_resumed = self._chosen is not None or is_stream(self.train_dataset)
+        return self.state.global_step if self.is_in_train and is_resumed else 0
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Planned steps of an evaluation set, in its order; a set given here is checked like the sets given at the start.
 
@@ -74,6 +100,26 @@ class PlannedDataMixin(_TrainerBase):
         # metrics of a classifier need the logits of all rows, also of those without a label
         marks = self.longctx_run.task.kind != "next_token" and self.compute_metrics is not None
         return eval_loader(self.longctx_run, name, read_columns(type(self), dataset), marks)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Planned steps of a set to predict, in its order; its rows need no labels if the model classifies."""
+        if is_scored(type(self)):
+            return super().get_test_dataloader(test_dataset)
+        marks = self.longctx_run.task.kind != "next_token"
+        return eval_loader(self.longctx_run, TEST_SET, read_columns(type(self), test_dataset), marks)
+
+    def _check_loader(self, loader: Any) -> None:
+        """Raises ValueError for a loader of the user's own, whose batches have no plans; looked at when a training begins."""
+        if (
+            is_scored(type(self))
+            or not isinstance(loader, DataLoader)
+            or isinstance(loader.dataset, PlannedDataset | PlannedStream)
+        ):
+            return
+        raise ValueError(
+            f"get_train_dataloader of {type(self).__name__} returned a loader of its own ({type(loader).__name__} over "
+            f"{type(loader.dataset).__name__}), for whose batches there are no plans; {_OWN_LOADER}"
+        )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sequences of one optimizer step over all ranks; with tokens_per_step, their mean number.
@@ -96,6 +142,7 @@ class PlannedDataMixin(_TrainerBase):
         every rank if a row of `batches` has changed on any, and for a step without a label that counts.
         """
         control = self.longctx_run.control
+        check_planned(batches)
         changed = [batch["changed"] for batch in batches if "changed" in batch]
         if stop is None:
             # in training the executor asks, after the callbacks of the step's beginning

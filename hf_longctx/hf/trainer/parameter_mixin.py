@@ -201,6 +201,9 @@ class ParameterMixin(CheckpointMixin):
 
     def _early_updates(self) -> HostSteps | None:
         """Taker of gradients that leave for the host during the backward; None if the user's code may still change them."""
+        if self.optimizer is None:
+            # a step by hand before any training
+            return None
         host = host_steps_of(self._plain_optimizer)
         return None if host is None or changes_before_updates(self, self._plain_optimizer) else host
 

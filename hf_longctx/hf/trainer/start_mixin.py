@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,9 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
+import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from transformers import Trainer, TrainerControl, TrainingArguments, enable_full_determinism, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerControl,
+    TrainingArguments,
+    enable_full_determinism,
+    set_seed,
+)
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import default_compute_objective
@@ -24,7 +35,13 @@ from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
-from hf_longctx.hf.start.arguments import argument_problems, config_problems, run_problems, stopping_problems
+from hf_longctx.hf.start.arguments import (
+    argument_problems,
+    config_problems,
+    kind_of_model_problems,
+    run_problems,
+    stopping_problems,
+)
 from hf_longctx.hf.start.settings.fields import idle_settings
 from hf_longctx.hf.start.settings.late import late_problems
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer, tell_settings, translate
@@ -41,6 +58,8 @@ from hf_longctx.hf.trainer.run import Run, RunRequest
 from hf_longctx.hf.trainer.sets import named_sets
 from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
+
+logger = logging.getLogger(__name__)
 
 # ends of names of metrics that evaluations have beside the loss
 _ADDED_METRICS = ("_perplexity", "_mean_token_accuracy", "_entropy")
@@ -94,16 +113,30 @@ class StartMixin(_TrainerBase):
             idle.append(f"dataloader_num_workers={count} (threads read a stream ahead, see lookahead_batches and stream_readers)")
         tell_settings(self.args, self._lines, idle)
 
-    def _first_model(self, model: Any, model_init: Any, args: TrainingArguments | None) -> Any:
-        """The model that the trainer was given, or the first one that `model_init` makes; raises ValueError for both or none."""
-        if model_init is None:
-            return model
-        if model is not None:
-            raise ValueError("the trainer arguments model and model_init were given; pass one of them")
-        assert args is not None
-        self.model_init = model_init
-        _seed(args)
-        return self.call_model_init()
+    def _first_model(self, model: Any, model_init: Any, args: TrainingArguments, problems: list[str]) -> Any:
+        """The model that the trainer was given, also by its name, or the first one that `model_init` makes.
+
+        Adds to `problems` what is wrong with them; the result is then no model.
+        """
+        if model_init is not None and model is not None:
+            problems.append("the trainer arguments model and model_init were given; pass one of them")
+            return None
+        if model_init is not None:
+            self.model_init = model_init
+            _seed(args)
+            model = self.call_model_init()
+        elif isinstance(model, str | os.PathLike):
+            _seed(args)
+            try:
+                return load_by_name(model, args)
+            except Exception as error:
+                problems.append(
+                    f"model is {str(model)!r}, which cannot be loaded ({type(error).__name__}: {error}); pass a folder with "
+                    f"config.json and weights, a name on the Hub, or a loaded model"
+                )
+                return None
+        problems += kind_of_model_problems(model)
+        return model
 
     def hyperparameter_search(self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Searches as `Trainer` does. The objective is the loss, or the sum of the user's metrics, without those that we add."""
@@ -123,6 +156,7 @@ class StartMixin(_TrainerBase):
             self._train_batch_size = self.args.train_batch_size
             _seed(self.args)
             model: Any = self.call_model_init(trial)
+            raise_together(kind_of_model_problems(model), None)
             factor = self.args.label_smoothing_factor
             # a trial may have changed it
             self.label_smoother = LabelSmoother(epsilon=factor) if factor else None
@@ -182,6 +216,7 @@ class StartMixin(_TrainerBase):
         begin, handler = self.callback_handler.on_train_begin, vars(self.callback_handler)
 
         def begin_with_users(*args: Any, **kwargs: Any) -> TrainerControl:
+            self._check_loader(self.callback_handler.train_dataloader)
             with self._users_arguments():
                 return begin(*args, **kwargs)
 
@@ -196,6 +231,8 @@ class StartMixin(_TrainerBase):
         def _start(self, request: RunRequest) -> None: ...
 
         def _report(self) -> None: ...
+
+        def _check_loader(self, loader: Any) -> None: ...
 
         def _users_arguments(self) -> AbstractContextManager[Any]: ...
 
@@ -224,6 +261,17 @@ class StartMixin(_TrainerBase):
             datasets, reference, token_loss = {}, getattr(self, "ref_model", None), scored_loss(self)
         request = RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
         return replace(request, token_loss=token_loss, reference=reference)
+
+
+def load_by_name(name: str | os.PathLike[str], args: TrainingArguments) -> Any:
+    """Loads a model as TRL's trainers do: the class that its config names, in float32 unless `args.model_init_kwargs` differ."""
+    settings = {"dtype": "float32", **(getattr(args, "model_init_kwargs", None) or {})}
+    code = {each: settings[each] for each in ("trust_remote_code", "revision") if each in settings}
+    config = AutoConfig.from_pretrained(name, **code)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if args.process_index == 0:
+        logger.warning("model %s is loaded in %s; pass a loaded model for another dtype", name, settings["dtype"])
+    return (named or AutoModelForCausalLM).from_pretrained(name, **settings)
 
 
 def _seed(args: TrainingArguments) -> None:

@@ -9,7 +9,7 @@ private ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -27,6 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.collator import PlannedDataset
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.log_probs.loader import LoaderCheck
 from hf_longctx.hf.log_probs.rewards import passes_of
@@ -66,13 +67,13 @@ from hf_longctx.hf.start.trl import (
 )
 from hf_longctx.hf.start.user_code import reads_between_forwards
 from hf_longctx.hf.trainer.classifiers.evaluation import classified
-from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
+from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin, check_planned
 from hf_longctx.hf.trainer.loaders import eval_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, start_run
-from hf_longctx.hf.trainer.sets import TEST_SET, evaluation_set_problems, named_sets
+from hf_longctx.hf.trainer.sets import evaluation_set_problems, named_sets
 from hf_longctx.hf.trainer.start_mixin import StartMixin
 from hf_longctx.hf.trainer.tokens.evaluation import evaluated
 from hf_longctx.hf.trainer.tokens.predictions import TokenMetrics
@@ -148,10 +149,13 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             if trl_class(type(self)) is None:
                 assert args is not None
                 model_init = given.pop("model_init", None)
-                model = self._first_model(model, model_init, args)
+                found: list[str] = []
+                model = self._first_model(model, model_init, args, found)
+                control = meet(config)
+                raise_together(found, control)
                 self._given = {"data_collator": data_collator, **given}
                 problems += run_problems(type(self), config, model, args, self._given)
-                self._start(RunRequest(config, model, args, processing_class, problems, sets, token_loss=token_loss))
+                self._start(RunRequest(config, model, args, processing_class, problems, sets, control, token_loss))
                 try:
                     with naming_errors(type(self).__name__):
                         super().__init__(model=model, args=args, **given)
@@ -260,12 +264,27 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         """
         if self._two_passes is not None:
             return self._step_in_two_passes(self._two_passes, model, inputs, num_items_in_batch)
-        if "step" not in inputs:
+        if num_items_in_batch is not None and _is_nothing(inputs):
             return torch.zeros((), device=self.args.device)
-        assert isinstance(num_items_in_batch, float)
+        if num_items_in_batch is None or not isinstance(inputs, Mapping) or "step" not in inputs:
+            num_items_in_batch = self._begin_by_hand(inputs)
         model.train()
         self._switch_optimizer("train")
-        return self._run_plan(inputs, num_items_in_batch, self.accelerator.sync_gradients)
+        loss = self._run_plan(inputs, float(num_items_in_batch), self.accelerator.sync_gradients)
+        if not self.is_in_train:
+            self._release_models()
+        return loss
+
+    def _begin_by_hand(self, inputs: dict[str, Any]) -> float:
+        """Begins a step of one batch that no training has counted; returns its number of label tokens. Collective.
+
+        Raises ValueError for a batch without a plan.
+        """
+        check_planned([inputs or None])
+        self._guard.begin()
+        self._plans_of_step = [inputs]
+        self._key_dropout([inputs["step"].plan])
+        return self._label_sums([inputs], self._stop)[0]
 
     def _step_in_two_passes(self, passes: TwoPasses, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """The trainer's own step, whose backward ends at log-probabilities; then plans train these. Returns the mean loss."""
@@ -342,6 +361,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             with self._explained(), self._evaluating():
                 self._placed_model()
                 return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        _check_planned_set(dataloader, "get_eval_dataloader")
         if self.longctx_run.task.kind != "next_token":
             return self._classified(dataloader, metric_key_prefix)
         only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -381,15 +401,16 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 )
             # the trainer's own loop, whose forwards run under plans, returns the rewards
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
-        is_classifier, test_dataset = self.longctx_run.task.kind != "next_token", read_columns(type(self), test_dataset)
-        dataloader = eval_loader(self.longctx_run, TEST_SET, test_dataset, marks=is_classifier)
-        if is_classifier:
+        dataloader = self.get_test_dataloader(test_dataset)
+        _check_planned_set(dataloader, "get_test_dataloader")
+        if self.longctx_run.task.kind != "next_token":
             output = self._classified(dataloader, metric_key_prefix)
             self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
             return PredictionOutput(output.predictions, output.label_ids, output.metrics)
         only_loss = self.args.prediction_loss_only
         metrics, _, scores = self._evaluated(dataloader, metric_key_prefix, only_loss, wants_scores=True)
-        predictions = scores.of_rows(len(test_dataset), self.longctx_run.control)
+        rows: Any = dataloader.dataset
+        predictions = scores.of_rows(len(rows.dataset), self.longctx_run.control)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(predictions=predictions, label_ids=None, metrics=metrics)
 
@@ -606,6 +627,20 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 shards.come_back()
             if not self.is_in_train:
                 self._release_models()
+
+
+def _is_nothing(inputs: Any) -> bool:
+    """Whether a batch stands for one that a stream, which ended inside a step, did not give."""
+    return isinstance(inputs, Mapping) and list(inputs) == ["input_ids"] and not len(inputs["input_ids"][0])
+
+
+def _check_planned_set(loader: Any, name: str) -> None:
+    """Raises ValueError for a loader of the user's own, whose batches have no plans. name: the method that makes loaders."""
+    if not isinstance(getattr(loader, "dataset", None), PlannedDataset):
+        raise ValueError(
+            f"{name} returned a loader of its own ({type(loader).__name__}), for whose batches there are no plans; return "
+            f"super().{name}(dataset), and change rows and order in the set that you pass"
+        )
 
 
 class LongContextTrainer(LongContextMixin, Trainer):

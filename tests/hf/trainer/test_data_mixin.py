@@ -10,12 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import torch
 import torch.distributed as dist
-from helpers.models.reference import random_rows
-from helpers.models.tiny_models import ModelCase
-from helpers.trainers.trainer_runs import make_trainer
+from helpers.models.reference import random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.trainer_runs import make_trainer, training_arguments
+from torch.utils.data import DataLoader
 
+from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.data.collator import held_ranges
 from hf_longctx.hf.trainer.loaders import LongContextDataLoader
 
@@ -129,3 +134,86 @@ def test_workers_of_the_loader_are_other_processes() -> None:
         trainer = make_trainer(ModelCase(), dataset, folder, CONFIG, workers(1))
         batches = iter(trainer.get_train_dataloader())
         assert batches._workers[0].pid != os.getpid()
+
+
+class OwnLoader(LongContextTrainer):
+    """Builds loaders over the sets by hand, as stock recipes do; calls ours only if asked to."""
+
+    is_stock = True
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=2, collate_fn=list) if self.is_stock else super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return DataLoader(self.eval_dataset, batch_size=2) if self.is_stock else super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return iter(test_dataset) if self.is_stock else super().get_test_dataloader(test_dataset.select(range(3)))
+
+
+class WrappedLoader(LongContextTrainer):
+    """Passes on what an iterator of its own makes."""
+
+    wrap: Any = staticmethod(list)
+
+    def get_train_dataloader(self) -> Any:
+        return self.wrap(super().get_train_dataloader())
+
+
+def own_trainer(folder: Path, cls: type = OwnLoader) -> Any:
+    rows = datasets.Dataset.from_list(random_rows([9, 5, 14, 7, 12, 6, 4, 10]))
+    settings = {"report_steps": False, "timeline_steps": 0, "self_test": False}
+    args, config = training_arguments(str(folder), max_steps=2, per_device_train_batch_size=4), LongContextConfig(**settings)
+    model = build_model(ModelCase(dtype=torch.float32))
+    return cls(model=model, args=args, train_dataset=rows, eval_dataset=rows, longctx_config=config)
+
+
+def test_a_loader_of_the_users_own_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = own_trainer(tmp_path)
+    with pytest.raises(ValueError, match="get_train_dataloader of OwnLoader returned a loader of its own"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    with pytest.raises(ValueError, match="get_eval_dataloader returned a loader of its own"):
+        trainer.evaluate()
+    with pytest.raises(ValueError, match="get_test_dataloader returned a loader of its own"):
+        trainer.predict(trainer.eval_dataset)
+    trainer.is_stock = False
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    # the override's three rows, not all that were given
+    assert len(trainer.predict(trainer.eval_dataset).predictions) == 3
+
+
+def test_batches_that_no_plan_made_are_refused_by_their_columns(tmp_path: Path) -> None:
+    trainer = own_trainer(tmp_path, WrappedLoader)
+    trainer.train()
+    trainer.wrap = lambda loader: [{"input_ids": [1], "labels": [1]} for _ in loader]
+    with pytest.raises(
+        ValueError, match=r"a batch of a loader of your own came \(input_ids, labels\), for which there is no plan"
+    ):
+        trainer.train()
+
+
+def by_hand_on_rank(folder: str, config: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], list[str]]:
+    """Loss and gradients of a step of one batch that is run by hand, and refusals of other batches."""
+    trainer = make_trainer(
+        ModelCase(), random_rows([9, 5, 14, 7, 12, 6, 4, 10]), folder, config, {"train_sampling_strategy": "sequential"}
+    )
+    refusals = []
+    for batch in ({"input_ids": torch.ones(1, 3)}, {}, [1], "text"):
+        with pytest.raises(ValueError, match="for which there is no plan") as refused:
+            trainer.training_step(trainer.model, batch)
+        refusals.append(str(refused.value))
+    (batch,) = trainer.get_train_dataloader()
+    loss = trainer.training_step(trainer.model, batch)
+    gradients = {name: whole(weight.grad).clone() for name, weight in trainer.model.named_parameters()}
+    return float(loss), gradients, refusals
+
+
+@pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}], ids=["replicated", "sharded"])
+def test_a_step_by_hand_has_the_loss_and_the_gradients_of_its_batch(ranks, tmp_path: Path, config: dict[str, Any]) -> None:
+    expected, gradients = reference_step(build_model(ModelCase()), random_rows([9, 5, 14, 7, 12, 6, 4, 10]))
+    for loss, found, refusals in ranks(2).run(by_hand_on_rank, str(tmp_path), config):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert max(relative_error(found[name], gradient) for name, gradient in gradients.items()) < 1e-9
+        assert "(input_ids)" in refusals[0] and "(NoneType)" in refusals[1] and "(list)" in refusals[2]
