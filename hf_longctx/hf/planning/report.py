@@ -52,7 +52,7 @@ class RunReport(TrainerCallback):
         self._errors: deque[float] = deque(maxlen=10_000)
         # tokens of all plans that have run
         self._num_tokens = 0
-        self._refit = CostRefit(source, config.calibration_steps)
+        self._refit = CostRefit(source, config.calibration_steps if source.is_timed else 0)
         self._journal = RunJournal(config, source)
         # label tokens of the present optimizer step over all ranks, each counted once
         self.num_labels = 0

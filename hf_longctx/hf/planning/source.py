@@ -41,6 +41,9 @@ class PlanSource:
     samples. The fast planner may take as long as it needs: while rank 0 waits for it, it tells the other ranks so
     every `alive_s` seconds, which must be less than the control group's time-out. `DraftPlanner` limits the wait for a slow
     solver, and counts on rank 0 the plans of that solver that were replaced: `late_plans` and `failed_plans`.
+
+    is_timed: plans may follow seconds that were measured in this run, and searches that end by the clock. Without, equal runs get
+    equal plans.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class PlanSource:
         alive_s: float = 10.0,
         late_s: float | None = None,
         planner: Planner = plan_step,
+        is_timed: bool = True,
     ) -> None:
         self.pool, self.costs, self.config, self.alive_s = pool, costs, config, alive_s
         self.drafts = DraftPlanner(planner, late_s)
         # seconds that training has waited for plans on rank 0, and for the data that they need
         self.waited_s = 0.0
+        self.is_timed = is_timed
         self._explore_steps = explore_steps
 
     def plans(self, steps: Iterable[tuple[int, Lengths]], explore: bool) -> Iterator[StepPlan]:
@@ -119,14 +124,16 @@ class PlanSource:
         return most
 
     def set_copy_rate(self, bytes_per_s: float) -> None:
-        """Sets the speed of copies between device and host for all plans from now on."""
+        """Sets the measured speed of copies between device and host for all plans from now on; nothing if none may follow it."""
+        if not self.is_timed:
+            return
         cluster = self.costs.cluster
         hardware = replace(cluster.hardware, copy_bytes_per_s=bytes_per_s)
         self.costs = replace(self.costs, cluster=replace(cluster, hardware=hardware))
 
     def _explores(self, explore: bool) -> bool:
         is_known = self.costs.coefficients.is_measured or bool(self.config.static_degree)
-        return explore and self._explore_steps > 0 and not is_known
+        return explore and self.is_timed and self._explore_steps > 0 and not is_known
 
     def _submit(self, number: int, known: list[int], explore: bool) -> Future[Draft] | int:
         """The future of a draft on rank 0; the step's number on other ranks."""
@@ -139,7 +146,7 @@ class PlanSource:
                 return self.drafts.draft(number, known, costs, config)
             plan = self.solve(number, known, explore)
             # plans of an evaluation, which explore nothing, are needed at once
-            is_worth = explore and is_worth_improving(plan, config)
+            is_worth = explore and self.is_timed and is_worth_improving(plan, config)
             return Draft(plan, improving=Improving(plan, costs, config) if is_worth else None)
 
         return self.drafts.submit(draft)

@@ -326,6 +326,11 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
 def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[str]:
     """Problems with settings that exclude each other, so that one of them would have no effect."""
     problems = _low_bit_problems(config, args)
+    if args.full_determinism and config.solver in ("lp", "milp"):
+        problems.append(
+            f"full_determinism=True needs plans that no clock decides, but solver={config.solver!r} takes what programs find in "
+            f"{config.solver_time_limit_s:g} s; use 'auto', 'greedy' or 'static'"
+        )
     if config.tokens_per_step is not None and args.dataloader_drop_last:
         problems.append(
             f"dataloader_drop_last=True has no effect with tokens_per_step={config.tokens_per_step}, which cuts an epoch into "

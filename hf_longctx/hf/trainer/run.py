@@ -274,7 +274,7 @@ def _started(request: RunRequest) -> Run:
             check_trained(stage, control)
         # every rank makes the process groups of shards before those of sequence groups
         mesh = _new_mesh(config, setup, args)
-        source = open_plan_source(config, setup, control, args.device)
+        source = open_plan_source(config, setup, control, args.device, is_timed=not args.full_determinism)
         undo.callback(source.pool.close)
         budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
         host_bytes = budget.host_bytes if budget is not None else 0
@@ -286,6 +286,11 @@ def _started(request: RunRequest) -> Run:
         opening = opening_line(setup, args, model)
         if kernels:
             opening = f"{opening}\n{kernels}"
+        if not source.is_timed:
+            opening = (
+                f"{opening}\nfull_determinism: plans follow the costs known at the start and no measured seconds, so that equal "
+                f"runs get equal bits (`hardware` gives measured costs)"
+            )
         if token_loss is not None:
             opening = f"{opening}\nloss of a token: {loss_name(token_loss)}"
         retest = None

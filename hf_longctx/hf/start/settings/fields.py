@@ -163,7 +163,7 @@ SETTINGS: dict[str, Setting] = {
     "greater_is_better": _supported(),
     "ignore_data_skip": _supported(),
     "restore_callback_states_from_checkpoint": _own(),
-    "full_determinism": _own(),
+    "full_determinism": _supported("plans then follow no measured seconds; a line says so, and `lp` and `milp` are refused"),
     "seed": _supported(),
     "data_seed": _supported(),
     "use_cpu": _own(),

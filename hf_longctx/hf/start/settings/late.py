@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 _AT_START = {
     "seed": "random states and the order of steps",
     "data_seed": "the order of steps",
+    "full_determinism": "whether plans follow measured seconds",
     "bf16": "the precision of the run, its plans and its self-test",
     "use_liger_kernel": "the kernels of the model's layers",
     "liger_kernel_config": "the kernels of the model's layers",
