@@ -42,6 +42,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "evaluation_loop": ("evaluate", "predict"),
     "get_batch_samples": ("_run_epoch",),
     "get_eval_dataloader": ("evaluate",),
+    "get_test_dataloader": ("predict",),
     "get_total_train_batch_size": ("set_initial_training_values",),
     "get_train_dataloader": ("_inner_training_loop",),
     "hyperparameter_search": (),
@@ -140,7 +141,13 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "transformers.trainer:Trainer": {
         "_get_eval_sampler": (),
+        "_get_dataloader": (),
+        "_get_num_items_in_batch": (),
         "_get_train_sampler": (),
+        "_prepare_input": (),
+        "_prepare_inputs": (),
+        "_remove_unused_columns": (),
+        "_set_signature_columns_if_needed": (),
         "_hp_search_setup": ("trial",),
         # the callback alone looks this argument up on the stack
         "_inner_training_loop": ("resume_from_checkpoint",),

@@ -149,10 +149,10 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             if trl_class(type(self)) is None:
                 assert args is not None
                 model_init = given.pop("model_init", None)
-                found: list[str] = []
-                model = self._first_model(model, model_init, args, found)
+                unusable: list[str] = []
+                model = self._first_model(model, model_init, args, unusable)
                 control = meet(config)
-                raise_together(found, control)
+                raise_together(unusable, control)
                 self._given = {"data_collator": data_collator, **given}
                 problems += run_problems(type(self), config, model, args, self._given)
                 self._start(RunRequest(config, model, args, processing_class, problems, sets, control, token_loss))
