@@ -17,10 +17,11 @@ import torch.distributed as dist
 from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
+from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from torch.utils.data import DataLoader
 
-from hf_longctx import LongContextConfig, LongContextTrainer
+from hf_longctx import LongContextTrainer
 from hf_longctx.hf.data.collator import held_ranges
 from hf_longctx.hf.trainer.loaders import LongContextDataLoader
 
@@ -162,8 +163,7 @@ class WrappedLoader(LongContextTrainer):
 
 def own_trainer(folder: Path, cls: type = OwnLoader) -> Any:
     rows = datasets.Dataset.from_list(random_rows([9, 5, 14, 7, 12, 6, 4, 10]))
-    settings = {"report_steps": False, "timeline_steps": 0, "self_test": False}
-    args, config = training_arguments(str(folder), max_steps=2, per_device_train_batch_size=4), LongContextConfig(**settings)
+    args, config = training_arguments(str(folder), max_steps=2, per_device_train_batch_size=4), quiet_config()
     model = build_model(ModelCase(dtype=torch.float32))
     return cls(model=model, args=args, train_dataset=rows, eval_dataset=rows, longctx_config=config)
 
