@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import PartialState
+from transformers import TrainerState
 
 from hf_longctx.hf.checkpoints.manifest import (
     DATA_FILE,
@@ -26,6 +27,7 @@ from hf_longctx.hf.checkpoints.manifest import (
     dealt,
     file_sum,
     part_of,
+    read_json,
     read_manifest,
     read_record,
 )
@@ -46,6 +48,8 @@ _ANEW = {
 }
 # endings of the files that `torch.save` writes
 _ARCHIVES = (".pt", ".pth", ".bin")
+# files that transformers and PEFT parse where they read weights
+_CONFIGS = ("config.json", "adapter_config.json", "generation_config.json")
 _OLD_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
 
 
@@ -231,7 +235,7 @@ def _looked_at(folder: Path) -> tuple[Manifest | None, list[Finding]]:
         return None, [Finding("state", str(error)), *_plain_findings(folder), *_unsafe_findings(folder)]
     if manifest is None:
         return None, _plain_findings(folder) + _unsafe_findings(folder)
-    own = _size_findings(folder, manifest) + _state_findings(folder, manifest.contents.step)
+    own = _config_findings(folder) + _size_findings(folder, manifest) + _state_findings(folder, manifest.contents.step)
     return manifest, own + _unsafe_findings(folder)
 
 
@@ -261,12 +265,13 @@ def _state_findings(folder: Path, step: int | None) -> list[Finding]:
         found.append(Finding("state", f"{MANIFEST_FILE} is that of step {step}"))
     step = step_of(folder) if step is None else step
     try:
-        state = json.loads((folder / STATE_FILE).read_bytes())
+        state = read_json(folder / STATE_FILE)
+        TrainerState(**state)
         if step is not None and state["global_step"] != step:
             found.append(Finding("state", f"{STATE_FILE} is that of step {state['global_step']}, not of step {step}"))
     except FileNotFoundError:
         found.append(Finding("state", f"{STATE_FILE} is missing"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         found.append(Finding("state", f"{STATE_FILE} cannot be read ({type(error).__name__})"))
     try:
         record = read_record(folder) or {}
@@ -279,7 +284,7 @@ def _state_findings(folder: Path, step: int | None) -> list[Finding]:
 
 def _plain_findings(folder: Path) -> list[Finding]:
     """Files that are missing or cut short in a checkpoint without a manifest."""
-    found = _weight_findings(folder)
+    found = _config_findings(folder) + _weight_findings(folder)
     shards = folder / SHARDS_FOLDER
     if shards.is_dir():
         if not (shards / METADATA_FILE).is_file():
@@ -297,6 +302,20 @@ def _plain_findings(folder: Path) -> list[Finding]:
     return found + _state_findings(folder, None)
 
 
+def _config_findings(folder: Path) -> list[Finding]:
+    """Configs that are read with the weights and hold no object of fields. Anybody may edit them, or leave them out."""
+    found = []
+    for name in _CONFIGS:
+        try:
+            if not isinstance(read_json(folder / name), dict):
+                found.append(Finding("weights", f"{name} holds no object of fields"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            found.append(Finding("weights", f"{name} cannot be read ({type(error).__name__})"))
+    return found
+
+
 def _weight_findings(folder: Path) -> list[Finding]:
     index, single, adapters = folder / INDEX_FILE, folder / WEIGHTS_FILE, folder / ADAPTER_FILE
     files = [single]
@@ -304,7 +323,7 @@ def _weight_findings(folder: Path) -> list[Finding]:
         files = [adapters]
     elif index.exists() and not single.exists():
         try:
-            files = [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+            files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return [Finding("weights", f"{INDEX_FILE} cannot be read ({type(error).__name__})")]
     elif not single.exists() and _has_other_weights(folder):
@@ -332,7 +351,7 @@ def _is_safetensors(file: Path) -> bool:
             header: dict[str, Any] = json.loads(opened.read(min(num_header, file.stat().st_size)))
         end = max((each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"), default=0)
         return file.stat().st_size == 8 + num_header + int(end)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return False
 
 

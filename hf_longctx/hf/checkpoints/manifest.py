@@ -103,7 +103,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a checkpoint; None if it has none. Raises DamagedManifest for one that is not as it was written."""
     try:
-        text = json.loads((folder / MANIFEST_FILE).read_bytes())
+        text = read_json(folder / MANIFEST_FILE)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 def read_record(folder: Path) -> dict[str, Any] | None:
     """The data record of a checkpoint; None if it has none. Raises ValueError, saying why, for one that cannot be read."""
     try:
-        record = json.loads((folder / DATA_FILE).read_bytes())
+        record = read_json(folder / DATA_FILE)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -131,6 +131,14 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not isinstance(record, dict) or not {"settings", "cursor"} <= set(record) or not isinstance(record["settings"], dict):
         raise ValueError(f"{DATA_FILE} is not a data record of this package")
     return record
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of a file; ValueError for what is none, and for lists inside lists without end."""
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -127,15 +127,28 @@ def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | Non
     if checksum != xxhash.xxh3_128_hexdigest(memoryview(content)[header_start:]):
         logger.warning("%s: the index in %s is damaged, so it is built again", name, path)
         return None
+    try:
+        return _parsed(content, header_start, made_from)
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
+        # its checksum is right, so it was written by another version, or by hand
+        logger.warning("%s: the index in %s has another form, so it is built again", name, path)
+        return None
+
+
+def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> DatasetScan:
+    """The scan in the bytes of an index file; LookupError, ValueError or TypeError for bytes that are none of this data's."""
     lengths_start = content.index(b"\n", header_start) + 1
     values = json.loads(content[header_start:lengths_start])
     if values["made_from"] != made_from:
-        logger.warning("%s: the index in %s was made from other files, so it is built again", name, path)
-        return None
+        raise LookupError("made_from")
     numbers = np.frombuffer(content, dtype=np.int64, offset=lengths_start).copy()
-    parts = iter(np.split(numbers, np.cumsum([count for count in values["counts"] if count is not None])))
-    lengths, documents, first = (None if count is None else next(parts) for count in values["counts"])
-    assert lengths is not None
+    counts = [None if count is None else int(count) for count in values["counts"]]
+    if sum(count for count in counts if count is not None) != len(numbers) or min((c for c in counts if c), default=1) < 0:
+        raise ValueError("counts")
+    parts = iter(np.split(numbers, np.cumsum([count for count in counts if count is not None])))
+    lengths, documents, first = (None if count is None else next(parts) for count in counts)
+    if lengths is None or not isinstance(values["digest"], str) or not isinstance(values["problems"], list):
+        raise ValueError("lengths")
     return DatasetScan(lengths, values["digest"], values["problems"], documents=documents, first_labels=first)
 
 

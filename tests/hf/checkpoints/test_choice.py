@@ -64,8 +64,27 @@ DAMAGES: dict[str, tuple[Act, str, set[str] | None]] = {
     "a byte of the manifest": (flipped(MANIFEST_FILE), f"{MANIFEST_FILE} ", {"state"}),
     "another manifest": (of_step_2(MANIFEST_FILE), f"{MANIFEST_FILE} is that of step 2", {"state"}),
 }
+# JSON files of a checkpoint that a resume reads -> parts that start anew; None: it is never resumed
+READ: dict[str, set[str] | None] = {"config.json": None, "generation_config.json": None}
+READ |= {"trainer_state.json": {"state"}, "longctx_data.json": {"data"}, MANIFEST_FILE: {"state"}}
+CONTENTS = {
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "not UTF-8": b'{"a": "\xff\xfe"}',
+    "half": b'{"model_type": "lla',
+    "nested": b"[" * 100_000,
+    "a list": b"[1, 2]",
+    "a word": b'"x"',
+    "null": b"null",
+}
+DAMAGES |= {
+    f"{content} {name}": ((lambda folder, name=name, text=text: (folder / name).write_bytes(text)), name, anew)
+    for name, anew in READ.items()
+    for content, text in CONTENTS.items()
+}
 # damages that are noticed without a manifest
 SEEN_WITHOUT = ["no weights", "short weights", "no optimizer", "no schedule", "no random numbers", "no state", "another state"]
+SEEN_WITHOUT += [f"{content} {name}" for name in READ if name != MANIFEST_FILE for content in CONTENTS]
 SEEN_WITHOUT += ["half a state", "half a record", "a record of something else", "a record of another step"]
 
 

@@ -6,7 +6,6 @@ changed. States by name lack those of weights that were frozen. Both are found h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_longctx.hf.checkpoints.manifest import write_json
+from hf_longctx.hf.checkpoints.manifest import read_json, write_json
 from hf_longctx.plan.core.messages import listed
 
 TRAINED_FILE = "longctx_trained.json"
@@ -71,7 +70,7 @@ class TrainedWeights:
         is_by_number: states belong to weights by their order, not by name.
         """
         try:
-            saved = TrainedWeights(**json.loads((folder / TRAINED_FILE).read_bytes()))
+            saved = TrainedWeights(**read_json(folder / TRAINED_FILE))
         except FileNotFoundError:
             return ""
         except (OSError, ValueError, TypeError) as error:
