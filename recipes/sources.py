@@ -216,8 +216,10 @@ class _Opened:
             if source.messages_column:
                 return tokenise_chat(documents, tokenizer, source.messages_column, row_numbers=order)
             if source.prompt_column and source.completion_column:
-                return tokenise_completions(documents, tokenizer, source.prompt_column, source.completion_column)
-            return tokenise_text(documents, tokenizer, source.text_column, source.column_separator)
+                return tokenise_completions(
+                    documents, tokenizer, source.prompt_column, source.completion_column, row_numbers=order
+                )
+            return tokenise_text(documents, tokenizer, source.text_column, source.column_separator, row_numbers=order)
         except DataError as error:
             raise type(error)(f"dataset {source.path}: {error}") from error
 

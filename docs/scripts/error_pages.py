@@ -36,7 +36,7 @@ SUBJECTS = {
         {
             "Rows, labels and lengths": "hf/data hf/trainer/data_mixin hf/trainer/loaders hf/trainer/sets",
             "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan_cache",
-            "Conversations and chat templates": "hf/data/chat",
+            "Conversations and chat templates": "hf/data/chat hf/data/fields hf/data/tokenise:_check_texts",
             "Streams": "hf/data/streams",
             "Classifiers": "hf/data/labels hf/start/classifiers",
         },

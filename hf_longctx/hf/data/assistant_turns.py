@@ -61,13 +61,10 @@ def marked_template(template: str) -> str | None:
     return template
 
 
-def assistant_spans(
-    text: str, messages: list[Message], template: str, render: Render, end_tokens: Collection[str]
-) -> list[tuple[int, int]]:
-    """Half-open character spans of what the assistant says in `text`, which `template` made of `messages`.
+def assistant_turns(text: str, messages: list[Message], template: str, render: Render) -> list[tuple[int, int]]:
+    """Half-open character spans of what `template` printed for each message of the assistant into `text`.
 
-    Raises UnprovenError unless every turn of the assistant is found in this text, begins with the generation prompt and ends
-    with one of `end_tokens`.
+    Raises UnprovenError unless there is one for each of these messages.
     """
     marked = marked_template(template)
     if marked is None:
@@ -76,13 +73,38 @@ def assistant_spans(
     if _MARKS.sub("", marked_text) != text:
         raise UnprovenError("it does not give the same text when marks stand between the messages and inside their texts")
     turns = _turns(marked_text)
-    spoken = [message for message in messages if message["role"] == "assistant"]
-    if len(turns) != len(spoken):
-        raise UnprovenError(f"{len(spoken)} messages of the assistant give {len(turns)} pieces of text")
-    if not spoken:
+    num_spoken = sum(message["role"] == "assistant" for message in messages)
+    if len(turns) != num_spoken:
+        raise UnprovenError(f"{num_spoken} messages of the assistant give {len(turns)} pieces of text")
+    return turns
+
+
+def assistant_spans(
+    text: str, messages: list[Message], template: str, render: Render, end_tokens: Collection[str]
+) -> list[tuple[int, int]]:
+    """Half-open character spans of what the assistant says in `text`, which `template` made of `messages`.
+
+    Raises UnprovenError unless every turn of the assistant is found in this text, begins with the generation prompt and ends
+    with one of `end_tokens`.
+    """
+    turns = assistant_turns(text, messages, template, render)
+    if not turns:
         return []
+    spoken = [message for message in messages if message["role"] == "assistant"]
     prompt = _generation_prompt(text, turns[0][0], messages, template, render)
     return [_without_ends(text, turn, prompt, message, end_tokens) for turn, message in zip(turns, spoken, strict=True)]
+
+
+def learnt_spans(spans: list[tuple[int, int]], are_learnt: list[bool], turns: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans inside turns that are learnt; raises UnprovenError for a span that is in no turn, or in several."""
+    kept = []
+    for start, stop in spans:
+        owners = [number for number, (begin, end) in enumerate(turns) if begin < stop and start < end]
+        if len(owners) != 1:
+            raise UnprovenError(f"what it marks as said by the assistant ({start} to {stop}) is not in one message")
+        if are_learnt[owners[0]]:
+            kept.append((start, stop))
+    return kept
 
 
 def _with_marks(messages: list[Message]) -> list[Message]:

@@ -13,18 +13,31 @@ offsets.
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib.util
 import json
 import logging
 import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hf_longctx.hf.data.assistant_turns import UnprovenError, assistant_spans, marked_template
+from hf_longctx.hf.data.assistant_turns import (
+    UnprovenError,
+    assistant_spans,
+    assistant_turns,
+    learnt_spans,
+    marked_template,
+)
+from hf_longctx.hf.data.fields import argument_problem, field_problem, teaches, template_problem
 from hf_longctx.hf.ranks.launch import on_first_rank
 from hf_longctx.hf.ranks.refusals import RefusedRun
 
@@ -49,11 +62,17 @@ _REMEDY = (
     "put {% generation %} before the assistant's text and {% endgeneration %} after it (after the end token, too), and set "
     "chat_template to that file"
 )
+# seconds after which the rendering of one conversation is ended
+_MOST_SECONDS = 30.0
 _QUESTIONS, _ANSWERS = ("Zebra", "Quagga"), ("Marmot", "Lemur")
 
 
 class DataError(RefusedRun):
     """Raised for data or a tokenizer that cannot be trained on; the message says what was found, what is allowed, what to do."""
+
+
+class _TooLong(Exception):
+    """Raised inside a template that renders for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +83,31 @@ class RenderedText:
     spans: tuple[tuple[int, int], ...]
 
 
+def as_written(value: Any, feature: Any) -> Any:
+    """A value of a column with this feature without the keys that Arrow added to its structs, because other rows have them.
+
+    Nulls in `Json` of `datasets` are those of the file. A key that is null in every row was written as null.
+    """
+    if isinstance(feature, dict) and isinstance(value, dict):
+        is_written = {key: item is not None or getattr(feature.get(key), "dtype", None) == "null" for key, item in value.items()}
+        return {key: as_written(item, feature.get(key)) for key, item in value.items() if is_written[key]}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+        return [as_written(item, inner) for item in value]
+    return value
+
+
+def keeps_nulls(dataset: datasets.Dataset) -> bool:
+    """Whether nulls in structs are those of a file: from JSON, `datasets` makes structs only of objects with equal keys."""
+    return dataset.info.builder_name == "json" and hasattr(datasets, "Json")
+
+
 def read_messages(value: Any, row: str) -> list[Message]:
     """Checks the messages of one row and returns them in the form that chat templates expect.
 
     `row` names the row in error messages. A message is {role, content, ...} or ShareGPT's {from, value}, whose speaker is
-    translated to a role. Content is text, a list of {type: text} parts, or absent (in tool calls). Keys whose value is None
-    are dropped at every depth, because Arrow adds to each row the keys that other rows have.
+    translated to a role. Content is text, a list of {type: text} parts, or absent (in tool calls). Keys of a message whose value
+    is None are dropped, as `apply_chat_template` does.
 
     Raises DataError for anything else.
     """
@@ -79,23 +117,43 @@ def read_messages(value: Any, row: str) -> list[Message]:
     for number, item in enumerate(value):
         if not isinstance(item, dict):
             raise DataError(f"{row} message {number} is {item!r:.60}, expected {{role: ..., content: ...}}")
-        messages.append(_read_message(_without_gaps(item), f"{row} message {number}"))
+        given = {key: each for key, each in item.items() if each is not None}
+        messages.append(_read_message(given, f"{row} message {number}"))
     return messages
 
 
 def read_tools(value: Any, row: str) -> list[dict[str, Any]] | None:
     """Returns the tools of a row (a list of JSON schemas, or such a list as JSON text), or None if it has none."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{row} has tools that are not valid JSON ({error}), expected a list of tool schemas") from None
+    value = _parsed(value, row, "tools")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError(f"{row} has the tools {value!r:.60}, expected a list of tool schemas")
-    tools: list[dict[str, Any]] = _without_gaps(value)
-    return tools
+    return value
+
+
+def read_template_kwargs(value: Any, row: str) -> dict[str, Any]:
+    """Returns the variables that a row gives to the chat template (a mapping, or one as JSON text), as TRL reads them."""
+    value = _parsed(value, row, "chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise DataError(f"{row} has the chat_template_kwargs {value!r:.60}, expected a mapping of names to values")
+    if problem := argument_problem(value, row):
+        raise DataError(problem)
+    return value
+
+
+def _parsed(value: Any, row: str, name: str) -> Any:
+    """The value that JSON text stands for; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{row} has {name} that are not valid JSON ({error}); correct the text") from None
 
 
 def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> PreTrainedTokenizerBase:
@@ -114,6 +172,8 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False)
     tokenizer = with_training_template(tokenizer)
     for tools in [None, [{"type": "function", "function": {"name": "probe"}}]][: 1 + with_tools]:
         template = tokenizer.get_chat_template(None, tools)
+        if problem := template_problem(template):
+            raise DataError(f"the chat template of tokenizer {name} is not rendered: {problem}; correct it, or set another one")
         if not _MARKER.search(template) and marked_template(template) is None:
             raise DataError(
                 f"the chat template of tokenizer {name} has no {{% generation %}} marker, and no loop in it reads the roles of "
@@ -157,84 +217,178 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase, purpose: str) -> None:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None, row: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    row: str,
+    variables: Mapping[str, Any] | None = None,
+    limit: RenderLimit | None = None,
 ) -> RenderedText:
-    """Renders a conversation as `tokenizer.apply_chat_template` does, and finds the assistant's spans in the text.
+    """Renders a conversation as `tokenizer.apply_chat_template` does, and finds the spans of the text that are learnt.
 
-    Raises DataError for a conversation that the template cannot render, or whose turns are not marked and not proven.
+    These are the assistant's, without turns whose flags say that they are not learnt. variables: what the row gives to the
+    template. limit: ends renderings without end. Raises DataError for a conversation that the template cannot render, that has
+    fields which nothing reads, or whose turns are not marked and not proven.
     """
+    if limit is None:
+        with RenderLimit() as limit:
+            return render_chat(tokenizer, messages, tools, row, variables, limit)
     template = tokenizer.get_chat_template(None, tools)
-    if _MARKER.search(template):
-        text, spans = _rendered(tokenizer, messages, tools, row, chat_template=template, return_assistant_tokens_mask=True)
-        return RenderedText(text, tuple((start, stop) for start, stop in spans if start < stop))
+    are_learnt = _learnt_turns(messages, template, row)
 
     def render(some: list[Message], is_prompted: bool, other: str) -> str:
-        return _rendered(tokenizer, some, tools, row, chat_template=other, add_generation_prompt=is_prompted)[0]
+        return _rendered(tokenizer, some, tools, row, variables, limit, chat_template=other, add_generation_prompt=is_prompted)[0]
 
-    text = render(messages, False, template)
-    added = [each.content for each in tokenizer.added_tokens_decoder.values() if each.special]
-    end_tokens = {*tokenizer.all_special_tokens, *added}
     try:
+        if _MARKER.search(template):
+            text, spans = _rendered(
+                tokenizer, messages, tools, row, variables, limit, chat_template=template, return_assistant_tokens_mask=True
+            )
+            if not all(are_learnt):
+                spans = learnt_spans(spans, are_learnt, assistant_turns(text, messages, template, render))
+            return RenderedText(text, tuple((start, stop) for start, stop in spans if start < stop))
+        text = render(messages, False, template)
+        added = [each.content for each in tokenizer.added_tokens_decoder.values() if each.special]
+        end_tokens = {*tokenizer.all_special_tokens, *added}
         spans = assistant_spans(text, messages, template, render, end_tokens)
+        return RenderedText(text, tuple(span for span, is_learnt in zip(spans, are_learnt, strict=True) if is_learnt))
     except UnprovenError as error:
+        start = f"{row}: the chat template of tokenizer {_name(tokenizer)}"
+        if _MARKER.search(template):
+            raise DataError(
+                f"{start} cannot say to which turn a flag belongs: {error}; remove the flags, or give tokens with labels of your "
+                f"own"
+            ) from None
         raise DataError(
-            f"{row}: the chat template of tokenizer {_name(tokenizer)} has no {{% generation %}} marker, and what the assistant "
-            f"says cannot be proven without one: {error}; {_REMEDY}"
+            f"{start} has no {{% generation %}} marker, and what the assistant says cannot be proven without one: {error}; "
+            f"{_REMEDY}"
         ) from None
-    return RenderedText(text, tuple(spans))
 
 
-def render_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None, row: str) -> str:
+def _learnt_turns(messages: list[Message], template: str, row: str) -> list[bool]:
+    """Whether each turn of the assistant is learnt."""
+    are_learnt = []
+    for number, message in enumerate(messages):
+        where = f"{row} message {number}"
+        if problem := field_problem(message, template, where):
+            raise DataError(problem)
+        is_learnt, problem = teaches(message, where)
+        if problem:
+            raise DataError(problem)
+        if message["role"] == "assistant":
+            are_learnt.append(is_learnt is not False)
+    return are_learnt
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    row: str,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Renders a conversation as `tokenizer.apply_chat_template` does."""
-    return _rendered(tokenizer, messages, tools, row, chat_template=tokenizer.get_chat_template(None, tools))[0]
+    template = tokenizer.get_chat_template(None, tools)
+    with RenderLimit() as limit:
+        return _rendered(tokenizer, messages, tools, row, variables, limit, chat_template=template)[0]
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None, row: str, **settings: Any
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    row: str,
+    variables: Mapping[str, Any] | None,
+    limit: RenderLimit,
+    **settings: Any,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Renders messages with these settings: the text, and the assistant's spans if a mask was asked for."""
-    arguments: dict[str, Any] = {**tokenizer.special_tokens_map, "conversations": [messages], "tools": tools, **settings}
+    own = {"conversations": [messages], "tools": tools, **settings}
+    arguments: dict[str, Any] = {**tokenizer.special_tokens_map, **(variables or {}), **own}
     try:
-        # annotated as returning text only, but with a mask it returns spans too
-        rendered: Any = render_jinja_template(**arguments)
-    # TypeError: the template concatenates text with a list of content parts
-    except (TemplateError, TypeError) as error:
+        with limit.one():
+            # annotated as returning text only, but with a mask it returns spans too
+            rendered: Any = render_jinja_template(**arguments)
+    # a template is a program that somebody else wrote, and may raise anything
+    except Exception as error:
+        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, _TooLong):
+            said = f"it takes longer than {_MOST_SECONDS:g} s"
         raise DataError(
-            f"{row}: the chat template cannot render it: {error}; correct the conversation or chat_template"
+            f"{row}: the chat template of tokenizer {_name(tokenizer)} cannot render it: {said:.300}; correct the conversation "
+            f"or chat_template"
         ) from error
     (text,), spans = rendered
     return text, spans[0] if spans else []
 
 
+class RenderLimit:
+    """Ends renderings that take longer than `_MOST_SECONDS`, by _TooLong in their thread; a call of C code ends first.
+
+    One thread watches all renderings while the limit is entered, since the start of a thread costs as much as several of them.
+    """
+
+    def __init__(self) -> None:
+        self._thread_id = ctypes.c_ulong(threading.get_ident())
+        self._lock, self._has_ended = threading.Lock(), threading.Event()
+        # when the rendering that runs now is too late; None between two of them
+        self._deadline: float | None = None
+        self._is_late = False
+
+    def __enter__(self) -> RenderLimit:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """One rendering."""
+        self._deadline = time.monotonic() + _MOST_SECONDS
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._deadline = None
+                if self._is_late:
+                    # in case it has not been raised yet
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, None)
+                self._is_late = False
+
+    def _watch(self) -> None:
+        while not self._has_ended.wait(_MOST_SECONDS / 10):
+            with self._lock:
+                if self._deadline is not None and time.monotonic() > self._deadline and not self._is_late:
+                    self._is_late = True
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, ctypes.py_object(_TooLong))
+
+
 def _read_message(message: Message, where: str) -> Message:
-    if "role" not in message and "from" in message:
-        speaker = message.pop("from")
-        if speaker not in _ROLES:
+    if "from" in message:
+        speaker, value = message.pop("from"), message.pop("value", None)
+        if not isinstance(speaker, str) or speaker not in _ROLES:
             raise DataError(
-                f"{where} is from the unknown speaker {speaker!r}; use one of {', '.join(_ROLES)}, or give role and content"
+                f"{where} is from the unknown speaker {speaker!r:.60}; use one of {', '.join(_ROLES)}, or give role and content"
             )
-        message = {"role": _ROLES[speaker], "content": message.pop("value", None), **message}
+        as_role = {"role": _ROLES[speaker]} | ({} if value is None else {"content": value})
+        if differing := [name for name, own in as_role.items() if message.get(name, own) != own]:
+            name = differing[0]
+            raise DataError(
+                f"{where} has the {name} {message[name]!r:.60}, but by from and value it is {as_role[name]!r:.60}; keep one form"
+            )
+        message = as_role | message
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where} is {message!r:.60}, expected {{role: ..., content: ...}} or {{from: ..., value: ...}}")
-    if off := [key for key in ("weight", "train", "training") if message.get(key, 1) != 1]:
-        raise DataError(
-            f"{where} has {off[0]!r}: {message[off[0]]!r}, which is not supported, and to ignore it would change what is "
-            f"trained; remove the key, or give labels of your own"
-        )
     content = message.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" and "text" in part for part in content):
+        if not all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+        ):
             raise DataError(f"{where} has the content {content!r:.60}, expected text or parts of {{type: text, text: ...}}")
-    elif not isinstance(content, str) and not (content is None and len(message) > 1 and message.get("tool_calls")):
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise DataError(f"{where} has the content {content!r:.60}, expected text (only tool calls may have none)")
     return message
-
-
-def _without_gaps(value: Any) -> Any:
-    """Drops keys whose value is None, at every depth."""
-    if isinstance(value, dict):
-        return {key: _without_gaps(item) for key, item in value.items() if item is not None}
-    return [_without_gaps(item) for item in value] if isinstance(value, list) else value
 
 
 def _probe(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -250,6 +404,8 @@ def _probe(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     try:
         rendered = render_chat(tokenizer, messages, None, "a test conversation")
     except DataError as error:
+        if isinstance(error.__cause__, _TooLong):
+            raise
         if "syntax" in type(error.__cause__).__name__.lower():
             raise DataError(
                 f"the chat template of tokenizer {name} is not valid Jinja ({error.__cause__}); correct it, or set chat_template "

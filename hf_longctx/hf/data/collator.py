@@ -102,9 +102,9 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
 
     def _row(self, number: int) -> Any:
         if self.scanned is None:
-            return self.task.listed(self.dataset[number])
+            return self.task.read(self.dataset[number])
         try:
-            row = self.task.listed(self.dataset[number])
+            row = self.task.read(self.dataset[number])
         except IndexError as error:
             return ChangedRow(self.scanned.loss(number, error))
         problem = self.scanned.change(number, row)
@@ -190,17 +190,17 @@ def shift(labels: Tensor, last: int = IGNORE_INDEX) -> Tensor:
 class LongContextCollator:
     """Turns one planned step and its sequences into the batch that the trainer's `training_step` gets.
 
-    The batch is a plain mapping: `input_ids` are all tokens of this rank (for token counts), `chunks[r][c]` the inputs of
-    chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this rank's losses, `total_weight` the sum of
-    their `loss_weights` (their number if the dataset has none), `step` the planned step. If a row has changed, there is
-    nothing to train on, and `changed` says which row.
+    The batch is a plain mapping: `input_ids` are all tokens of this rank, `num_dummies` how many of them stand for no token
+    of a document, `chunks[r][c]` the inputs of chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this
+    rank's losses, `total_weight` the sum of their `loss_weights` (their number if the dataset has none), `step` the planned
+    step. If a row has changed, there is nothing to train on, and `changed` says which row.
     """
 
     def __call__(self, items: Sequence[tuple[PlannedStep, Mapping[int, TokenSequence] | ChangedRow]]) -> dict[str, Any]:
         ((step, sequences),) = items
         if isinstance(sequences, ChangedRow):
             nothing = torch.zeros(1, 1, dtype=torch.int64)
-            counts = {"num_label_tokens": 0, "total_weight": 0.0}
+            counts = {"num_dummies": 1, "num_label_tokens": 0, "total_weight": 0.0}
             return {"input_ids": nothing, "chunks": [], **counts, "step": step, "changed": sequences.problem}
         rank_plan = step.plan.for_rank(step.rank)
         _, position = step.plan.place(step.rank)
@@ -217,10 +217,23 @@ def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, 
     return {
         "input_ids": torch.cat([inputs.input_ids for inputs in flat], dim=1),
         "chunks": chunks,
+        "num_dummies": _num_dummies(step),
         "num_label_tokens": sum(int((inputs.shift_labels != IGNORE_INDEX).sum()) for inputs in flat) if has_loss else 0,
         "total_weight": sum(Targets.of(inputs).total_weight() for inputs in flat) if has_loss else 0.0,
         "step": step,
     }
+
+
+def _num_dummies(step: PlannedStep) -> int:
+    """Tokens of this rank in the step that belong to no document."""
+    _, position = step.plan.place(step.rank)
+    return sum(
+        piece.num_tokens
+        for group, _ in step.plan.for_rank(step.rank).rounds
+        for chunk in group.chunks
+        for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]
+        if piece.document >= len(chunk.spans)
+    )
 
 
 def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: Mapping[int, TokenSequence]) -> ChunkInputs:

@@ -6,9 +6,8 @@ Called at start-up by trainer and callback (through `scan_cache`); `streaming` c
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -19,7 +18,9 @@ import xxhash
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
+from hf_longctx.hf.data.fields import is_text, listed_column_problem, text_columns, token_column_problem, unread_columns
 from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT, LOSS_WEIGHTS, NO_LABEL, first_labels, list_lengths
+from hf_longctx.hf.data.labels.padding import MASK, Padding, padding_of, rows_with_holes, unpadded
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask, class_problems
 from hf_longctx.hf.data.sampler import IntArray, document_places
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
@@ -29,25 +30,9 @@ PACKED = ("position_ids", "seq_lengths")
 # columns that a dataset may lack, and then lacks in every row
 _OPTIONAL = ("labels", LOSS_WEIGHTS, *PACKED)
 # columns that the scan reads, if a dataset has them
-_READ = ("attention_mask", "input_ids", *_OPTIONAL)
+_READ = (MASK, "input_ids", *_OPTIONAL)
 # columns of which hashes are kept, since they decide what is trained
 _HASHED = ("input_ids", *_OPTIONAL)
-# columns by whose name their author means weights; refused like the ones below
-WEIGHTS = (
-    *("weights", "weight", "loss_weight", "token_weights", "token_weight", "label_weights", "sample_weight", "sample_weights"),
-    *("loss_scale", "importance_weights"),
-)
-# columns that say how a row is packed or masked; they are refused, since ignoring them would change what is trained
-_MEANINGFUL = (
-    *("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "shift_labels"),
-    *("completion_mask", "assistant_masks", "loss_mask", "label", "label_ids", "labels_ids", "inputs_embeds"),
-)
-# columns with inputs of towers for images, sound and video
-_PIXELS = re.compile(
-    r"(\w+_)?pixel_(values|mask|attention_mask)(_\w+)?|(image|video)_(grid_\w+|grids?|sizes(_videos)?|patches|embeds|position_ids)|"
-    r"(audio_)?input_(features|values)(_mask)?|(feature|audio)_attention_mask|audio_(input_ids|embed_sizes|feature_lengths)|"
-    r"flattened_patches|protein_input_ids"
-)
 # most tokens per column in a batch, estimated from the batch before it
 _BATCH_TOKENS = 1 << 22
 # most rows in a batch
@@ -62,7 +47,7 @@ class DatasetScan:
     """Result of one pass over a dataset: tokens per row, a hash of all tokens and labels, and the problems found.
 
     documents: tokens per document, row by row, if rows are packed; None if every row is one document. first_labels: the place of
-    every document's first label that counts; see the function of that name.
+    every document's first label that counts; see the function of that name. padding: what was left out of the rows.
     row_digests: a hash of every row, in 8 bytes, if the dataset runs code to make its rows; None for Arrow datasets, whose rows
     cannot change.
     """
@@ -73,6 +58,7 @@ class DatasetScan:
     row_digests: NDArray[np.uint64] | None = None
     documents: IntArray | None = None
     first_labels: IntArray | None = None
+    padding: Padding = field(default_factory=Padding)
 
     @property
     def sequence_lengths(self) -> IntArray:
@@ -96,8 +82,8 @@ def scan_dataset(
 
     The column `input_ids` is required, `labels` and `loss_weights` are used if present, and so are `position_ids` and
     `seq_lengths`, by which a row is divided into documents. A row needs at least one token, as many
-    labels and weights as tokens, ids below `vocab_size`, finite weights of 0 or more, and no padding. If the columns are
-    unusable, the result has a problem and no lengths.
+    labels and weights as tokens, ids below `vocab_size`, and finite weights of 0 or more. Padding at its ends, of which
+    `attention_mask` says where it is, is left out. If the columns are unusable, the result has a problem and no lengths.
 
     `name`: the name of the dataset in messages, for example "train_dataset". `show_progress`: show a bar if reading takes longer
     than a second. `placeholders`: token ids for padding, images, sound or video that no row may have. `task`: the labels that
@@ -107,7 +93,7 @@ def scan_dataset(
         return DatasetScan(np.zeros(0, dtype=np.int64), "", [unusable])
     lengths: IntArray = np.zeros(len(dataset), dtype=np.int64)
     problems: list[str] = []
-    num_more, has_label, num_rows = 0, False, 0
+    num_more, has_label, num_rows, padding = 0, False, 0, Padding()
     firsts: list[IntArray] = []
     # the hash of a dataset without labels has always had a part for them
     present = {"input_ids", "labels", *task.renamed(_columns(dataset))}
@@ -116,7 +102,8 @@ def scan_dataset(
     row_digests = None if isinstance(dataset, datasets.Dataset) else np.zeros(len(dataset), dtype=np.uint64)
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
-        for table in _tables(dataset, task):
+        for padded in _tables(dataset, task):
+            table = unpadded(padded, task.kind != "document")
             rows, found = _table_problems(name, num_rows, table, vocab_size, placeholders, task)
             fresh = [problem for problem in found if problem not in problems]
             room = _SHOWN - len(problems)
@@ -131,6 +118,7 @@ def scan_dataset(
                 row_digests[num_rows : num_rows + len(rows)] = _digests_of(table)
             num_rows += len(rows)
             if not problems:
+                padding += padding_of(padded, task.kind != "document")
                 documents += [] if (found_documents := _documents(table)) is None else [found_documents]
                 if (first := first_labels(table, found_documents, task)) is not None:
                     firsts.append(first)
@@ -148,8 +136,8 @@ def scan_dataset(
     if num_more:
         problems.append(f"... and {num_more} more problems")
     digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths.data))))
-    joined = (np.concatenate(arrays) if arrays else None for arrays in (documents, firsts))
-    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, *joined)
+    joined, first = (np.concatenate(arrays) if arrays else None for arrays in (documents, firsts))
+    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, joined, first, padding)
 
 
 def _digests_of(table: pa.Table) -> list[int]:
@@ -232,47 +220,67 @@ def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
     """Explains why the rows of a dataset cannot be read, or returns None."""
     if isinstance(dataset, dict):
         return f"{name} is a dict ({', '.join(map(str, dataset))}), and only eval_dataset may be a dict of sets; pass one of them"
-    if len(dataset) == 0:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or isinstance(dataset, str | bytes):
+        return (
+            f"{name} is a {type(dataset).__name__}, expected rows that can be read by number: a datasets.Dataset, a list of rows "
+            f"or an object with __len__ and __getitem__; make one with datasets.Dataset.from_list(list(rows)), or give an "
+            f"iterable dataset with max_steps"
+        )
+    if is_empty(dataset):
         return f"{name} has no rows; check its path, split and filters"
-    if (problem := column_problem(_columns(dataset), name, task)) is not None:
-        return problem
-    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
-        return f"{name} has a transform (with_transform), which is not supported; apply it with dataset.map instead"
-    return None
+    if isinstance(dataset, datasets.Dataset):
+        if (problem := column_problem(columns := text_columns(dataset), name, task)) is not None:
+            return problem
+        if dataset.format["type"] == "custom":
+            return f"{name} has a transform (with_transform), which is not supported; apply it with dataset.map instead"
+        return _listed_problem(dataset, unread_columns(columns), name)
+    if not isinstance(row := dataset[0], Mapping):
+        return f"{name} row 0 {_no_mapping(row)}"
+    return column_problem({column: is_text(value) for column, value in row.items()}, name, task)
 
 
-def column_problem(columns: Sequence[str], name: str, task: HeadTask = NEXT_TOKEN) -> str | None:
-    """Explains why rows with these columns cannot be trained on, or returns None."""
+def is_empty(dataset: Any) -> bool:
+    """Whether a dataset that is read by number has no rows."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) == 0
+
+
+def _listed_problem(dataset: datasets.Dataset, columns: list[str], name: str) -> str | None:
+    """Refuses a column of numbers that nobody reads and that has one per token."""
+    kinds = {column: dataset.data.schema.field(column).type for column in columns}
+    lists = [column for column, kind in kinds.items() if hasattr(kind, "value_type") and _is_number(kind.value_type)]
+    if not lists:
+        return None
+    first = (
+        dataset.select(range(min(len(dataset), _FIRST_BATCH_ROWS))).select_columns(["input_ids", *lists]).with_format("arrow")[:]
+    )
+    if not hasattr(first["input_ids"].type, "value_type"):
+        return None
+    lengths = {column: list_lengths(first[column]).tolist() for column in first.column_names}
+    return listed_column_problem(name, lengths.pop("input_ids"), lengths, "token")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def column_problem(columns: Mapping[str, bool], name: str, task: HeadTask = NEXT_TOKEN) -> str | None:
+    """Explains why rows with these columns cannot be trained on, or returns None. columns: whether each holds text."""
     if "input_ids" not in columns:
         return (
             f"{name} has no column 'input_ids' (it has {', '.join(sorted(columns))}); tokenise it first, for example with "
             f"dataset.map(lambda row: tokenizer(row['text']))"
         )
-    if (problem := task.column_problem(columns, name, PACKED, LOSS_WEIGHTS)) is not None:
+    if (problem := task.column_problem(list(columns), name, PACKED, LOSS_WEIGHTS)) is not None:
         return problem
-    if meaningful := [column for column in _MEANINGFUL if column in task.renamed(columns)]:
-        return (
-            f"{name} has a column {meaningful[0]!r}, which is not supported, and to ignore it would change what is trained; "
-            f"express it in 'labels' (-100 for no label) with one document per row, or remove the column"
-        )
-    if pixels := [column for column in columns if _PIXELS.fullmatch(column)]:
-        return (
-            f"{name} has a column {pixels[0]!r}, an input for images, sound or video, but plans train rows of text alone; remove "
-            f"rows that have such input, then the column"
-        )
-    if weights := [column for column in WEIGHTS if column in columns]:
-        return (
-            f"{name} has a column {weights[0]!r}, which is not read, and to ignore it may change what is trained; give one "
-            f"weight per token in a column {LOSS_WEIGHTS!r} (float, 0 or more, beside its label), or remove the column"
-        )
-    return None
+    own = task.label_column(list(columns))
+    return token_column_problem({column: is_text for column, is_text in columns.items() if column != own}, name)
 
 
 def token_rows(dataset: Any, task: HeadTask = NEXT_TOKEN) -> Any:
     """The dataset with only the columns that training reads; a row of an Arrow dataset is then an Arrow table."""
     if not isinstance(dataset, datasets.Dataset):
         return dataset
-    read = ("input_ids", task.label_column(dataset.column_names), LOSS_WEIGHTS)
+    read = ("input_ids", task.label_column(dataset.column_names), LOSS_WEIGHTS, MASK)
     return dataset.select_columns([name for name in read if name in dataset.column_names]).with_format("arrow")
 
 
@@ -280,13 +288,14 @@ def token_rows(dataset: Any, task: HeadTask = NEXT_TOKEN) -> Any:
 class RowTokens:
     """Token ids and labels of one row, each of shape [n], and the weights of the labels [n], or None if it has none.
 
-    documents: the lengths of the row's documents, if it is packed.
+    documents: the lengths of the row's documents, if it is packed. num_padding: tokens of padding that were left out.
     """
 
     input_ids: IntArray
     labels: IntArray
     loss_weights: NDArray[np.float64] | None
     documents: IntArray | None = None
+    num_padding: int = 0
 
 
 def row_tokens(
@@ -297,18 +306,20 @@ def row_tokens(
     `columns`: the columns of the first row, which every row must have. Raises ValueError for a row in which `scan_dataset` would
     find a problem.
     """
-    present = list(row) if isinstance(row, Mapping) else [type(row).__name__]
-    if (unusable := column_problem(present, name)) is not None:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{name} row {number} {_no_mapping(row)}")
+    if (unusable := column_problem({column: is_text(value) for column, value in row.items()}, name)) is not None:
         raise ValueError(unusable)
     read = [column for column in _READ if column in columns]
-    table = _plain_table([row], read, number)
+    padded = _plain_table([row], read, number)
+    table = unpadded(padded)
     _, problems = _table_problems(name, number, table, vocab_size, placeholders)
     if problems:
         raise ValueError(problems[0])
     assert isinstance(table, pa.Table)
     ids, labels = (_values(table[column]).to_numpy() for column in ("input_ids", "labels" if "labels" in read else "input_ids"))
     weights = _values(table[LOSS_WEIGHTS]).to_numpy() if LOSS_WEIGHTS in read else None
-    return RowTokens(ids, labels, weights, _documents(table))
+    return RowTokens(ids, labels, weights, _documents(table), padding_of(padded).num_tokens)
 
 
 def too_long(
@@ -355,8 +366,10 @@ def _tables(dataset: Any, task: HeadTask) -> Iterator[pa.Table | str]:
         if arrow is not None:
             table = task.listed(arrow[first_row:stop])
         else:
-            rows = [task.listed(dataset[i]) for i in range(first_row, stop)]
-            table = _plain_table(rows, columns, first_row, task)
+            rows = [dataset[i] for i in range(first_row, stop)]
+            table = _other_columns(rows, present, first_row, task) or _plain_table(
+                [task.listed(row) for row in rows], columns, first_row, task
+            )
         yield table
         # these rows were usable, or the caller would not have asked for the next batch
         num_tokens = len(_values(table["input_ids"]))
@@ -364,23 +377,49 @@ def _tables(dataset: Any, task: HeadTask) -> Iterator[pa.Table | str]:
         first_row = stop
 
 
+def _other_columns(rows: list[Any], first: Collection[str], first_row: int, task: HeadTask) -> str:
+    """The first row with columns that the first row of the dataset has not, and that change what is trained; "" without one."""
+    for number, row in enumerate(rows, start=first_row):
+        if isinstance(row, Mapping) and (others := [column for column in row if column not in first]):
+            if MASK in others and unpadded(row, task.kind != "document") is not row:
+                return f"row {number} has {MASK!r} with padding, but the first row has none; give every row the same columns"
+            columns = {column: is_text(row[column]) for column in ("input_ids", *others) if column in row}
+            if problem := token_column_problem(columns, f"row {number}"):
+                return problem
+    return ""
+
+
 def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: HeadTask = NEXT_TOKEN) -> pa.Table | str:
     floats = _float_columns(task)
     values: dict[str, list[Any]] = {column: [] for column in columns}
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            return f"row {first_row + number} {_no_mapping(row)}"
         for column in _OPTIONAL:
             if column in row and column not in columns:
                 return f"row {first_row + number} has {column!r}, but the first row has none; give every row the same columns"
         for column in columns:
             if column not in row:
                 return f"row {first_row + number} has no {column!r}, but the first row has; give every row the same columns"
-            value = None if row[column] is None else np.asarray(row[column])
             kinds, items, dtype = ("iuf", "numbers", np.float64) if column in floats else ("iub", "integers", np.int64)
-            if value is not None and (value.ndim != 1 or (value.dtype.kind not in kinds and value.size)):
+            try:
+                value = None if row[column] is None else np.asarray(row[column])
+                is_ragged = False
+            # lists of lists of different lengths, or what numpy cannot take
+            except (ValueError, TypeError, OverflowError):
+                is_ragged = True
+            if is_ragged or (value is not None and (value.ndim != 1 or (value.dtype.kind not in kinds and value.size))):
                 return f"row {first_row + number} column {column!r} holds {row[column]!r:.40}, expected a list of {items} per row"
             values[column].append(value if value is None else value.astype(dtype))
     types = {column: pa.list_(pa.float64() if column in floats else pa.int64()) for column in columns}
     return pa.table({column: pa.array(items, types[column]) for column, items in values.items()})
+
+
+def _no_mapping(row: Any) -> str:
+    return (
+        f"is {row!r:.60} and has no column 'input_ids' (it has {type(row).__name__}), expected a mapping of columns; correct the "
+        f"row, or remove it"
+    )
 
 
 def _float_columns(task: HeadTask) -> tuple[str, ...]:
@@ -433,31 +472,36 @@ def _table_problems(
         problems += _label_problems(name, _values(table["labels"]), vocab_size, task)
     if LOSS_WEIGHTS in table.column_names:
         problems += _weight_problems(name, first_row, table[LOSS_WEIGHTS], lengths)
-    if "attention_mask" in table.column_names:
-        mask_lengths = list_lengths(table["attention_mask"])
-        problems += [
-            f"{name} row {first_row + row} has {lengths[row]} tokens but an attention_mask of {mask_lengths[row]}; give one "
-            f"value per token, or remove the column"
-            for row in np.flatnonzero(mask_lengths != lengths)
-        ]
-        problems += mask_problems(name, table["attention_mask"])
+    if MASK in table.column_names:
+        problems += mask_problems(name, table[MASK], lengths, first_row)
     return lengths, problems + _packing_problems(name, first_row, table, lengths)
 
 
-def mask_problems(name: str, column: pa.ChunkedArray) -> list[str]:
-    """Reports a column `attention_mask` that marks padding or numbers documents."""
-    bounds, problems = pc.min_max(_values(column)).as_py(), []
-    # also False
-    if bounds["min"] is not None and bounds["min"] < 1:
-        problems.append(
-            f"{name} is padded (attention_mask holds zeros); tokenise without padding: rows of any length can be packed"
-        )
-    if bounds["max"] is not None and bounds["max"] > 1:
-        problems.append(
-            f"{name} numbers the documents of its rows in attention_mask, up to {bounds['max']}; give the lengths of every "
-            f"row's documents in a column 'seq_lengths' instead, and remove the column"
-        )
-    return problems
+def mask_problems(name: str, column: pa.ChunkedArray, lengths: IntArray, first_row: int = 0) -> list[str]:
+    """Reports masks of other lengths than their rows, with zeros between tokens, and such as number documents."""
+    mask_lengths = list_lengths(column)
+    if len(wrong := np.flatnonzero(mask_lengths != lengths)):
+        return [
+            f"{name} row {first_row + row} has {lengths[row]} tokens but an attention_mask of {mask_lengths[row]}; give one "
+            f"value per token, or remove the column"
+            for row in wrong
+        ]
+    values = _values(column)
+    if values.null_count:
+        return [f"{name} has a row with a missing value in attention_mask; write 1 for a token and 0 for padding"]
+    bounds = pc.min_max(values).as_py()
+    if bounds["max"] is None or (bounds["min"] >= 0 and bounds["max"] <= 1):
+        return [
+            f"{name} row {first_row + row} has zeros between the ones of its attention_mask, but only padding at the ends of a "
+            f"row can be left out; give such tokens the label {IGNORE_INDEX} instead, or take them out of the row"
+            for row in rows_with_holes(column)
+        ]
+    if bounds["min"] < 0:
+        return [f"{name} holds {bounds['min']} in attention_mask, expected 1 for a token and 0 for padding"]
+    return [
+        f"{name} numbers the documents of its rows in attention_mask, up to {bounds['max']}; give the lengths of every row's "
+        f"documents in a column 'seq_lengths' instead, and remove the column"
+    ]
 
 
 def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntArray) -> list[str]:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ import numpy as np
 import xxhash
 from accelerate import PartialState
 
+from hf_longctx.hf.data.labels.padding import Padding
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
 
 logger = logging.getLogger(__name__)
 
 # version of the file; raise it when a scan finds other problems or lengths than before, or writes them differently
-_FORMAT = 5
+_FORMAT = 6
 
 
 def scan_on_every_rank(
@@ -149,13 +150,15 @@ def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> Dat
     lengths, documents, first = (None if count is None else next(parts) for count in counts)
     if lengths is None or not isinstance(values["digest"], str) or not isinstance(values["problems"], list):
         raise ValueError("lengths")
-    return DatasetScan(lengths, values["digest"], values["problems"], documents=documents, first_labels=first)
+    padding = Padding(*map(int, values["padding"]))
+    return DatasetScan(lengths, values["digest"], values["problems"], None, documents, first, padding)
 
 
 def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
     """Writes checksum, header, and the numbers of rows and documents into one file, which appears complete or not at all."""
     arrays = scan.lengths, scan.documents, scan.first_labels
     values: dict[str, Any] = {"made_from": made_from, "digest": scan.digest, "problems": scan.problems}
+    values["padding"] = astuple(scan.padding)
     values["counts"] = [None if array is None else len(array) for array in arrays]
     header = json.dumps(values).encode() + b"\n"
     numbers = [array.data for array in arrays if array is not None]

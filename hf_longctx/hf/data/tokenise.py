@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -20,14 +21,28 @@ from transformers import PreTrainedTokenizerBase
 from hf_longctx.hf.data.chat import (
     DataError,
     RenderedText,
+    RenderLimit,
+    as_written,
     chat_tokenizer,
     check_offsets,
+    keeps_nulls,
     read_messages,
+    read_template_kwargs,
     read_tools,
     render_chat,
 )
-from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
-from hf_longctx.hf.data.scan import PACKED, WEIGHTS, column_problem, mask_problems
+from hf_longctx.hf.data.fields import (
+    CHAT_COLUMNS,
+    WEIGHTS,
+    chat_columns,
+    filled_column_problem,
+    listed_column_problem,
+    named_column_problem,
+    text_columns,
+)
+from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS, list_lengths
+from hf_longctx.hf.data.labels.padding import MASK, Padding, padding_of, unpadded
+from hf_longctx.hf.data.scan import PACKED, column_problem, mask_problems
 from hf_longctx.hf.ranks.launch import on_first_rank
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
@@ -44,7 +59,9 @@ Rows = dict[str, list[list[int]]]
 
 _BATCH_ROWS = 64
 # part of the cache's fingerprint; raise it when a row gives other tokens or labels than before
-_RULES = 1
+_RULES = 2
+# words in names of columns that say what a text is about, and not which of its tokens are learnt
+_CLASSES = ("label", "labels")
 _TOKENS = Features({"input_ids": List(Value("int32"))})
 _TOKENS_AND_LABELS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 
@@ -59,13 +76,21 @@ class TokenCounts:
 
 
 def tokenise_text(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ("text",), separator: str = "\n\n"
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Sequence[str] = ("text",),
+    separator: str = "\n\n",
+    *,
+    row_numbers: Sequence[int] | None = None,
 ) -> Dataset:
     """Tokenises every document and ends it with the tokenizer's end-of-sequence token; leaves out rows without text.
 
     Several columns make one document: those that are not empty, in the given order, with `separator` between them.
+    `row_numbers` are the row numbers for error messages, if `dataset` is a selection of another one.
     """
-    return _mapped(dataset, _TextEncoder(tokenizer, tuple(columns), separator), _TOKENS, f"text in {', '.join(columns)}")
+    _check_columns(dataset, columns, allowed=_CLASSES)
+    encoder = _TextEncoder(tokenizer, tuple(columns), separator, _as_tuple(row_numbers))
+    return _mapped(dataset, encoder, _TOKENS, f"text in {', '.join(columns)}")
 
 
 def tokenise_completions(
@@ -73,14 +98,18 @@ def tokenise_completions(
     tokenizer: PreTrainedTokenizerBase,
     prompt_column: str = "prompt",
     completion_column: str = "completion",
+    *,
+    row_numbers: Sequence[int] | None = None,
 ) -> Dataset:
     """Tokenises prompt + completion + end-of-sequence token, with labels on the completion and the end token only.
 
     Prompt and completion are tokenised as one text; a token that spans the border belongs to the completion. Rows without a
-    completion are left out. Raises DataError for a tokenizer that cannot say which characters a token covers.
+    completion are left out. `row_numbers` are the row numbers for error messages, if `dataset` is a selection of another one.
+    Raises DataError for a row without text, and for a tokenizer that cannot say which characters a token covers.
     """
     check_offsets(tokenizer, "where the completion begins")
-    encoder = _CompletionEncoder(tokenizer, prompt_column, completion_column)
+    _check_columns(dataset, (prompt_column, completion_column))
+    encoder = _CompletionEncoder(tokenizer, prompt_column, completion_column, _as_tuple(row_numbers))
     return _mapped(dataset, encoder, _TOKENS_AND_LABELS, f"text in {completion_column}")
 
 
@@ -93,19 +122,84 @@ def tokenise_chat(
 ) -> Dataset:
     """Tokenises every conversation with the tokenizer's chat template, with labels on the assistant's tokens only.
 
-    The template gets the column `tools` if there is one. The assistant's tokens are those with a character between the
-    template's `{% generation %}` and `{% endgeneration %}`. A stock template without these markers is replaced by TRL's training
-    template for it, if TRL is installed and has one; else the assistant's turns are found in the rendered text, and proven row
-    by row. Conversations without any are left out, and a warning says how many. `row_numbers` are the row numbers for error
-    messages, if `dataset` is a selection of another one.
+    The template gets the columns `tools` and `chat_template_kwargs` if there are some. The assistant's tokens are those with a
+    character between the template's `{% generation %}` and `{% endgeneration %}`. A stock template without these markers is
+    replaced by TRL's training template for it, if TRL is installed and has one; else the assistant's turns are found in the
+    rendered text, and proven row by row. Turns whose flags say so (`weight`, `loss`, `train`, ...) are not learnt. Conversations
+    without any turn to learn are left out, and a warning says how many. `row_numbers` are the row numbers for error messages, if
+    `dataset` is a selection of another one.
 
     Raises DataError for a template or a row whose turns cannot be proven, for a tokenizer that cannot say which characters a
-    token covers, and for malformed messages.
+    token covers, for malformed messages, and for columns and fields of messages that would be ignored although they may change
+    what is learnt.
     """
-    has_tools = "tools" in dataset.column_names
-    tokenizer = chat_tokenizer(tokenizer, has_tools)
-    encoder = _ChatEncoder(tokenizer, messages_column, has_tools, None if row_numbers is None else tuple(row_numbers))
-    return _mapped(dataset, encoder, _TOKENS_AND_LABELS, "message of the assistant")
+    tokenizer = chat_tokenizer(tokenizer, "tools" in dataset.column_names)
+    read = _check_chat_columns(dataset, messages_column, tokenizer)
+    features = None if keeps_nulls(dataset) else Features({name: dataset.features[name] for name in read})
+    encoder = _ChatEncoder(tokenizer, messages_column, read, features, _as_tuple(row_numbers))
+    return _mapped(dataset, encoder, _TOKENS_AND_LABELS, "message of the assistant that is learnt")
+
+
+def _as_tuple(row_numbers: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if row_numbers is None else tuple(row_numbers)
+
+
+def _check_columns(dataset: Dataset, read: Sequence[str], allowed: Sequence[str] = ()) -> None:
+    """Raises DataError for a column of texts that would be ignored although it masks or weighs what is learnt."""
+    columns = {name: is_text for name, is_text in text_columns(dataset).items() if name not in read}
+    if problem := named_column_problem(columns, "the dataset", allowed):
+        raise DataError(problem)
+
+
+def _check_chat_columns(dataset: Dataset, messages_column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The columns of conversations that are read. Raises DataError for others that may change the text or what is learnt."""
+    read = tuple(name for name in dataset.column_names if name == messages_column or name in CHAT_COLUMNS)
+    columns = text_columns(dataset)
+    template = tokenizer.get_chat_template(None, [] if "tools" in columns else None)
+    problem, others = chat_columns(columns, read, template, "the dataset")
+    if problem is None:
+        first = dataset.select(range(min(len(dataset), _BATCH_ROWS)))[:]
+        lengths = [len(value) if isinstance(value, list) else 0 for value in first[messages_column]]
+        lists = {name: [_num_numbers(value) for value in first[name]] for name in others}
+        problem = listed_column_problem("the dataset", lengths, lists, "message")
+    if problem is not None:
+        raise DataError(problem)
+    if others:
+        logger.warning("columns not read: %s", ", ".join(others))
+    # keys of messages that are null are left out by `apply_chat_template`, too
+    names = [] if keeps_nulls(dataset) else [key for name in read for key in _null_keys(dataset, name, name == messages_column)]
+    if names:
+        logger.warning(
+            "nulls of %s are taken for keys that Arrow added to rows, and left out; if they are meant as nulls, read "
+            "the data from JSON files",
+            ", ".join(names),
+        )
+    return read
+
+
+def _null_keys(dataset: Dataset, column: str, is_messages: bool) -> list[str]:
+    """Keys inside a column's structs that are null in some rows and not in others."""
+    found: dict[str, None] = {}
+
+    def look(array: pa.Array, path: str, is_left_out: bool) -> None:
+        if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+            look(array.flatten(), path, is_left_out)
+        elif pa.types.is_struct(array.type):
+            for name, child in zip(array.type.names, (array.field(i) for i in range(array.type.num_fields)), strict=True):
+                is_null = pc.and_(array.is_valid(), child.is_null())
+                if not is_left_out and not pa.types.is_null(child.type) and pc.any(is_null).as_py():
+                    found[f"{path}.{name}"] = None
+                look(child, f"{path}.{name}", False)
+
+    for chunk in dataset.data.column(column).chunks:
+        look(chunk, column, is_messages)
+    return list(found)
+
+
+def _num_numbers(value: Any) -> int | None:
+    """How many numbers a list has; None for another value."""
+    is_list = isinstance(value, list) and all(isinstance(item, bool | int | float) for item in value)
+    return len(value) if is_list else None
 
 
 def joined(texts: Sequence[str | None], separator: str) -> str:
@@ -120,17 +214,32 @@ def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
             f"a dataset has a column {dropped[0]!r}, which mixing would drop; mix datasets without weights and with one document "
             f"per row, or remove the column"
         )
-    if problem := column_problem(dataset.column_names, "a dataset"):
+    if problem := column_problem(text_columns(dataset), "a dataset"):
         raise DataError(problem)
-    if "attention_mask" in dataset.column_names:
-        for table in dataset.select_columns(["attention_mask"]).with_format("arrow").iter(1000):
-            if problems := mask_problems("a dataset", table["attention_mask"]):
-                raise DataError(problems[0])
+    if MASK in dataset.column_names:
+        dataset = _unpadded(dataset)
     features = _TOKENS_AND_LABELS if has_labels else _TOKENS
     if has_labels and "labels" not in dataset.column_names:
         tokens = dataset.select_columns(["input_ids"])
         return tokens.map(lambda batch: {"labels": batch["input_ids"]}, batched=True, features=features, desc="add labels")
     return dataset.select_columns(list(features)).cast(features) if dataset.features != features else dataset
+
+
+def _unpadded(dataset: Dataset) -> Dataset:
+    """The dataset without the padding at the ends of rows."""
+    names = [name for name in ("input_ids", "labels", MASK) if name in dataset.column_names]
+    padding, num_rows = Padding(), 0
+    for table in dataset.select_columns(names).with_format("arrow").iter(1000):
+        padding += padding_of(table)
+        kept = unpadded(table)
+        if problems := mask_problems("a dataset", kept[MASK], list_lengths(kept["input_ids"]), num_rows):
+            raise DataError(problems[0])
+        num_rows += len(table)
+    if not padding.num_tokens:
+        return dataset
+    logger.warning("%s tokens of padding in %s rows are left out", f"{padding.num_tokens:,}", f"{padding.num_rows:,}")
+    rows = dataset.select_columns(names).with_format("arrow")
+    return rows.map(unpadded, batched=True, desc="leave padding out").with_format(None)
 
 
 def count_tokens(dataset: Dataset) -> TokenCounts:
@@ -155,10 +264,13 @@ class _TextEncoder:
     tokenizer: PreTrainedTokenizerBase
     columns: tuple[str, ...]
     separator: str
+    row_numbers: tuple[int, ...] | None
     rules: int = _RULES
 
     def __call__(self, batch: Batch, indices: list[int]) -> Rows:
         end = self.tokenizer.eos_token_id
+        for column in self.columns:
+            _check_texts(batch[column], column, indices, self.row_numbers)
         texts = [joined(texts, self.separator) for texts in zip(*(batch[column] for column in self.columns), strict=True)]
         texts = [text for text in texts if text]
         # documents above the tokenizer's own limit are what this package is for: ask for no warning
@@ -171,9 +283,12 @@ class _CompletionEncoder:
     tokenizer: PreTrainedTokenizerBase
     prompt_column: str
     completion_column: str
+    row_numbers: tuple[int, ...] | None
     rules: int = _RULES
 
     def __call__(self, batch: Batch, indices: list[int]) -> Rows:
+        for column in (self.prompt_column, self.completion_column):
+            _check_texts(batch[column], column, indices, self.row_numbers)
         pairs = zip(batch[self.prompt_column], batch[self.completion_column], strict=True)
         texts = [
             RenderedText((prompt or "") + completion, ((len(prompt or ""), len(prompt or "") + len(completion)),))
@@ -193,22 +308,50 @@ class _CompletionEncoder:
 
 @dataclass(frozen=True)
 class _ChatEncoder:
+    """Encodes conversations. columns: those that are read. features: theirs, unless all nulls are those of a file."""
+
     tokenizer: PreTrainedTokenizerBase
     messages_column: str
-    has_tools: bool
+    columns: tuple[str, ...]
+    features: Features | None
     row_numbers: tuple[int, ...] | None
     rules: int = _RULES
 
     def __call__(self, batch: Batch, indices: list[int]) -> Rows:
         texts = []
-        for place, index in enumerate(indices):
-            row = f"row {index if self.row_numbers is None else self.row_numbers[index]} column {self.messages_column!r}"
-            messages = read_messages(batch[self.messages_column][place], row)
-            tools = read_tools(batch["tools"][place], row) if self.has_tools else None
-            rendered = render_chat(self.tokenizer, messages, tools, row)
-            if rendered.spans:
-                texts.append(rendered)
+        with RenderLimit() as limit:
+            for place, index in enumerate(indices):
+                where = _row(index, self.row_numbers)
+                row = {name: batch[name][place] for name in self.columns}
+                if self.features is not None:
+                    row = {name: as_written(value, self.features[name]) for name, value in row.items()}
+                own = f"{where} column {self.messages_column!r}"
+                messages = read_messages(row.pop(self.messages_column), own)
+                tools = read_tools(row.pop("tools", None), own)
+                variables = read_template_kwargs(row.pop("chat_template_kwargs", None), where)
+                if problem := filled_column_problem(row, messages, where):
+                    raise DataError(problem)
+                rendered = render_chat(self.tokenizer, messages, tools, own, variables, limit)
+                if rendered.spans:
+                    texts.append(rendered)
         return _encode(self.tokenizer, texts, add_special_tokens=False)
+
+
+def _row(index: int, row_numbers: tuple[int, ...] | None) -> str:
+    """Names a row in messages."""
+    return f"row {index if row_numbers is None else row_numbers[index]}"
+
+
+def _check_texts(values: list[Any], column: str, indices: list[int], row_numbers: tuple[int, ...] | None) -> None:
+    """Raises DataError for a value that is neither text nor missing."""
+    for index, value in zip(indices, values, strict=True):
+        if value is not None and not isinstance(value, str):
+            remedy = (
+                "; write prompt and completion into one column of messages and use tokenise_chat"
+                if value and (isinstance(value, list) and isinstance(value[0], dict))
+                else "; correct the row, or remove it"
+            )
+            raise DataError(f"{_row(index, row_numbers)} column {column!r} holds {value!r:.60}, expected text{remedy}")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[RenderedText], add_special_tokens: bool) -> Rows:

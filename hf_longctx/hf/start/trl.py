@@ -19,8 +19,8 @@ from torch import nn
 
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.fields import named_column_problem, text_columns
 from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
-from hf_longctx.hf.data.scan import WEIGHTS
 from hf_longctx.hf.models.adapters import base_of, is_adapted
 from hf_longctx.hf.models.dropout.keyed_modules import weight_rates
 from hf_longctx.hf.models.heads.kinds import head_kind
@@ -42,8 +42,8 @@ _WITH_LOGITS = ("DPOTrainer", "KTOTrainer")
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
 # columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
 _READ = ("input_ids", "labels", "seq_lengths")
-# columns that plans read or refuse, although the collator would leave them out
-_KEPT = (LOSS_WEIGHTS, *WEIGHTS)
+# columns that TRL reads or makes before its collator, whatever their names
+_PREPARED = ("completion_mask", "assistant_masks", "attention_mask", "chat_template_kwargs")
 
 
 def trl_class(cls: type) -> type | None:
@@ -343,5 +343,16 @@ def read_columns(trainer: type, dataset: Any) -> Any:
     is_known = isinstance(dataset, datasets.Dataset | datasets.IterableDataset) and dataset.column_names is not None
     if not is_planned(trainer) or not is_known or "input_ids" not in dataset.column_names:
         return dataset
-    names = [name for name in dataset.column_names if name in (*_READ, *_KEPT)]
-    return dataset if len(names) == len(dataset.column_names) else dataset.select_columns(names)
+    if isinstance(dataset, datasets.Dataset):
+        columns = text_columns(dataset)
+    else:
+        features = dataset.features or {}
+        columns = {name: getattr(features.get(name), "dtype", None) == "string" for name in dataset.column_names}
+    # those by whose names a user means to mask or weigh tokens are kept, and refused by the scan
+    refused = [
+        name
+        for name, is_text in columns.items()
+        if name not in _PREPARED and named_column_problem({name: is_text}, "", allowed=("label", "labels"))
+    ]
+    read = [name for name in dataset.column_names if name in (*_READ, LOSS_WEIGHTS, *refused)]
+    return dataset if len(read) == len(dataset.column_names) else dataset.select_columns(read)

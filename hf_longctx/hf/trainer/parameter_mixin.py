@@ -208,8 +208,14 @@ class ParameterMixin(CheckpointMixin):
         return None if host is None or changes_before_updates(self, self._plain_optimizer) else host
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Counts every token once, although a pipeline passes it through several stages."""
+        """Counts every token once, although a pipeline passes it through several stages.
+
+        Plans have no padding, so a token that is also the tokenizer's padding token counts like any other.
+        """
         before = self.state.num_input_tokens_seen
+        if (num_dummies := inputs.get("num_dummies")) is not None:
+            ones = torch.ones(inputs["input_ids"].numel() - num_dummies, dtype=torch.int64)
+            inputs = {"input_ids": ones, "attention_mask": ones}
         super()._track_num_input_tokens(inputs)
         if is_scored(type(self)):
             # every rank loads rows of its own

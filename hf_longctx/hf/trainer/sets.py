@@ -17,11 +17,12 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.fields import unread_columns
 from hf_longctx.hf.data.labels.counted import have_labels
 from hf_longctx.hf.data.labels.pieces import RowChanged, tables_of
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, too_long
+from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems
@@ -171,6 +172,7 @@ class SequenceSets:
             self._told.add(name)
             _tell_cuts(name, scan.sequence_lengths, index, self.longest_sequence)
             _tell_unlabelled(name, self._labelled[name])
+            _tell_left_out(name, dataset, scan)
         return index
 
     def labelled(self, name: str) -> NDArray[np.bool_]:
@@ -223,6 +225,11 @@ class SequenceSets:
         limits = setup.max_length, setup.room_tokens, setup.planner.tokens_per_rank
         for name, scan in scans.items():
             problems = list(scan.problems)
+            if is_empty(sets[name]) and (limit := getattr(self.args, "max_length", None)) is not None:
+                problems = [
+                    f"{name} has no rows once its trainer has cut them to max_length={limit} and dropped those without a label "
+                    f"that counts; raise max_length in the trainer's arguments, or check the dataset's path, split and labels"
+                ]
             if not problems and self.config.long_sequences == "error":
                 problems = [
                     f"{problem}{self._room_for(int(scan.sequence_lengths.max()))}"
@@ -298,6 +305,19 @@ def _tell_unlabelled(name: str, labelled: NDArray[np.bool_]) -> None:
             "%s: %s of %s sequences have no label that counts (%s), so they are read and teach nothing",
             *(name, f"{num_without:,}", f"{len(labelled):,}", "-100, weight 0, a single token, or cut off with the end of a row"),
         )
+
+
+def _tell_left_out(name: str, dataset: Any, scan: DatasetScan) -> None:
+    """Logs how much padding is left out, and which columns nothing reads."""
+    if (padding := scan.padding).num_tokens:
+        labels = f", {padding.num_labels:,} of which have labels" if padding.num_labels else ""
+        logger.warning(
+            "%s: %s tokens of padding in %s rows are left out, as attention_mask says%s",
+            *(name, f"{padding.num_tokens:,}", f"{padding.num_rows:,}", labels),
+        )
+    columns = dataset.column_names if hasattr(dataset, "column_names") else dataset[0]
+    if unread := unread_columns(columns):
+        logger.warning("%s: columns not read: %s", name, ", ".join(unread))
 
 
 def _differing_stages(stage: int, model: nn.Module, control: dist.ProcessGroup | None) -> list[str]:

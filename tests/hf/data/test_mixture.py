@@ -117,13 +117,26 @@ def test_weights_that_a_mix_would_drop_are_refused(column: str) -> None:
         mix_datasets([rows, rows])
 
 
-@pytest.mark.parametrize(
-    ("column", "value"), [("completion_mask", [0, 1]), ("attention_mask", [1, 0]), ("attention_mask", [1, 2])]
-)
+@pytest.mark.parametrize(("column", "value"), [("completion_mask", [0, 1]), ("prompt_mask", [0, 1]), ("attention_mask", [1, 2])])
 def test_columns_that_say_what_is_trained_are_refused(column: str, value: list[int]) -> None:
     masked = numbered(0, 2).add_column(column, [value, value])
     with pytest.raises(DataError, match=column):
         mix_datasets([masked, numbered(10, 2, labels=True)])
+
+
+def test_padding_is_left_out_of_a_mix() -> None:
+    padded = datasets.Dataset.from_list(
+        [
+            {"input_ids": [7, 8, 0, 0], "labels": [7, 8, 0, -100], "attention_mask": [1, 1, 0, 0]},
+            {"input_ids": [0, 7, 0, 9], "labels": [-100, 7, 0, 9], "attention_mask": [0, 1, 1, 1]},
+        ]
+    )
+    rows = mix_datasets([padded, numbered(10, 1, labels=True)])
+    found = sorted((row["input_ids"], row["labels"]) for row in rows)
+    assert found == [([7, 0, 9], [7, 0, 9]), ([7, 8], [7, 8]), ([10, 10], [10, 10])]
+    hole = datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}])
+    with pytest.raises(DataError, match="row 0 has zeros between the ones of its attention_mask"):
+        mix_datasets([hole, hole])
 
 
 def test_masks_of_ones_are_no_reason_to_refuse() -> None:

@@ -110,7 +110,7 @@ def test_conversations_without_an_answer_are_counted_and_left_out(caplog) -> Non
     rows = tokenise_chat(chats(conversation("a"), conversation("a", "b"), conversation("c")), tokenizer)
     assert len(rows) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "2 of 3 rows are left out, because they have no message of the assistant"
+        "2 of 3 rows are left out, because they have no message of the assistant that is learnt"
     ]
     with pytest.raises(DataError, match="none of the 2 rows has any message of the assistant"):
         tokenise_chat(chats(conversation("a"), conversation("b")), tokenizer)

@@ -33,7 +33,7 @@ def tables_of(dataset: Any, rows: IntArray, scanned: ScannedRows, task: HeadTask
         if not isinstance(dataset, datasets.Dataset):
             yield _table([_unchanged(source, int(number), scanned, task) for number in numbers])
             continue
-        table = task.listed(source[numbers.tolist()])
+        table = task.read(source[numbers.tolist()])
         for place in np.flatnonzero(list_lengths(table["input_ids"]) != scanned.scan.lengths[numbers]):
             raise RowChanged(scanned.change(int(numbers[place]), table.slice(place, 1)))
         yield table
@@ -41,7 +41,7 @@ def tables_of(dataset: Any, rows: IntArray, scanned: ScannedRows, task: HeadTask
 
 def _unchanged(dataset: Any, number: int, scanned: ScannedRows, task: HeadTask) -> Any:
     try:
-        row = task.listed(dataset[number])
+        row = task.read(dataset[number])
     except IndexError as error:
         raise RowChanged(scanned.loss(number, error)) from error
     if problem := scanned.change(number, row):

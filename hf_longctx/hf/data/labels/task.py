@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from torch import nn
 
+from hf_longctx.hf.data.labels.padding import unpadded
 from hf_longctx.hf.models.heads.kinds import HeadKind, head_kind, inner_model
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
@@ -74,6 +75,10 @@ class HeadTask:
         if values.dtype.kind in ("iuf" if self.has_values else "iu"):
             values = values.astype(np.float64 if self.has_values else np.int64)
         return {**{name: value for name, value in rows.items() if name != own}, "labels": values}
+
+    def read(self, rows: Any) -> Any:
+        """A row, or an Arrow table of rows, as training reads it: `listed`, and without padding."""
+        return unpadded(self.listed(rows), self.kind != "document")
 
     def _listed_table(self, table: pa.Table) -> pa.Table:
         own = self.label_column(table.column_names)

@@ -17,6 +17,7 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from hf_longctx.hf.data.collator import TokenSequence, shift
+from hf_longctx.hf.data.fields import unread_columns
 from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import RowTokens, row_tokens, too_long
@@ -94,7 +95,7 @@ class SequenceReader:
         # the first row after which the next state is taken
         self._state_row = 0 if anchor is None else anchor.row - 1 + ROWS_PER_STATE
         self._hashed = xxhash.xxh3_128(b"" if anchor is None else anchor.digest.encode())
-        self._has_states = self._has_told_cuts = False
+        self._has_states = self._has_told_cuts = self._has_told_padding = False
         self._columns: list[str] | None = None
         # hashes of the first rows of a loader with workers, until they are checked
         self._worker_rows: list[int] | None = []
@@ -201,13 +202,25 @@ class SequenceReader:
                     return
                 rows = item if isinstance(item, list) and item and all(isinstance(row, Mapping) for row in item) else [item]
                 for number, row in enumerate(rows, start=1):
-                    self._columns = sorted(row) if self._columns is None else self._columns
-                    tokens = row_tokens(row, self._columns, self.num_rows, rules.name, rules.vocab_size, rules.placeholders)
+                    if self._columns is None and isinstance(row, Mapping):
+                        self._columns = sorted(row)
+                        if unread := unread_columns(self._columns):
+                            logger.warning("%s: columns not read: %s", rules.name, ", ".join(unread))
+                    tokens = row_tokens(row, self._columns or (), self.num_rows, rules.name, rules.vocab_size, rules.placeholders)
+                    self._tell_padding(tokens)
                     yield tokens, number == len(rows)
         except ValueError as error:
             raise ValueError(f"{error} (row {self.num_rows} {place})") from error
         except Exception as error:
             raise ValueError(f"{rules.name} failed at row {self.num_rows} {place}: {_said(error)}") from error
+
+    def _tell_padding(self, tokens: RowTokens) -> None:
+        if tokens.num_padding and not self._has_told_padding:
+            self._has_told_padding = True
+            logger.warning(
+                "%s: %d tokens of padding of row %d are left out, as attention_mask says, and so is that of all later rows",
+                *(self.rules.name, tokens.num_padding, self.num_rows),
+            )
 
     def _cuts(self, row_length: IntArray, documents: IntArray | None) -> list[slice]:
         """Cuts a row of `row_length` [1] tokens into sequences, by the same rule as for map-style datasets."""

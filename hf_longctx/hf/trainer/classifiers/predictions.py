@@ -147,7 +147,7 @@ def padded_rows(rows: Sequence[Array], lengths: IntArray, padding: Array) -> Arr
 
 def _labels(rows: PlannedDataset, num_rows: int) -> tuple[list[Array] | None, list[Array] | None]:
     """The labels of every row and their weights in the loss; None for what the set has not."""
-    listed = (rows.task.listed(rows.dataset[number]) for number in range(num_rows))
+    listed = (rows.task.read(rows.dataset[number]) for number in range(num_rows))
     found: dict[str, list[Array]] = {"labels": [], LOSS_WEIGHTS: []}
     for row in listed:
         columns = getattr(row, "column_names", None) or list(row)

@@ -101,7 +101,7 @@ def token_predictions(
         predictions[name] = np.full(shape, IGNORE_INDEX if name == "likeliest" else 0, own.dtype)
         predictions[name][numbers, places] = own
     columns = {"labels": _empty(shape), "input_ids": _empty(shape)}
-    listed = [rows.task.listed(rows.dataset[number]) for number in range(shape[0])]
+    listed = [rows.task.read(rows.dataset[number]) for number in range(shape[0])]
     for name, padding in columns.items():
         items = [row_items(row, name if name in _names(row) else "input_ids") for row in listed]
         padded_rows(items, lengths, padding)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_longctx.hf.data.collator import PlannedStep, shift, token_sequences
+from hf_longctx.hf.data.labels.padding import unpadded
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import PACKED
 from hf_longctx.hf.models.adapters import base_of
@@ -114,7 +115,7 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
     parts = []
     with _scorer(model) as score:
         for number in range(rank, len(dataset), num_ranks):
-            row = dataset[number]
+            row = unpadded(dataset[number])
             if packed := [name for name in PACKED if name in row]:
                 raise ValueError(
                     f"row {number} has a column {packed[0]!r}, but the model of a stock trainer reads every row as one document; "

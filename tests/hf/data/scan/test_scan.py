@@ -107,9 +107,14 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         "train_dataset holds label 64, but the model's vocabulary has 64 entries (-100 means no label); "
         "tokenise with the model's own tokenizer",
     ),
-    "padding": (
-        {"attention_mask": [1, 0]},
-        "train_dataset is padded (attention_mask holds zeros); tokenise without padding: rows of any length can be packed",
+    "zeros between ones": (
+        {"input_ids": [5, 5, 5], "attention_mask": [1, 0, 1]},
+        "train_dataset row 3 has zeros between the ones of its attention_mask, but only padding at the ends of a row can be left "
+        "out; give such tokens the label -100 instead, or take them out of the row",
+    ),
+    "padding alone": (
+        {"attention_mask": [0, 0]},
+        "train_dataset row 3 has no tokens; remove empty rows, for example with dataset.filter",
     ),
 }
 
@@ -188,7 +193,7 @@ def test_no_input_ids_names_the_columns_there_are(make) -> None:
 
 def test_rows_that_are_no_mappings_are_found() -> None:
     _, (problem,) = dataset_problems([[1, 2, 3]], "train_dataset", VOCAB_SIZE)
-    assert "no column 'input_ids' (it has list)" in problem
+    assert problem.startswith("train_dataset row 0 is [1, 2, 3] and has no column 'input_ids' (it has list)")
 
 
 def test_a_dict_of_datasets_is_refused() -> None:
