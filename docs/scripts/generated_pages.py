@@ -1,8 +1,8 @@
 """Writes the pages that repeat what the code says: `python docs/scripts/generated_pages.py`.
 
-`reference/settings.md` comes from the fields of `LongContextConfig`, the table in `reference/training-arguments.md` from that of
-the start checks, the pages in `errors` from all messages in the source, `llms.txt` from the site's navigation and the first
-sentence of every page. A test compares them with those in the repository.
+`reference/settings.md` comes from the fields of `LongContextConfig`, `reference/data-fields.md` from the tables of
+`hf/data/fields.py`, the table in `reference/training-arguments.md` from that of the start checks, the pages in
+`errors` from all messages in the source, `llms.txt` from the site's navigation and the first sentence of every page. A test compares them with those in the repository.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 from error_pages import SUBJECTS, error_page
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.fields import CHAT_COLUMNS, MESSAGE_FIELDS, TOKEN_COLUMNS, Column, MessageField
 from hf_longctx.hf.start.settings.fields import SETTINGS, Setting
 
 DOCS = Path(__file__).parents[1]
@@ -143,8 +144,72 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.:])\s", plain)[0].removesuffix(":").removesuffix(".") + "."
 
 
+def fields_page() -> str:
+    """The page about the fields of messages and the columns of rows, with the tables that the code reads."""
+    messages = {
+        name: dataclasses.replace(
+            field,
+            meaning=f"a flag of {field.meaning}{'; *all speakers*' if field.learns_others else ''}"
+            if field.use == "flag"
+            else field.meaning,
+        )
+        for name, field in MESSAGE_FIELDS.items()
+    }
+    return _FIELDS_PAGE.format(*(_grouped(fields) for fields in (messages, CHAT_COLUMNS, TOKEN_COLUMNS)))
+
+
+def _grouped(fields: Mapping[str, MessageField | Column]) -> str:
+    """The rows of a table: the names with one use and meaning, which, and what."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, field in fields.items():
+        names.setdefault((field.use, field.meaning), []).append(f"`{name}`")
+    return "\n".join(f"| {', '.join(own)} | {use} | {meaning} |" for (use, meaning), own in names.items())
+
+
+_FIELDS_PAGE = """# What a row of data says
+
+Every field of a message and every column of a row is read, named as not read, or refused by name with row and value. These tables
+are those by which the code decides; `python docs/scripts/generated_pages.py` writes this page.
+
+## Fields of a message
+
+A `text` is rendered if the chat template reads it. A `flag` says whether a turn of the assistant is learnt: 0 and false for no, 1
+and true for yes, null for a turn without the flag, which is learnt. Other values, flags that disagree, and flags that would teach
+another speaker (those marked *all speakers*) are refused. A `note` is ignored. A field that is not here is text if the template
+names it, and refused otherwise. Trainers of TRL that tokenise conversations themselves do as TRL does: they ignore flags.
+
+| field | use | meaning |
+|---|---|---|
+{}
+
+Keys of a message that are null are left out, as `apply_chat_template` does. Nulls inside tool calls, tools and other values are
+rendered if the file holds them: in files of JSON that `datasets` reads, in JSON text, and for keys that are null in every row. In
+other data, Arrow adds to each row the keys that other rows have; such nulls are left out, and a line in the log names them.
+
+## Columns of conversations
+
+`tokenise_chat` reads the column with the messages and those below. It refuses other columns if the chat template reads a
+variable of that name, if their name says that they mask or weigh (mask, weight, loss, train, label, kwargs) and they hold no
+text, and if they have one number per message. It names the rest once: *columns not read: id, source*.
+
+| column | use | meaning or remedy |
+|---|---|---|
+{}
+
+## Columns of rows of tokens
+
+Other columns are refused if their name says that they mask or weigh and they hold no text, if they have one number per token, and
+if they are inputs for images, sound or video. The rest is named once as not read.
+
+| column | use | meaning or remedy |
+|---|---|---|
+{}
+"""
+
+
 PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "reference" / "settings.md": settings_page,
+    DOCS / "reference" / "data-fields.md": fields_page,
     ARGUMENTS: arguments_page,
     **{DOCS / "errors" / f"{subject}.md": partial(error_page, subject) for subject in SUBJECTS},
     DOCS / "llms.txt": llms_page,

@@ -354,5 +354,5 @@ def read_columns(trainer: type, dataset: Any) -> Any:
         for name, is_text in columns.items()
         if name not in _PREPARED and named_column_problem({name: is_text}, "", allowed=("label", "labels"))
     ]
-    read = [name for name in dataset.column_names if name in (*_READ, LOSS_WEIGHTS, *refused)]
-    return dataset if len(read) == len(dataset.column_names) else dataset.select_columns(read)
+    names = [name for name in dataset.column_names if name in (*_READ, LOSS_WEIGHTS, *refused)]
+    return dataset if len(names) == len(dataset.column_names) else dataset.select_columns(names)
