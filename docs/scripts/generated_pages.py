@@ -1,8 +1,9 @@
 """Writes the pages that repeat what the code says: `python docs/scripts/generated_pages.py`.
 
 `reference/settings.md` comes from the fields of `LongContextConfig`, `reference/data-fields.md` from the tables of
-`hf/data/fields.py`, the table in `reference/training-arguments.md` from that of the start checks, the pages in
-`errors` from all messages in the source, `llms.txt` from the site's navigation and the first sentence of every page. A test compares them with those in the repository.
+`hf/data/fields.py`, the table in `reference/training-arguments.md` from that of the start checks, the pages in `errors` from all
+messages in the source, `llms.txt` from the site's navigation and the first sentence of every page. A test compares them with
+those in the repository.
 """
 
 from __future__ import annotations
