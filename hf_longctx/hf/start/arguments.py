@@ -650,6 +650,21 @@ def kind_of_model_problems(model: Any) -> list[str]:
     return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel), or its folder or name as text"]
 
 
+def _unsharded_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
+    """Problem with the first weight that cannot be divided among ranks, if weights are."""
+    if config.parameters == "replicated" or num_ranks == 1:
+        return []
+    for name, parameter in model.named_parameters():
+        kind = "a single number" if not parameter.dim() else "complex" if parameter.is_complex() else ""
+        kind = kind or ("empty" if not parameter.numel() else "")
+        if kind:
+            return [
+                f"the weight {name} is {kind}, which cannot be divided among ranks; use parameters='replicated', or make it a "
+                f"real tensor with one dimension or more and at least one element"
+            ]
+    return []
+
+
 def setup_problems(
     model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
 ) -> list[str]:
@@ -666,6 +681,7 @@ def setup_problems(
     except ValueError as error:
         problems.append(str(error))
     problems += stage_setting_problems(model, config, num_ranks)
+    problems += _unsharded_problems(model, config, num_ranks)
     problems += _state_setting_problems(model, config)
     if config.solver == "static" and config.static_degree and config.static_degree not in degrees:
         problems.append(

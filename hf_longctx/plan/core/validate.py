@@ -47,6 +47,7 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
                 _check_same_order(index, micro_batch, block, plan.block_ranks)
     _check_every_rank(plan)
     _check_same_layers(plan)
+    _check_interleaving(plan)
     if limit_bytes and plan.estimate.peak_bytes > limit_bytes:
         raise PlanError(
             f"the plan of step {plan.step} is predicted to need {plan.estimate.peak_bytes / 2**30:.2f} GiB on a rank, but the "
@@ -58,6 +59,17 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
             f"but the limit is {host_limit_bytes / 2**30:.2f} GiB; allow more host memory (host_gib) or larger degrees"
         )
     return plan
+
+
+def _check_interleaving(plan: StepPlan) -> None:
+    """Shards are freed and gathered with the whole of a stage, so they go with one layer range per stage."""
+    stages = (stage for micro_batch in plan.micro_batches for group in micro_batch.groups for stage in group.stages)
+    num_parts = max((len(stage.parts) for stage in stages), default=1)
+    if num_parts > 1 and plan.parameters != "replicated":
+        raise PlanError(
+            f"the plan interleaves {num_parts} layer ranges per stage with parameters {plan.parameters!r}; interleaving needs "
+            f"parameters 'replicated'"
+        )
 
 
 def describe_plan(plan: StepPlan) -> str:

@@ -506,3 +506,16 @@ def test_models_with_nothing_to_train_are_refused_by_name() -> None:
     ]
     (problem,) = model_problems(tiny_llama().to("meta"))
     assert "have no values, since they are on torch's meta device (first model.embed_tokens.weight)" in problem
+
+
+@pytest.mark.parametrize("value,kind", [(torch.tensor(1.0), "a single number"), (torch.empty(0), "empty")])
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+def test_a_weight_that_cannot_be_divided_is_refused_by_name(value: torch.Tensor, kind: str, parameters: str) -> None:
+    model = tiny_llama()
+    model.model.norm.register_parameter("gain", torch.nn.Parameter(value))
+    config = LongContextConfig(parameters=parameters)
+    problems = setup_problems(model, None, config, 2, (1, 2))
+    assert any(f"the weight model.norm.gain is {kind}" in problem for problem in problems)
+    # one rank has whole weights, and so have ranks of replicated ones
+    for other, num_ranks in ((config, 1), (LongContextConfig(), 2)):
+        assert not any("cannot be divided" in problem for problem in setup_problems(model, None, other, num_ranks, (1,)))

@@ -235,6 +235,11 @@ def test_a_stage_without_layers_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("parameters", ["gathered_per_round", "sharded"])
+def test_interleaved_ranges_need_whole_weights(parameters: str) -> None:
+    refused(edited("interleaved", parameters=parameters), "interleav|same order")
+
+
 def test_all_stages_have_the_same_number_of_parts() -> None:
     plan = fixture("interleaved")
     one_part = with_stage(plan, 1, parts=plan.micro_batches[0].groups[0].stages[1].parts[:1], activations=())
