@@ -129,19 +129,22 @@ def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | Non
         logger.warning("%s: the index in %s is damaged, so it is built again", name, path)
         return None
     try:
-        return _parsed(content, header_start, made_from)
+        found = _parsed(content, header_start, made_from)
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
         # its checksum is right, so it was written by another version, or by hand
         logger.warning("%s: the index in %s has another form, so it is built again", name, path)
         return None
+    if found is None:
+        logger.warning("%s: the index in %s was made from other files, so it is built again", name, path)
+    return found
 
 
-def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> DatasetScan:
-    """The scan in the bytes of an index file; LookupError, ValueError or TypeError for bytes that are none of this data's."""
+def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> DatasetScan | None:
+    """The scan in the bytes of an index file, None if it was made from other files; raises an error for another form."""
     lengths_start = content.index(b"\n", header_start) + 1
     values = json.loads(content[header_start:lengths_start])
     if values["made_from"] != made_from:
-        raise LookupError("made_from")
+        return None
     numbers = np.frombuffer(content, dtype=np.int64, offset=lengths_start).copy()
     counts = [None if count is None else int(count) for count in values["counts"]]
     if sum(count for count in counts if count is not None) != len(numbers) or min((c for c in counts if c), default=1) < 0:
