@@ -3,9 +3,9 @@
     git clone https://github.com/huggingface/trl outputs/trl
     PYTHONPATH=FOLDER_OF_AN_INSTALLED_TRL python tests/peers/trl_suites.py outputs/trl
 
-Tests run from the checkout, against the installed TRL, on the CPU, without a network, with defaults of `LongContextConfig`. Each
-suite runs with TRL's classes first: what fails or is skipped there (images, Liger, vLLM, accelerators) says nothing about ours,
-and is left out. `--page` writes the table into the documentation.
+Tests run from the checkout, against the installed TRL, on the CPU, without a network, with defaults of `LongContextConfig`. What
+does not pass runs with TRL's classes too: tests that fail or are skipped there (images, Liger, vLLM, accelerators) say nothing
+about ours, and are left out. `--page` writes the table into the documentation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -29,24 +30,26 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="folder of a checkout of TRL")
     parser.add_argument("--suites", nargs="+", choices=_SUITES, default=list(_SUITES))
     parser.add_argument("--out", type=Path, default=Path("outputs/peers"), help="folder for models, data and outcomes")
-    parser.add_argument("--again", choices=("stock", "ours", "none"), default="ours", help="which outcomes to find anew")
+    parser.add_argument("--again", action="store_true", help="run also what passed in an earlier call")
     parser.add_argument("-k", dest="chosen", default="", help="run only tests of this expression, as pytest does")
-    parser.add_argument("--all", action="store_true", help="also run what failed or was skipped with TRL's classes")
     parser.add_argument("--page", type=Path, help="write the table to this page")
     options = parser.parse_args()
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     local_hub.write_hub(folder)
-    rows = []
+    rows: Rows = []
     for suite in options.suites:
-        stock, ours = folder / f"{suite}.stock.jsonl", folder / f"{suite}.ours.jsonl"
-        if options.again == "stock" or not stock.exists():
-            _run(options.checkout, suite, folder, stock, is_stock=True, chosen=options.chosen)
-        runs = [name for name, each in _read(stock).items() if each["outcome"] == "passed" or options.all]
-        if options.again != "none" and runs:
-            _run(options.checkout, suite, folder, ours, is_stock=False, chosen=options.chosen, tests=runs)
+        ours, stock = folder / f"{suite}.ours.jsonl", folder / f"{suite}.stock.jsonl"
+        before = {} if options.again else _read(ours)
+        open_ones = [name for name, each in before.items() if each["outcome"] in ("failed", "refused")]
+        if open_ones or not before:
+            _run(options.checkout, suite, folder, ours, chosen=options.chosen, tests=open_ones)
         found = _read(ours)
-        rows += [(suite, name, found[name]) for name in runs if name in found]
+        unclear = [name for name, each in found.items() if each["outcome"] in ("failed", "refused") and name not in _read(stock)]
+        if unclear:
+            _run(options.checkout, suite, folder, stock, is_stock=True, tests=unclear)
+        is_here = {name: each["outcome"] == "passed" for name, each in _read(stock).items()}
+        rows += [(suite, name, each) for name, each in found.items() if each["outcome"] != "skipped" and is_here.get(name, True)]
     print(_text(rows))
     if options.page is not None:
         options.page.write_text(_page(rows), encoding="utf-8")
@@ -54,10 +57,16 @@ def main() -> int:
 
 
 def _run(
-    checkout: Path, suite: str, folder: Path, outcomes: Path, *, is_stock: bool, chosen: str, tests: list[str] | None = None
+    checkout: Path,
+    suite: str,
+    folder: Path,
+    outcomes: Path,
+    *,
+    is_stock: bool = False,
+    chosen: str = "",
+    tests: list[str],
 ) -> None:
-    if not chosen:
-        outcomes.unlink(missing_ok=True)
+    """Runs `tests` of a suite, or all of them, and adds a line to `outcomes` for each."""
     paths = [str(_HERE), str(_HERE.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     added = {
         "HF_HUB_OFFLINE": "1",
@@ -72,7 +81,7 @@ def _run(
         "TOKENIZERS_PARALLELISM": "false",
     }
     file = f"tests/test_{suite}_trainer.py"
-    names = [file] if tests is None else [f"{file}::{name}" for name in tests]
+    names = [f"{file}::{name}" for name in tests] or [file]
     listed = folder / f"{suite}.tests"
     listed.write_text("\n".join(names), encoding="utf-8")
     # -P: the package of the checkout must not come before the installed one
@@ -103,7 +112,50 @@ def _text(rows: Rows) -> str:
 
 
 def _page(rows: Rows) -> str:
-    raise NotImplementedError
+    """The table as a page of the documentation; refusals are links to their entries on the pages of errors."""
+    counts = Counter((suite, each["outcome"]) for suite, _, each in rows)
+    table = ["| suite | run here | passed | refused by name | failed |", "|---|---|---|---|---|"]
+    for suite in dict.fromkeys(suite for suite, *_ in rows):
+        numbers = [counts[suite, outcome] for outcome in ("passed", "refused", "failed")]
+        table.append(f"| `test_{suite}_trainer.py` | {sum(numbers)} | " + " | ".join(map(str, numbers)) + " |")
+    reasons: dict[str, list[str]] = {}
+    headings = _headings()
+    for suite, name, each in rows:
+        if each["outcome"] != "passed":
+            for problem in _problems(each["said"]) if each["outcome"] == "refused" else ["failed otherwise"]:
+                link = next((text for pattern, text in headings if pattern.match(problem)), f"`{problem[:90]}`")
+                reasons.setdefault(link, []).append(f"{suite}: `{name.split('::')[-1]}`")
+    entries = [f"- {link}\n" + "\n".join(f"    - {name}" for name in names) for link, names in reasons.items()]
+    return f"{_HEAD}\n" + "\n".join(table) + "\n\n## What is refused\n\n" + "\n".join(entries) + "\n"
+
+
+_HEAD = """\
+# TRL's own tests
+
+The suites that TRL keeps for its trainers, run with `LongContextMixin` in front of its classes, with defaults, on a CPU. Models
+are tiny ones of the same classes, and data sets have the same columns, all made locally. Tests that fail or are skipped with
+TRL's own classes there (images, Liger, vLLM, accelerators, names of another version of TRL) are left out.
+
+    python tests/peers/trl_suites.py CHECKOUT_OF_TRL --page docs/reference/trl-tests.md
+
+"""
+
+
+def _problems(said: str) -> list[str]:
+    """The problems that a refusal lists, or its only sentence."""
+    return re.findall(r"^- (.+)$", said, flags=re.MULTILINE) or [said]
+
+
+def _headings() -> list[tuple[re.Pattern[str], str]]:
+    """Patterns of the messages on the pages of errors, the longest first, and links to them."""
+    found = []
+    for page in sorted((_HERE.parents[1] / "docs" / "errors").glob("*.md")):
+        for heading in re.findall(r"^#### (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            text = heading.strip("`")
+            pattern = re.compile(".+?".join(map(re.escape, text.split("…"))), flags=re.DOTALL)
+            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            found.append((len(text), pattern, f"[`{text}`](../errors/{page.name}#{anchor})"))
+    return [(pattern, link) for _, pattern, link in sorted(found, key=lambda each: -each[0])]
 
 
 if __name__ == "__main__":

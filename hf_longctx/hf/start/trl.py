@@ -40,6 +40,8 @@ _GENERATING = ("GRPOTrainer", "RLOOTrainer")
 # trainers that compute whole logits for a user's `compute_metrics`
 _WITH_LOGITS = ("DPOTrainer", "KTOTrainer")
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
+# metrics that plans log in place of SFTTrainer
+OF_TRL = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss")
 # columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
 _READ = ("input_ids", "labels", "seq_lengths")
 # columns that TRL reads or makes before its collator, whatever their names
@@ -214,10 +216,6 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
         )
     if getattr(trainer, "_is_vision_dataset", False) or hasattr(trainer.processing_class, "image_processor"):
         problems.append(f"{name} was given images or a processor for images, but plans run rows of text alone; pass a tokenizer")
-    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
-        problems.append(f"{name} with tools or environments is not tested under plans; leave them out")
-    if getattr(trainer, "rollout_func", None) is not None:
-        problems.append(f"{name} with a rollout_func is not tested under plans; let it generate with transformers")
     if getattr(trainer, "aux_loss_enabled", False):
         problems += balance_problems(base_of(model), f"{name} adds the balance loss of the experts", NO_BALANCE)
         if trainer.longctx_config.lend_stages:

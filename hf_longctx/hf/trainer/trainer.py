@@ -56,7 +56,9 @@ from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_prob
 from hf_longctx.hf.start.settings.late import values_at_start
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer
 from hf_longctx.hf.start.trl import (
+    OF_TRL,
     counts_tokens,
+    is_planned,
     is_scored,
     read_columns,
     scored_temperature,
@@ -420,7 +422,9 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         if "loss" in logs:
             logs |= {**self.longctx_run.report.take_metrics(), **self._guard.metrics()}
         if "train_loss" in logs:
-            logs |= self._guard.total_metrics()
+            # TRL's last entry has what no earlier one had
+            rest = self.longctx_run.report.take_metrics() if is_planned(type(self)) else {}
+            logs |= {name: rest[name] for name in OF_TRL if name in rest} | self._guard.total_metrics()
         super().log(logs, start_time)
 
     def _key_dropout(self, plans: Sequence[StepPlan]) -> None:

@@ -45,6 +45,7 @@ def rows_of(kind: str) -> datasets.Dataset:
         "reward": lambda a, b: {"chosen": f"{a} {b}", "rejected": f"{a} {b[: len(b) // 2]} hello", "margin": len(b) % 3 / 10},
         "prompt": lambda a, b: {"prompt": a},
         "prompt, rloo": lambda a, b: {"prompt": a},
+        "prompt, rollout": lambda a, b: {"prompt": a},
     }
     return datasets.Dataset.from_list([make[kind](a, b) for a, b in pairs])
 
@@ -62,9 +63,17 @@ def generating(base: Any) -> Any:
             first, eos = self.accelerator.process_index * len(prompt_ids), self.processing_class.eos_token_id
             numbers = [sum(ids) + 3 * (first + place) for place, ids in enumerate(prompt_ids)]
             made = [[*(6 + (number * (i + 2)) % 20 for i in range(3 + number % 9)), eos] for number in numbers]
-            return (made, None) if "GRPO" in base.__name__ else made
+            return (made, None) if any("GRPO" in each.__name__ for each in base.__mro__) else made
 
     return Tabled
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions as of `generating`, in which an environment has written the second token."""
+    ids: list[list[int]] = trainer.processing_class(prompts)["input_ids"]
+    made, _ = generating(type(trainer))._generate_single_turn(trainer, ids)
+    masks = [[int(place != 1) for place, _ in enumerate(each)] for each in made]
+    return {"prompt_ids": ids, "completion_ids": made, "logprobs": [[0.0] * len(each) for each in made], "env_mask": masks}
 
 
 def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
@@ -90,7 +99,8 @@ def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
 
 def trainer_name(kind: str) -> str:
     """The trainer of TRL that takes rows of this kind, without the ending."""
-    return {"preference": "DPO", "unpaired": "KTO", "reward": "Reward", "prompt": "GRPO", "prompt, rloo": "RLOO"}.get(kind, "SFT")
+    names = {"preference": "DPO", "unpaired": "KTO", "reward": "Reward", "prompt": "GRPO", "prompt, rloo": "RLOO"}
+    return {**names, "prompt, rollout": "GRPO"}.get(kind, "SFT")
 
 
 def models_of(kind: str, case: ModelCase, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +146,8 @@ def train_trl(
     settings |= models_of(kind, case, arguments)
     if name in ("GRPO", "RLOO"):
         settings["reward_funcs"] = reward
+    if kind == "prompt, rollout":
+        settings["rollout_func"] = rollout
     with tempfile.TemporaryDirectory() as folder:
         if name in ("GRPO", "RLOO"):
             # TRL loads the reference model from the model's folder

@@ -17,7 +17,7 @@ from helpers.trainers.trl_runs import rows_of, train_trl, trainer_name, trl_argu
 from hf_longctx import LongContextCallback, LongContextMixin
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start import versions
-from hf_longctx.hf.start.trl import alone_problems
+from hf_longctx.hf.start.trl import OF_TRL, alone_problems
 from hf_longctx.plan.memory.byte_model import ByteModel
 
 pytestmark = [
@@ -77,6 +77,7 @@ RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
     "rewards, adapters": (2, "reward", "mixin", LORA, {"tokens_per_rank": 60, "stages": 2}, {}),
     "policy": (2, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"beta": 0.1, "temperature": 0.7, "num_iterations": 2}),
     "policy, sampled": (1, "prompt", "mixin", (), {"tokens_per_rank": 40}, {"seed": 5, "loss_type": "grpo"}),
+    "policy, rolled out": (2, "prompt, rollout", "mixin", (), {"tokens_per_rank": 40}, {"beta": 0.1}),
     "policy, rloo": (2, "prompt, rloo", "mixin", LORA, {"tokens_per_rank": 40}, {"beta": 0.1, "num_iterations": 2}),
     "experts": (2, "completion", "mixin", (), {"tokens_per_rank": 48}, BALANCED),
     "experts of pairs": (2, "preference", "mixin", (), {"tokens_per_rank": 40}, {"rows_per_step": 4, **ACCUMULATED, **BALANCED}),
@@ -145,6 +146,18 @@ def test_evaluation_takes_the_sets_that_trl_takes(tmp_path: Path, completion_onl
         for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
             assert found[name] == pytest.approx(expected[name], rel=TOLERANCE)
     assert by_name["eval_b_loss"] != by_name["eval_a_loss"]
+
+
+def test_the_last_entry_of_the_log_has_what_no_earlier_one_had(tmp_path: Path) -> None:
+    import trl
+
+    logs = []
+    for config in (None, {"tokens_per_rank": 400}):
+        model = build_model(ModelCase("qwen3_moe"))
+        trainer = make(trl.SFTTrainer, tmp_path, config, {"logging_steps": 100, **BALANCED}, model=model)
+        trainer.train()
+        logs.append({name: trainer.state.log_history[-1].get(name) for name in OF_TRL})
+    assert logs[1] == pytest.approx(logs[0], rel=1e-5)
 
 
 def test_evaluation_of_pairs_is_that_of_trl(tmp_path: Path) -> None:
