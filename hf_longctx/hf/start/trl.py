@@ -97,17 +97,24 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
 
 # class of TRL -> columns of which a training set has all of one group
 _COLUMNS = {
-    "SFTTrainer": (("input_ids",), ("messages",), ("prompt", "completion"), ("text",)),
-    "DPOTrainer": (("chosen", "rejected"),),
+    "SFTTrainer": (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), ("text",)),
+    "DPOTrainer": (("chosen", "rejected"), ("prompt_ids", "chosen_ids", "rejected_ids")),
     "RewardTrainer": (("chosen", "rejected"), ("chosen_ids", "rejected_ids")),
-    "KTOTrainer": (("prompt", "completion", "label"), ("chosen", "rejected")),
+    "KTOTrainer": (("prompt", "completion", "label"), ("chosen", "rejected"), ("prompt_ids", "completion_ids", "label")),
     "GRPOTrainer": (("prompt",),),
     "RLOOTrainer": (("prompt",),),
 }
 
 
-def unprepared_problems(trainer: type, model: Any, args: Any, sets: dict[str, Any]) -> list[str]:
-    """Problems with what a trainer of TRL is given, in which its own constructor would end in an error of Python's."""
+# arguments that make rows of any columns into those that a trainer reads
+_MAKES_ROWS = ("formatting_func", "environment_factory", "rollout_func")
+
+
+def unprepared_problems(trainer: type, model: Any, args: Any, sets: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    """Problems with what a trainer of TRL is given, in which its own constructor would end in an error of Python's.
+
+    given: its other arguments.
+    """
     name, problems = getattr(trl_class(trainer), "__name__", ""), []
     if model is None:
         problems.append(f"{name} was given no model; pass a model, or its name")
@@ -116,7 +123,8 @@ def unprepared_problems(trainer: type, model: Any, args: Any, sets: dict[str, An
     groups = (((args.dataset_text_field,),) if hasattr(args, "dataset_text_field") else ()) + _COLUMNS.get(name, ())
     for which, dataset in sets.items():
         columns = getattr(dataset, "column_names", None)
-        if isinstance(columns, list) and groups and not any(set(group) <= set(columns) for group in groups):
+        makes_rows = any(given.get(each) is not None for each in _MAKES_ROWS)
+        if isinstance(columns, list) and groups and not makes_rows and not any(set(group) <= set(columns) for group in groups):
             wanted = ", or ".join(" and ".join(group) for group in dict.fromkeys(groups))
             problems.append(f"{which} has the columns {listed(columns) or '(none)'}, and {name} reads {wanted}; rename them")
     return problems

@@ -167,7 +167,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 self.model_init = model_init
             else:
                 self.longctx_config = config
-                problems += unprepared_problems(type(self), model, args, sets)
+                problems += unprepared_problems(type(self), model, args, sets, kwargs)
                 control = self._check_early(args, {"data_collator": data_collator, **kwargs}, problems)
                 # a trainer of TRL makes the model and the sets ready itself
                 with naming_errors(type(self).__name__):

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from helpers.models.chats import word_tokenizer
 from helpers.models.reference import relative_error
@@ -123,7 +124,7 @@ def make(
     return trainer_class(
         model=kwargs.pop("model", None) or build_model(ModelCase()),
         args=trl_arguments(getattr(trl, base.__name__.replace("Trainer", "Config"), trl.SFTConfig), str(folder), **arguments),
-        train_dataset=rows_of(kind),
+        train_dataset=kwargs.pop("train_dataset", None) or rows_of(kind),
         processing_class=word_tokenizer(),
         **settings,
         **kwargs,
@@ -301,3 +302,18 @@ def test_other_trainers_and_versions_of_trl_are_refused_by_name(tmp_path: Path, 
     monkeypatch.setattr(versions, "_TRL", "1.17")
     (problem,) = alone_problems(args)
     assert "its trainers are tested with 1.17" in problem
+
+
+def test_columns_that_trl_makes_into_text_are_read(tmp_path: Path) -> None:
+    import trl
+
+    texts = rows_of("text")["text"]
+    chats = [{"conversations": [{"from": "user", "value": "hello"}, {"from": "assistant", "value": text}]} for text in texts]
+    makers: dict[str, Any] = {
+        "conversations": (datasets.Dataset.from_list(chats), {}),
+        "a function": (datasets.Dataset.from_dict({"said": texts}), {"formatting_func": lambda row: row["said"]}),
+    }
+    for rows, more in makers.values():
+        found = make(trl.SFTTrainer, tmp_path, {}, {}, train_dataset=rows, **more)
+        expected = make(trl.SFTTrainer, tmp_path, None, {}, train_dataset=rows, **more)
+        assert found.train_dataset["input_ids"] == expected.train_dataset["input_ids"]
