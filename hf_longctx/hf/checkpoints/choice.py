@@ -317,10 +317,12 @@ def _config_findings(folder: Path) -> list[Finding]:
 
 
 def _weight_findings(folder: Path) -> list[Finding]:
-    index, single, adapters = folder / INDEX_FILE, folder / WEIGHTS_FILE, folder / ADAPTER_FILE
+    index, single = folder / INDEX_FILE, folder / WEIGHTS_FILE
+    # an adapter with a name has a folder of its own
+    adapters = sorted((*folder.glob(ADAPTER_FILE), *folder.glob(f"*/{ADAPTER_FILE}")))
     files = [single]
-    if adapters.exists():
-        files = [adapters]
+    if adapters:
+        files = adapters
     elif index.exists() and not single.exists():
         try:
             files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]

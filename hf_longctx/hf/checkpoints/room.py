@@ -129,7 +129,7 @@ def checkpoint_bytes(args: TrainingArguments, model: Any, master_dtypes: Sequenc
     """
     if not hasattr(model, "parameters"):
         return 0
-    weights = list(adapter_parameters(model).values() if is_adapted(model) else model.parameters())
+    weights = list(adapter_parameters(model) if is_adapted(model) else model.parameters())
     num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     name = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")
     if args.save_only_model or name not in (_ADAM, *_MOMENT_BYTES):

@@ -198,7 +198,7 @@ def join_stages(folder: Path, num_stages: int) -> None:
     partials = [partial_folder(folder, number) for number in range(num_stages)]
     if missing := [partial for partial in partials if not partial.is_dir()]:
         raise FileNotFoundError(f"{missing[0]} does not exist; the ranks of all stages must write to one shared folder")
-    if (partials[0] / ADAPTER_FILE).exists():
+    if any(partials[0].rglob(ADAPTER_FILE)):
         _join_adapters(partials, folder)
     else:
         _join_weights(partials, folder)
@@ -235,15 +235,20 @@ def _join_weights(partials: list[Path], folder: Path) -> None:
 
 
 def _join_adapters(partials: list[Path], folder: Path) -> None:
-    adapters: dict[str, Tensor] = {}
-    for partial in partials:
-        adapters.update(load_file(partial / ADAPTER_FILE))
-    joined = partials[0] / "joined.tmp"
-    save_file(adapters, joined, metadata={"format": "pt"})
-    _join_targets([partial / CONFIG_NAME for partial in partials])
-    for file in (*partials[0].glob("*.json"), *partials[0].glob("*.md")):
+    """Joins the files of every adapter, which may lie in a folder of its name."""
+    for inner in [file.parent.relative_to(partials[0]) for file in sorted(partials[0].rglob(ADAPTER_FILE))]:
+        adapters: dict[str, Tensor] = {}
+        for partial in partials:
+            adapters.update(load_file(partial / inner / ADAPTER_FILE))
+        joined = partials[0] / inner / "joined.tmp"
+        save_file(adapters, joined, metadata={"format": "pt"})
+        _join_targets([partial / inner / CONFIG_NAME for partial in partials])
+        (folder / inner).mkdir(exist_ok=True)
+        for file in (*(partials[0] / inner).glob("*.json"), *(partials[0] / inner).glob("*.md")):
+            file.replace(folder / inner / file.name)
+        joined.replace(folder / inner / ADAPTER_FILE)
+    for file in partials[0].glob("*.md"):
         file.replace(folder / file.name)
-    joined.replace(folder / ADAPTER_FILE)
 
 
 def _join_targets(files: list[Path]) -> None:

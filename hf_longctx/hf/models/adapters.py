@@ -34,7 +34,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 # add a kind only together with its runs in tests/hf/trainer/test_adapter_trainer.py
 TESTED_KINDS = ("LORA",)
-_ADAPTER = "default"
+# name of an adapter that PEFT saves in the model's folder itself; others get a folder inside
+_UNNAMED = "default"
 # the copy of the adapters that TRL makes
 _REFERENCE = "ref"
 # settings of LoraConfig that may have any value, since every value is tested or none affects the computation
@@ -42,7 +43,7 @@ _FREE_SETTINGS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
-    *("trainable_token_indices", "lora_dropout"),
+    *("trainable_token_indices", "lora_dropout", "ensure_weight_tying", "modules_to_tie"),
 }
 # settings with several tested values; every other setting must have its default
 _SETTINGS: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gaussian")}
@@ -70,26 +71,29 @@ def kind_problems(model: Any) -> list[str]:
             return [f"adapters of {type(model).__name__} are not in the tested list; use get_peft_model(model, LoraConfig(...))"]
         return []
     names = [str(name) for name in model.peft_config]
-    if names == [_ADAPTER, _REFERENCE]:
+    if _REFERENCE in names and len(names) > 1:
         return [
-            f"TRL added an adapter named {_REFERENCE!r} as the reference to a model that had adapters already, and plans run one "
-            f"adapter; call model.merge_and_unload(), pass the merged model to the trainer, and new adapters as peft_config"
+            f"TRL added an adapter named {_REFERENCE!r} as the reference to a model that had adapters already, and plans run no "
+            f"other adapters for a reference; call model.merge_and_unload(), pass the merged model to the trainer, and new "
+            f"adapters as peft_config"
         ]
-    if names != [_ADAPTER]:
-        return [f"adapters {', '.join(names)}: only one named {_ADAPTER!r} is supported; call get_peft_model once"]
-    config = model.peft_config[_ADAPTER]
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind not in TESTED_KINDS or type(config) is not LoraConfig:
-        return [
-            f"adapters of kind {kind} ({type(config).__name__}) are not in the tested list ({', '.join(TESTED_KINDS)}): slices "
-            f"and sequence groups might give silently wrong results with them; use LoraConfig"
-        ]
+    for name, config in model.peft_config.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind not in TESTED_KINDS or type(config) is not LoraConfig:
+            return [
+                f"adapters of kind {kind} ({type(config).__name__}{'' if name == _UNNAMED else f', named {name!r}'}) are not in "
+                f"the tested list ({', '.join(TESTED_KINDS)}): slices and sequence groups might give silently wrong results with "
+                f"them; use LoraConfig"
+            ]
     return []
 
 
 def adapter_problems(model: Any) -> list[str]:
     """Why adapters of a tested kind on a tested model still cannot be trained; empty if they can, or if there are none."""
-    return _setting_problems(model.peft_config[_ADAPTER]) + _module_problems(model) if is_adapted(model) else []
+    if not is_adapted(model):
+        return []
+    settings = [problem for config in model.peft_config.values() for problem in _setting_problems(config)]
+    return list(dict.fromkeys(settings)) + _module_problems(model)
 
 
 def _setting_problems(config: LoraConfig) -> list[str]:
@@ -102,6 +106,12 @@ def _setting_problems(config: LoraConfig) -> list[str]:
             continue
         if name == "target_parameters":
             problems.append(_parameters_problem(config))
+        elif name == "target_modules_to_tie":
+            problems.append(
+                f"ensure_weight_tying=True gives {', '.join(sorted(value))} an adapter that shares memory with that of the other "
+                f"end, and an optimizer would update both; leave embedding and head out of target_modules, or name them in "
+                f"modules_to_save"
+            )
         else:
             problems.append(f"LoraConfig {name}={value!r} is not in the tested list; use {' or '.join(map(repr, allowed))}")
     return problems
@@ -135,12 +145,12 @@ def _module_problems(model: PeftModel) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and not any(module is end for end in ends.values()):
             problems.append(f"modules_to_save has {name}, but only the embedding and the head are tested there; leave it out")
-    if is_tied(base) and any(isinstance(end, ModulesToSaveWrapper) for end in ends.values()):
+    if is_tied(base) and any(isinstance(end, ModulesToSaveWrapper) for end in ends.values()) and not saves_tied(model):
         problems.append(
             "modules_to_save has the embedding or the head, which are one tied weight (tie_word_embeddings) and would become "
-            "two; leave them out, or use a model whose embeddings are not tied"
+            "two; set LoraConfig(ensure_weight_tying=True), leave them out, or use a model whose embeddings are not tied"
         )
-    saved = {id(parameter) for parameter in adapter_parameters(model).values()}
+    saved = {id(parameter) for parameter in adapter_parameters(model)}
     lost = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in saved]
     if lost:
         problems.append(
@@ -160,8 +170,21 @@ def _is_tested(layer: BaseTunerLayer) -> bool:
     return isinstance(layer, LoraLayer) and is_four_bit(layer.get_base_layer())
 
 
+def saves_tied(model: Any) -> bool:
+    """Whether adapters train copies of embedding and head, which are one tied weight."""
+    base = base_of(model)
+    ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, ModulesToSaveWrapper)]
+    weights = [{name: own.weight for name, own in end.modules_to_save.items()} for end in ends]
+    return len(ends) == 2 and weights[0].keys() == weights[1].keys() and all(weights[0][each] is weights[1][each] for each in weights[0])
+
+
 def tied_token_problem(model: Any) -> str:
-    """Why stages cannot train single tokens of a tied embedding, which PEFT keeps in one adapter of two modules; else empty."""
+    """Why stages cannot train what adapters hold for both ends of a tied embedding; empty if there is no such thing."""
+    if saves_tied(model):
+        return (
+            "ensure_weight_tying=True trains one copy of a tied embedding and head (modules_to_save), and two pipeline stages "
+            "would have to share it; use stages=1, or leave modules_to_save out"
+        )
     wrappers = [module for module in model.modules() if isinstance(module, TrainableTokensWrapper)]
     if not any(wrapper.token_adapter.tied_adapter for wrapper in wrappers):
         return ""
@@ -243,13 +266,20 @@ def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
 
 
 def lora_layers(module: nn.Module) -> dict[str, Any]:
-    """Modules inside `module` that are projections with an adapter, by name; an embedding's adapter looks rows up."""
-    return {name: each for name, each in module.named_modules() if isinstance(each, LoraLayer) and _ADAPTER in each.lora_A}
+    """Modules inside `module` that are projections with an active adapter, by name; an embedding's adapter looks rows up."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, LoraLayer) and _active(each)}
+
+
+def _active(layer: Any) -> list[str]:
+    """Names of the active adapters of a projection."""
+    return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def tile_bytes(layers: Sequence[Any], hidden: torch.dtype, is_autocast: bool) -> int:
     """Bytes that adapters in MLPs take for every token of a tile: what they save, and two outputs before they are added."""
-    widest = max((each.out_features * each.lora_B[_ADAPTER].weight.element_size() for each in layers), default=0)
+    widest = max(
+        (each.out_features * each.lora_B[name].weight.element_size() for each in layers for name in _active(each)), default=0
+    )
     return sum(saved_bytes(each, hidden, is_autocast) for each in layers) + 2 * int(widest)
 
 
@@ -258,8 +288,8 @@ def cut_bytes(modules: Iterable[nn.Module]) -> int:
 
     That are products of the first matrices, as they are saved, and sums of these and of their gradients, in at least fp32.
     """
-    layers: list[Any] = [module for module in modules if type(module) is Linear and _ADAPTER in module.lora_A]
-    weights = [layer.lora_A[_ADAPTER].weight for layer in layers]
+    layers: list[Any] = [module for module in modules if type(module) is Linear]
+    weights = [layer.lora_A[name].weight for layer in layers for name in _active(layer)]
     return sum(len(weight) * (weight.element_size() + 2 * max(4, weight.element_size())) for weight in weights)
 
 
@@ -282,31 +312,37 @@ def plain_adapter(layer: Any) -> Adapter | None:
 
 
 def copies_input(layer: Any, hidden: torch.dtype, is_autocast: bool) -> bool:
-    """Whether the adapter of a projection saves a copy of its input: in another dtype than `hidden`, or with some of it dropped.
+    """Whether an adapter of a projection saves a copy of its input: in another dtype than `hidden`, or with some of it dropped.
 
     hidden: dtype of hidden states. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights. Then plans
     let a plain adapter read hidden states in bf16 as they are (`hf.models.fused.low_rank`), where PEFT casts them to its dtype.
     """
-    if isinstance(layer.lora_dropout[_ADAPTER], nn.Dropout):
+    return any(_copies_input(layer, name, hidden, is_autocast) for name in _active(layer))
+
+
+def _copies_input(layer: Any, name: str, hidden: torch.dtype, is_autocast: bool) -> bool:
+    if isinstance(layer.lora_dropout[name], nn.Dropout):
         return True
     if is_autocast:
         return hidden != torch.bfloat16 or plain_adapter(layer) is None
-    dtype: torch.dtype = layer.lora_A[_ADAPTER].weight.dtype
+    dtype: torch.dtype = layer.lora_A[name].weight.dtype
     return dtype != hidden
 
 
 def saved_bytes(layer: Any, hidden: torch.dtype, is_autocast: bool) -> int:
-    """Bytes per token that the adapter of a projection saves for backward; what it reads without a copy is not its own.
+    """Bytes per token that the adapters of a projection save for backward; what they read without a copy is not their own.
 
-    It saves a copy of its input (`copies_input`) and the output of its first matrix, under autocast in bf16, as the matrix reads
-    and makes them. DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
+    Each saves a copy of its input (`copies_input`) and the output of its first matrix, under autocast in bf16, as the matrix
+    reads and makes them. DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
     """
-    first = layer.lora_A[_ADAPTER].weight
-    element = max(first.element_size(), hidden.itemsize)
-    kept_element = min(2, first.element_size()) if is_autocast else first.element_size()
-    copied = layer.in_features * kept_element if copies_input(layer, hidden, is_autocast) else 0
-    products = 3 * layer.out_features * element if layer.use_dora[_ADAPTER] else 0
-    kept: int = copied + first.shape[0] * kept_element + products
+    kept = 0
+    for name in _active(layer):
+        first = layer.lora_A[name].weight
+        element = max(first.element_size(), hidden.itemsize)
+        kept_element = min(2, first.element_size()) if is_autocast else first.element_size()
+        kept += layer.in_features * kept_element if _copies_input(layer, name, hidden, is_autocast) else 0
+        kept += first.shape[0] * kept_element
+        kept += 3 * layer.out_features * element if layer.use_dora[name] else 0
     return kept
 
 
@@ -341,11 +377,24 @@ def _active_adapters(layer: Any) -> tuple[Adapter, ...] | str:
     return tuple(adapters)
 
 
-def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Parameters of the adapters, under the names that the saved file gives them."""
-    own = dict(model.named_parameters())
-    found: dict[str, nn.Parameter] = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
-    return found
+def adapter_files(model: Any) -> dict[str, dict[str, nn.Parameter]]:
+    """Parameters of every adapter, active or not, under the names that its file gives them, by its folder in a checkpoint.
+
+    PEFT gives each adapter a folder of its name, but puts that named "default" into the checkpoint's folder itself.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        "" if name == _UNNAMED else name: get_peft_model_state_dict(
+            model, state_dict=own, adapter_name=name, save_embedding_layers=False
+        )
+        for name in model.peft_config
+    }
+
+
+def adapter_parameters(model: Any) -> list[nn.Parameter]:
+    """Parameters of all adapters, each once."""
+    found = {id(each): each for weights in adapter_files(model).values() for each in weights.values()}
+    return list(found.values())
 
 
 def saved_parameters(model: Any) -> list[nn.Parameter]:
@@ -356,5 +405,5 @@ def saved_parameters(model: Any) -> list[nn.Parameter]:
     """
     base = base_of(model)
     ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, nn.Module)]
-    found = [*adapter_parameters(model).values(), *(parameter for end in ends for parameter in end.parameters())]
+    found = [*adapter_parameters(model), *(parameter for end in ends for parameter in end.parameters())]
     return list({id(parameter): parameter for parameter in found}.values())

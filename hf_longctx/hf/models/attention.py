@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_longctx.hf.models.context.forwards import is_from
 from hf_longctx.hf.models.context.hand_down import hand_context_down, leave_context_out
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts, tokens_of
@@ -35,6 +36,8 @@ from hf_longctx.runtime.dropout.keys import SITE, DropoutSite
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
+# owner of the kernels that transformers itself loads
+_KERNELS = "kernels-community/"
 # name for models that write their attention out themselves or have none, and so choose no function
 OWN_NAME = "longctx_own"
 # attribute of a switched model that has no attention
@@ -59,16 +62,14 @@ def patch_model(model: PreTrainedModel) -> None:
     count positions from their padding token do so, lets mixers with a state along the sequence start it anew at each document,
     lets dropout draw its masks by token, lets layers that would drop the context hand it to their attention, and keeps
     bitsandbytes' forward from changing quantised weights.
-    Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
+    Raises ValueError for an implementation of others (`attention_problems`), and for a model that ignores the switch.
     """
+    if problems := attention_problems(model):
+        raise ValueError(problems[0])
     serve_text(model)
     serve_head(model)
     text: PreTrainedModel = text_part(model)
     current = text.config._attn_implementation
-    if current not in (*NAMES, *NAMES.values()):
-        raise ValueError(
-            f"attention implementation {current!r} is not supported yet; load the model with attn_implementation='sdpa'"
-        )
     serve_attention(text)
     follow_documents(text)
     count_from_padding(text)
@@ -85,11 +86,61 @@ def patch_model(model: PreTrainedModel) -> None:
     for fallback, name in NAMES.items():
         AttentionInterface.register(name, partial(longctx_attention, fallback=fallback))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
-    text.set_attn_implementation(NAMES[current])
-    if text.config._attn_implementation != NAMES[current]:
+    own = NAMES[_fallback_of(text)]
+    text.set_attn_implementation(own)
+    if text.config._attn_implementation != own:
         raise ValueError(
             f"{type(model).__name__} ignores set_attn_implementation, so plans cannot run it; use another model class"
         )
+
+
+def _fallback_of(text: PreTrainedModel) -> str:
+    """The implementation that runs forwards outside of plans: the model's own if any dtype and device can run it."""
+    current: str = text.config._attn_implementation
+    # where transformers' sdpa would leave out sinks or caps of scores, the class says so
+    return current if current in NAMES else "sdpa" if text._supports_sdpa else "eager"
+
+
+def attention_problems(model: nn.Module) -> list[str]:
+    """Problem with an attention function that others wrote, which may compute something else than attention; empty if none."""
+    text = text_part(model)
+    name = getattr(getattr(text, "config", None), "_attn_implementation", None)
+    if name is None or name in NAMES.values():
+        return []
+    remedy = "load the model with attn_implementation='sdpa'; if the function computes something else, plans cannot run it"
+    # transformers still takes the names of its functions for caches in pages
+    name = name.removeprefix("paged|")
+    if "/" in name:
+        if name.startswith(_KERNELS):
+            return []
+        return [f"attention implementation {name!r} is a kernel of others, in whose place plans run their own attention; {remedy}"]
+    if name == "eager":
+        functions = {
+            module.eager_attention_forward
+            for module in map(sys.modules.get, {type(each).__module__ for each in text.modules()})
+            if hasattr(module, "eager_attention_forward")
+        }
+    else:
+        functions = {ALL_ATTENTION_FUNCTIONS.get(name)} - {None}
+        if not functions:
+            return [f"attention implementation {name!r} is not registered with transformers; {remedy}"]
+    if other := next((function for function in functions if not is_from(function, "transformers", "torch")), None):
+        return [
+            f"attention implementation {name!r} is a function of your own ({getattr(other, '__qualname__', type(other).__name__)}), "
+            f"in whose place plans would run their own attention; {remedy}"
+        ]
+    return []
+
+
+def attention_line(model: Any) -> str:
+    """What becomes of the attention implementation that a user chose; empty if it runs wherever no plan does."""
+    text: Any = text_part(model)
+    if (name := attention_name(model)) in (None, *NAMES, *NAMES.values(), OWN_NAME):
+        return ""
+    return (
+        f"attn_implementation={name!r}: plans run their own attention in its place, which is exact, and forwards outside of plans "
+        f"{_fallback_of(text)!r}; the model has {name!r} again when the run ends"
+    )
 
 
 def attention_name(model: Any) -> str | None:
@@ -110,7 +161,10 @@ def restore_attention(model: Any, name: str | None) -> None:
         if is_served(text := text_part(model)):
             restore_own_attention(text)
         elif vars(text).pop(_SWITCHED, None) is None:
-            text.set_attn_implementation(name)
+            for each in (module for module in text.modules() if isinstance(module, PreTrainedModel)):
+                if each.config._attn_implementation in NAMES.values():
+                    # not by `set_attn_implementation`, which would look for the kernel again
+                    each.config._attn_implementation = name
         restore_text(model)
         restore_head(model)
         ignore_documents(model)

@@ -9,7 +9,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.checkpoints.deferred import source_of
-from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
+from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, is_adapted, kind_problems, own_dtypes
+from hf_longctx.hf.models.attention import attention_problems
 from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem, code_of
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
@@ -79,7 +80,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if lacking := _lacking_problems(model):
         return lacking
     text = text_part(base)
-    problems = [*adapter_problems(model), *_pattern_problems(base), *state_problems(text), *router_problems(base)]
+    problems = [*attention_problems(base), *adapter_problems(model), *_pattern_problems(base), *state_problems(text), *router_problems(base)]
     problems += index_problems(text)
     problems += _setting_problems(config, keyed_fields(text_class(base))) + dropout_problems(text)
     problems += [
@@ -105,7 +106,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         problems.append("the model is compiled, which is not supported yet; pass a model that is not compiled")
     towers = {id(parameter) for parameter in tower_parameters(model)}
     if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in towers):
-        problems.append("no parameter of the model requires a gradient; unfreeze what is to be trained")
+        problems.append(_frozen_problem(model))
     dtypes, added = own_dtypes(model)
     if len(dtypes) > 1:
         kept = sorted(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
@@ -117,6 +118,26 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             f"them float32 (get_peft_model's default) or all of the model's dtype (autocast_adapter_dtype=False)"
         )
     return problems
+
+
+def _frozen_problem(model: Any) -> str:
+    """Why nothing in a model is trained, as far as one can see."""
+    if is_adapted(model):
+        active = [str(name) for name in model.active_adapters]
+        named = f"the adapter {', '.join(active)} is" if len(active) == 1 else f"the adapters {', '.join(active)} are"
+        if any(model.peft_config[name].inference_mode for name in active):
+            return (
+                f"{named} there for inference (inference_mode=True), which freezes every weight; load it with "
+                f"PeftModel.from_pretrained(..., is_trainable=True), or make it with LoraConfig(inference_mode=False)"
+            )
+        return f"{named} frozen (requires_grad=False), and so is all else; call model.set_adapter({(active or [''])[0]!r})"
+    name = type(base_of(model)).__name__
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return f"only towers of {name} are trained, which rows of text do not reach; unfreeze its text model, or put adapters on it"
+    return (
+        f"all weights of {name} are frozen (requires_grad=False), as merge_and_unload() and requires_grad_(False) leave them; call "
+        f"model.requires_grad_(True), or train adapters: get_peft_model(model, LoraConfig(...))"
+    )
 
 
 def _pattern_problems(model: PreTrainedModel) -> list[str]:

@@ -21,7 +21,13 @@ from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
+from hf_longctx.hf.models.attention import (
+    attention_line,
+    attention_name,
+    num_attention_layers,
+    patch_model,
+    restore_attention,
+)
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.dropout.embedding_noise import key_noise, rest_noise
 from hf_longctx.hf.models.fused.bind import FusedLayers
@@ -240,6 +246,8 @@ def _started(request: RunRequest) -> Run:
     beside = Beside(sum(weight.nbytes for weight in reference), _covered(fused, model))
     setup = choose_setup(config, model, args, degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)
+    if args.process_index == 0 and (line := attention_line(model)):
+        logger.warning("%s", line)
     setup = setup.in_one_micro_batch() if request.datasets is None else setup
     sets = SequenceSets(config, args, setup, control, task)
     if request.datasets is not None:

@@ -401,10 +401,20 @@ def widen_decays(model: Any) -> None:
             module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
 
 
-def adapted(model: Any, seed: int = 3, autocast: bool = False, **settings: Any) -> Any:
-    """The model with LoRA adapters that change its output, in its own dtype or (`autocast`) in fp32; the rest is frozen."""
-    config = peft.LoraConfig(**{"init_lora_weights": False, "task_type": "CAUSAL_LM", **settings})
-    model = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
+def adapted(
+    model: Any, seed: int = 3, autocast: bool = False, names: tuple[str, ...] = ("default",), num_active: int = 1, **settings: Any
+) -> Any:
+    """The model with LoRA adapters that change its output, in its own dtype or (`autocast`) in fp32; the rest is frozen.
+
+    names: of the adapters, of which the first ones are active.
+    """
+    # PEFT writes into lists that it gets
+    config = peft.LoraConfig(**{"init_lora_weights": False, "task_type": "CAUSAL_LM", **copy.deepcopy(settings)})
+    model = peft.get_peft_model(model, config, adapter_name=names[0], autocast_adapter_dtype=autocast)
+    for name in names[1:]:
+        model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast)
+    if num_active > 1:
+        model.base_model.set_adapter(list(names[:num_active]))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

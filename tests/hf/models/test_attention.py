@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from helpers.models.reference import random_rows
 from helpers.models.tiny_models import FAMILIES, ModelCase, build_model
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_training, problems_at_start
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from hf_longctx.hf.models.attention import longctx_attention, patch_model
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
@@ -68,11 +73,61 @@ def test_the_name_does_not_reach_the_checkpoint(tmp_path) -> None:
     assert "longctx" not in (tmp_path / "config.json").read_text()
 
 
-def test_other_implementations_are_refused_by_name() -> None:
+CHOSEN = ("flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community/flash-attn2", "paged|sdpa")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "outside"), [*(("llama", name, "sdpa") for name in CHOSEN), ("gemma2", CHOSEN[0], "eager")]
+)
+def test_a_chosen_implementation_is_replaced_while_plans_run_and_then_restored(
+    tmp_path, caplog, family: str, name: str, outside: str
+) -> None:
+    case = ModelCase(family, promoted=True, attention=outside)
+    rows = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 2)
+    expected, _ = plain_training(case, rows, 2)
+    model = build_model(case)
+    # set here, since transformers loads such a model only where its kernel can run
+    model.config._attn_implementation = name
+    with caplog.at_level("WARNING"):
+        trainer = make_trainer(case, rows, str(tmp_path), {"self_test": True}, {"max_steps": 2}, model=model)
+    line = f"attn_implementation={name!r}: plans run their own attention in its place, which is exact"
+    assert sum(line in record.message and repr(outside) in record.message for record in caplog.records) == 1
+    recorder = LossRecorder()
+    recorder.attach(trainer)
+    trainer.train()
+    assert recorder.losses == pytest.approx(expected, rel=1e-10)
+    ids = padded_batch()
+    with torch.no_grad():
+        plain = build_model(case).eval()
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(model.eval()(**ids).logits, plain(**ids).logits)
+    trainer.longctx_run.close()
+    assert {each.config._attn_implementation for each in (model, model.model)} == {name}
+
+
+def doubled(module: Any, *args: Any, **keywords: Any) -> Any:
+    """Attention of a user's own, whose results are not those of attention."""
+    output, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **keywords)
+    return 2 * output, weights
+
+
+@pytest.mark.parametrize("kind", ["own name", "known name", "eager", "kernel", "unknown"])
+def test_attention_functions_of_others_are_refused_by_name(kind: str, monkeypatch) -> None:
+    name = {"own name": "doubled", "known name": "flex_attention", "eager": "eager", "kernel": "some/kernel"}.get(kind, "unknown")
     model = build_model(ModelCase())
-    model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match="'flex_attention' is not supported yet; load the model with attn_implementation='sdpa'"):
-        patch_model(model)
+    if kind in ("own name", "known name"):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, doubled)
+    elif kind == "eager":
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", doubled)
+    model.config._attn_implementation = name
+    why = {"kernel": "is a kernel of others", "unknown": "is not registered with transformers"}
+    for words in (
+        f"attention implementation {name!r} {why.get(kind, 'is a function of your own (doubled)')}",
+        "load the model with attn_implementation='sdpa'",
+    ):
+        assert words in problems_at_start(model)[0]
+        with pytest.raises(ValueError, match=re.escape(words)):
+            patch_model(model)
 
 
 @pytest.mark.parametrize("keyword", ["position_bias", "indices"])

@@ -13,7 +13,7 @@ from helpers.models.chats import tokenizer_of
 from helpers.models.tiny_models import FAMILIES, LLAMA_SHAPE, OTHER_FAMILIES, ModelCase, build_model, cast, tiny_llama
 from helpers.models.versions import is_older, newest
 from helpers.trainers.trainer_runs import problems_at_start
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -365,9 +365,15 @@ def added_by_transformers() -> Any:
     return model
 
 
-def with_two_adapters() -> Any:
+def with_reference() -> Any:
     model = lora()
-    model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
+    model.add_adapter("ref", LoraConfig(target_modules=["q_proj"]))
+    return model
+
+
+def with_other_kind() -> Any:
+    model = lora()
+    model.peft_config["other"] = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     return model
 
 
@@ -419,7 +425,8 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         added_by_transformers,
         "adapters of LlamaForCausalLM are not in the tested list; use get_peft_model",
     ),
-    "two": (with_two_adapters, "adapters default, other: only one named 'default' is supported"),
+    "reference": (with_reference, "TRL added an adapter named 'ref' as the reference to a model that had adapters already"),
+    "other kind": (with_other_kind, "adapters of kind IA3 (IA3Config, named 'other') are not in the tested list (LORA)"),
     "merged": (merged, "the adapters are merged into the weights; call model.unmerge_adapter()"),
     "disabled": (disabled, "the adapters are disabled; call model.base_model.enable_adapter_layers()"),
     "biases": (lambda: lora(bias="all"), "LoraConfig bias='all' is not in the tested list; use 'none'"),
@@ -447,6 +454,10 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         lambda: lora(tiny_llama(tie_word_embeddings=True), modules_to_save=["lm_head"]),
         "modules_to_save has the embedding or the head, which are one tied weight (tie_word_embeddings) and would become two",
     ),
+    "tied adapters": (
+        lambda: lora(tiny_llama(tie_word_embeddings=True), target_modules=["lm_head"], ensure_weight_tying=True),
+        "ensure_weight_tying=True gives lm_head an adapter that shares memory with that of the other end",
+    ),
     "trained norm": (
         unfrozen,
         "1 trained weights outside the adapters would not be saved with them (the first is base_model.model.model",
@@ -471,8 +482,28 @@ def test_an_untested_model_under_adapters_is_refused_by_its_own_class() -> None:
 def test_a_merged_adapter_is_accepted_as_the_remedy_says() -> None:
     # peft leaves the merged model frozen
     merged = lora().merge_and_unload()
-    assert problems_at_start(merged) == ["no parameter of the model requires a gradient; unfreeze what is to be trained"]
+    (problem,) = problems_at_start(merged)
+    assert problem.startswith("all weights of LlamaForCausalLM are frozen (requires_grad=False), as merge_and_unload() and")
     assert problems_at_start(merged.requires_grad_(True)) == []
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_adapters_that_are_not_trained_say_how_they_would_be(tmp_path, name: str) -> None:
+    get_peft_model(tiny_llama(), LoraConfig(), adapter_name=name).save_pretrained(tmp_path)
+    folder = tmp_path if name == "default" else tmp_path / name
+    for model in (
+        PeftModel.from_pretrained(tiny_llama(), folder, adapter_name=name),
+        get_peft_model(tiny_llama(), LoraConfig(inference_mode=True), adapter_name=name),
+    ):
+        (problem,) = problems_at_start(model)
+        assert problem.startswith(f"the adapter {name} is there for inference (inference_mode=True)")
+        assert "PeftModel.from_pretrained(..., is_trainable=True)" in problem
+    model = PeftModel.from_pretrained(tiny_llama(), folder, adapter_name=name, is_trainable=True)
+    assert problems_at_start(model) == []
+    (problem,) = problems_at_start(model.requires_grad_(False))
+    assert problem.startswith(f"the adapter {name} is frozen") and f"call model.set_adapter({name!r})" in problem
+    model.set_adapter(name)
+    assert problems_at_start(model) == []
 
 
 @pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.1-8B", torch.nn.Linear(2, 2)], ids=["nothing", "name", "module"])

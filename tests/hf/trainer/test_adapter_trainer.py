@@ -45,6 +45,11 @@ DORA = (
 
 # an adapter on the embedding, and one on single tokens of it
 ENDS = (("r", 2), ("target_modules", ["q_proj", "embed_tokens", "lm_head"]))
+# one with a name, which has a folder of its own; and two of three adapters that are active
+NAMED = (("r", 2), ("target_modules", ["q_proj", "down_proj"]), ("names", ("mine",)))
+SEVERAL = (*LORA[:4], ("names", ("first", "default", "idle")), ("num_active", 2))
+# the copy of a tied embedding and head is one weight, too
+TIED = (("r", 2), ("target_modules", ["q_proj"]), ("modules_to_save", ["embed_tokens"]), ("ensure_weight_tying", True))
 TOKENS = (("r", 2), ("target_modules", ["q_proj", "down_proj"]), ("trainable_token_indices", [3, 5, 60]))
 
 
@@ -64,6 +69,10 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "stages, then gathered": (LORA, STAGES, GATHERED),
     "adapters on embedding and head": (ENDS, SHARDED, STAGES),
     "single tokens": (TOKENS, STAGES, SHARDED),
+    "named": (NAMED, SHARDED, STAGES),
+    "several": (SEVERAL, STAGES, SHARDED),
+    "several, whole": (SEVERAL, {}, tight(SEVERAL)),
+    "one copy of both ends": (TIED, SHARDED, {}),
     "recomputing": (DORA, tight(DORA), tight(DORA)),
 }
 
@@ -72,7 +81,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_and_their_folder_are_those_of_one_plain_process(ranks, tmp_path: Path, name: str) -> None:
     lora, config, later = RUNS[name]
-    case = ModelCase(promoted=True, lora=lora)
+    case = ModelCase(promoted=True, lora=lora, tied=lora is TIED)
     losses, weights = plain_training(case, ROWS, NUM_STEPS)
     saving = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 5}
     whole = ranks(2).run(train_with_norms, case, ROWS, str(tmp_path / "whole"), config, saving)
@@ -91,7 +100,14 @@ def assert_folder(folder: Path, case: ModelCase, weights: dict[str, torch.Tensor
     """Assert that plain PEFT loads the expected weights onto the base model, and finds equal logits."""
     assert not list(folder.glob("model*")) and not list(folder.glob("*.partial"))
     assert (folder / "training_args.bin").exists()
-    found = peft.PeftModel.from_pretrained(build_model(replace(case, lora=())), folder, autocast_adapter_dtype=False)
+    lora = dict(case.lora)
+    folders = {name: folder if name == "default" else folder / name for name in lora.get("names", ("default",))}
+    first, *others = folders
+    plain = build_model(replace(case, lora=()))
+    found = peft.PeftModel.from_pretrained(plain, folders[first], first, autocast_adapter_dtype=False)
+    for name in others:
+        found.load_adapter(folders[name], name, autocast_adapter_dtype=False)
+    found.base_model.set_adapter(list(folders)[: lora.get("num_active", 1)])
     expected = build_model(case)
     expected.load_state_dict(weights, strict=False)
     loaded = dict(found.named_parameters())
@@ -103,9 +119,12 @@ def assert_folder(folder: Path, case: ModelCase, weights: dict[str, torch.Tensor
     assert relative_error(logits[0], logits[1]) <= TOLERANCE
     with tempfile.TemporaryDirectory() as own_folder:
         expected.save_pretrained(own_folder)
-        own, saved = (load_file(Path(each, "adapter_model.safetensors")) for each in (own_folder, folder))
-    assert own.keys() == saved.keys()
-    assert max(relative_error(saved[key], weight) for key, weight in own.items()) <= TOLERANCE
+        files = [{path.relative_to(each) for path in Path(each).rglob("adapter_*")} for each in (own_folder, folder)]
+        assert files[0] == files[1]
+        for file in (path for path in files[0] if path.suffix == ".safetensors"):
+            own, saved = (load_file(Path(each, file)) for each in (own_folder, folder))
+            assert own.keys() == saved.keys()
+            assert max(relative_error(saved[key], weight) for key, weight in own.items()) <= TOLERANCE
 
 
 def test_shards_inside_stages_follow_one_plain_process(ranks, tmp_path: Path) -> None:

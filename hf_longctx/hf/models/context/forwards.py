@@ -52,5 +52,13 @@ def holds(maker: Callable[..., Any], function: Any) -> bool:
 
 def is_of_transformers(kind: Any) -> bool:
     """Whether the forward of a class of models is one of transformers, inside decorators of transformers and torch alone."""
-    modules = [str(getattr(each, "__globals__", {}).get("__name__", "")) for each in wrapped(kind.forward)]
-    return all(each.split(".")[0] in ("transformers", "torch") for each in modules)
+    return is_from(kind.forward, "transformers", "torch")
+
+
+def is_from(function: Any, *packages: str) -> bool:
+    """Whether a function, and all that it wraps, was written in one of these packages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    # a wrapper may have taken the name of the module that it wraps
+    modules = [str(getattr(getattr(each, "__func__", each), "__globals__", {}).get("__name__", "")) for each in wrapped(function)]
+    return all(each.split(".")[0] in packages for each in modules)
