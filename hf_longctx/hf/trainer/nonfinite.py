@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_longctx.hf.models.adapters import is_adapted
 from hf_longctx.hf.checkpoints.manifest import read_record
 from hf_longctx.hf.data.collator import PlannedStep
 from hf_longctx.hf.data.sampler import IntArray
@@ -212,6 +213,8 @@ class NonfiniteGuard:
         content = {"format": 1, "step": number, "loss": str(self.loss), "bf16": bool(self.run.args.bf16), "plans": plans}
         content["loss_of_a_token"] = loss_name(self.run.token_loss)
         content["head"] = self.run.task.kind
+        if is_adapted(self.run.stage.model):
+            content["adapters"] = [str(name) for name in self.run.stage.model.active_adapters]
         if (dropout := self.run.dropout) is not None:
             content["dropout"] = {"seed": dropout.seed, "step": dropout.step}
         (folder / STEP_FILE).write_text(json.dumps(content))

@@ -37,8 +37,8 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
         raise ValueError(
             f"{folder} holds a step of a model that classifies {kind}s, which cannot be replayed; load {source} yourself"
         )
-    is_adapter = (source / "adapter_config.json").exists()
-    model: Any = AutoPeftModelForCausalLM.from_pretrained(source, is_trainable=True) if is_adapter else _whole_model(source)
+    is_adapter = any(source.glob("adapter_config.json")) or any(source.glob("*/adapter_config.json"))
+    model: Any = _adapted_model(source, content.get("adapters", ["default"])) if is_adapter else _whole_model(source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).train()
     tell(f"step {content['step']}, whose loss was {content['loss']}, on {device} as plain transformers, model {source}")
@@ -70,6 +70,16 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
         num_documents += len(plan.lengths)
     tell("every loss and gradient is finite: the fault is in the plan or was in the machine; please report the step")
     return True
+
+
+def _adapted_model(source: Path, active: list[str]) -> Any:
+    """The model with the adapters that were active, each from its own folder."""
+    folders = {name: source if name == "default" else source / name for name in active}
+    model = AutoPeftModelForCausalLM.from_pretrained(folders[active[0]], adapter_name=active[0], is_trainable=True)
+    for name in active[1:]:
+        model.load_adapter(str(folders[name]), name, is_trainable=True)
+    model.base_model.set_adapter(active)
+    return model
 
 
 def _whole_model(source: Path) -> Any:

@@ -473,9 +473,10 @@ def promote_attention(model: torch.nn.Module) -> None:
             module.forward = widened(module.forward)
 
 
-def with_lora(model: Any) -> Any:
-    """The model with adapters of rank two in attention and MLP."""
-    return adapted(model, r=2, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"])
+def with_lora(model: Any, names: tuple[str, ...] = ("default",)) -> Any:
+    """The model with adapters of rank two in attention and MLP, all of them active."""
+    targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
+    return adapted(model, names=names, num_active=len(names), r=2, lora_alpha=8, target_modules=targets)
 
 
 LLAMA_SHAPE = {

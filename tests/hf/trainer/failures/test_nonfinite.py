@@ -84,7 +84,7 @@ def train(
 
     rate: share of values that dropout drops. slow_s: seconds by which rank 0 is slower to write a model. With it, the message
     ends in what the rank finds written.
-    base: saved model whose adapters are trained, or name of a multimodal class.
+    base: saved model whose adapters are trained, two if the folder is called "named", or name of a multimodal class.
     """
     case = ModelCase("phi3" if rate else "llama", promoted=True, num_layers=4 if "interleave" in config else 2)
     settings = {"tokens_per_rank": 96, **config}, {**ARGUMENTS, **(arguments or {})}
@@ -94,7 +94,8 @@ def train(
         trainer = make_trainer(case, rows, folder, *settings, model=model)
     elif base:
         is_folder = Path(base).is_dir()
-        model = with_lora(AutoModelForCausalLM.from_pretrained(base)) if is_folder else build_any(base, "sdpa")
+        names = ("first", "second") if base.endswith("named") else ("default",)
+        model = with_lora(AutoModelForCausalLM.from_pretrained(base), names) if is_folder else build_any(base, "sdpa")
         trainer = make_trainer(case, rows, folder, *settings, model=model)
     else:
         trainer = make_trainer(case, rows, folder, *settings)
@@ -320,13 +321,13 @@ def test_a_replay_drops_the_values_that_the_run_dropped(ranks, rows: Rows, tmp_p
     assert sum(losses) / sum(label >= 0 for label in labels) == pytest.approx(float(saved["loss"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("base", ["adapters", "LlavaForConditionalGeneration"])
+@pytest.mark.parametrize("base", ["adapters", "named", "LlavaForConditionalGeneration"])
 def test_a_replay_finds_adapters_and_the_text_model_of_a_multimodal_one(
     ranks, rows: Rows, tmp_path: Path, capsys, base: str
 ) -> None:
-    if base == "adapters":
-        build_model(ModelCase("llama")).save_pretrained(tmp_path / "base")
-        base = str(tmp_path / "base")
+    if base in ("adapters", "named"):
+        build_model(ModelCase("llama")).save_pretrained(tmp_path / base)
+        base = str(tmp_path / base)
     (message, *_) = ranks(1).run(train, rows, {}, "norm", str(tmp_path), None, 0.0, 0.0, base)[0]
     folder = tmp_path / f"nonfinite-step-{BAD_STEP + 1}"
     assert f"step {BAD_STEP + 1}: the loss is" in message, message
