@@ -27,7 +27,8 @@ _BLOCK_BYTES = 2**23
 
 # parts that a resumed run reads -> their files; other files of a checkpoint (tokenizer, model card) are for people and programs
 _PARTS = {
-    "weights": r"(pytorch_)?model(-new)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|([^/]+/)?adapter_model\.(safetensors|bin)",
+    "weights": r"(pytorch_)?model(-new)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|"
+    r"([^/]+/)?adapter_model\.(safetensors|bin)",
     "optimizer": r"optimizer\.(pt|bin)|optimizer_(shards|whole)/.*|scaler\.pt|longctx_trained\.json",
     "scheduler": r"scheduler\.pt",
     "rng": r"rng_state(_\d+)?\.pth",

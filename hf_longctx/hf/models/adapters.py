@@ -174,8 +174,8 @@ def saves_tied(model: Any) -> bool:
     """Whether adapters train copies of embedding and head, which are one tied weight."""
     base = base_of(model)
     ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, ModulesToSaveWrapper)]
-    weights = [{name: own.weight for name, own in end.modules_to_save.items()} for end in ends]
-    return len(ends) == 2 and weights[0].keys() == weights[1].keys() and all(weights[0][each] is weights[1][each] for each in weights[0])
+    weights = [{name: id(own.weight) for name, own in end.modules_to_save.items()} for end in ends]
+    return len(ends) == 2 and weights[0] == weights[1]
 
 
 def tied_token_problem(model: Any) -> str:

@@ -19,7 +19,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_longctx.hf.models.context.forwards import is_from
 from hf_longctx.hf.models.context.hand_down import hand_context_down, leave_context_out
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts, tokens_of
@@ -32,6 +31,7 @@ from hf_longctx.hf.models.states.patching import mixers_of, num_calls, patch_mix
 from hf_longctx.hf.models.wrapped.text import restore_text, serve_text, text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
+from hf_longctx.runtime.core.binding import is_written_by
 from hf_longctx.runtime.dropout.keys import SITE, DropoutSite
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
@@ -113,7 +113,7 @@ def attention_problems(model: nn.Module) -> list[str]:
     if "/" in name:
         if name.startswith(_KERNELS):
             return []
-        return [f"attention implementation {name!r} is a kernel of others, in whose place plans run their own attention; {remedy}"]
+        return [f"attention implementation {name!r} is a kernel of others, in whose place plans would run their own; {remedy}"]
     if name == "eager":
         functions = {
             module.eager_attention_forward
@@ -124,9 +124,10 @@ def attention_problems(model: nn.Module) -> list[str]:
         functions = {ALL_ATTENTION_FUNCTIONS.get(name)} - {None}
         if not functions:
             return [f"attention implementation {name!r} is not registered with transformers; {remedy}"]
-    if other := next((function for function in functions if not is_from(function, "transformers", "torch")), None):
+    if other := next((function for function in functions if not is_written_by(function, "transformers", "torch")), None):
+        words = getattr(other, "__qualname__", type(other).__name__)
         return [
-            f"attention implementation {name!r} is a function of your own ({getattr(other, '__qualname__', type(other).__name__)}), "
+            f"attention implementation {name!r} is a function of your own ({words}), "
             f"in whose place plans would run their own attention; {remedy}"
         ]
     return []
@@ -138,8 +139,8 @@ def attention_line(model: Any) -> str:
     if (name := attention_name(model)) in (None, *NAMES, *NAMES.values(), OWN_NAME):
         return ""
     return (
-        f"attn_implementation={name!r}: plans run their own attention in its place, which is exact, and forwards outside of plans "
-        f"{_fallback_of(text)!r}; the model has {name!r} again when the run ends"
+        f"attn_implementation={name!r}: plans run their own attention in its place, which is exact, and forwards outside of "
+        f"plans {_fallback_of(text)!r}; the model has {name!r} again when the run ends"
     )
 
 

@@ -28,7 +28,7 @@ from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import num_calls
 from hf_longctx.hf.models.wrapped.text import text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange
-from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.dropout.keys import keys_of
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
 
@@ -429,7 +429,7 @@ def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
         with _only(pieces, own[part], has_norm=is_last):
             return whole(*args, **keywords) if is_last else decoder(*args, **keywords)
 
-    pieces.model.forward = bound(pieces.model, forward)  # type: ignore[method-assign]
+    put(pieces.model, "forward", bound(pieces.model, forward))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.core.binding import is_ours, own_forward
 
 DOCUMENT_ROPE_TYPES = ("dynamic", "longrope")
 
@@ -72,6 +73,12 @@ def document_rope_problems(model: nn.Module, rope_types: Iterable[str]) -> list[
         f"rope type {kind!r} depends on the length of a document, but no rotary embedding of {type(model).__name__} accepts "
         f"lengths; use another rope type"
         for kind in sorted(set(rope_types) - {kind for *_, kind in named})
+    ]
+    problems += [
+        f"rope type {kind!r} depends on the length of a document, but {name} ({type(module).__name__}) has a forward that is not "
+        f"its class's, which plans would leave out; remove it (del module.forward)"
+        for name, module, _, kind in named
+        if (forward := own_forward(module)) is not None and not is_ours(forward)
     ]
     problems += [
         f"rope type {kind!r} depends on the length of a document, which does not reach {name} ({type(module).__name__}), since "

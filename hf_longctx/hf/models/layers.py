@@ -29,7 +29,7 @@ from hf_longctx.hf.models.wrapped.text import text_layers, text_part
 from hf_longctx.plan.core.configs.adapters import AdapterSpec
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem
-from hf_longctx.runtime.core.binding import is_bound
+from hf_longctx.runtime.core.binding import is_written_by, own_forward
 from hf_longctx.runtime.execution.spread_experts import spread_group
 
 # attributes of a layer that may hold its MLP; a layer adds the outputs of several
@@ -224,12 +224,12 @@ def _cuttable_attention(layer: nn.Module) -> nn.Module | None:
     attention: Any = getattr(layer, "self_attn", None)
     if not isinstance(attention, nn.Module) or not runs_heads_alike(attention) or pieces_problem(attention, read_projection):
         return None
-    own = vars(attention).get("forward")
     drops = getattr(attention, "attention_dropout", 0.0) > 0
-    return None if drops or (own is not None and not is_bound(own)) else attention
+    return None if drops or own_forward(attention) is not None else attention
 
 
 def _plain_linear(module: nn.Module | None) -> nn.Linear | None:
     """The linear module with torch's own forward, perhaps inside an adapter; None for others, such as quantised ones."""
     inner = getattr(module, "base_layer", module)
-    return inner if type(inner) is nn.Linear and "forward" not in vars(inner) else None
+    is_plain = type(inner) is nn.Linear and own_forward(inner) is None and is_written_by(nn.Linear.forward, "torch")
+    return inner if is_plain else None

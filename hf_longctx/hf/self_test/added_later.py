@@ -4,19 +4,26 @@ A hook may do anything to the tokens that it gets: under plans these are packs, 
 compares a copy with all hooks and forwards that the model has at the start. Those that come between the start and a training are
 compared when that begins, if the model is still whole on every rank. All others are refused, on all ranks, and so is a loss
 function, which plans never call.
+
+Without a self-test users answer for hooks and forwards that they put on a model. But plans run their own forward in place of some
+modules' (adapters, MLPs, norms, projections, heads, dropout, ...). A forward that was put on top of one of these or into its class
+after that, and a module that took the place of another, would leave ours out or would be left out, so they are refused always.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.self_test.reduced_copy import is_user_function, package_of, user_functions
 from hf_longctx.hf.start.losses import model_loss_problems
+from hf_longctx.runtime.core.binding import HOOKS, PUT, global_hooks, is_ours, lost_method, own_forward, runs_inside
 
 # packages whose hooks only read; transformers' own callbacks put them on a model when a training begins
 _WATCHERS = ("wandb",)
@@ -34,16 +41,18 @@ class CodeAtStart:
         self.accept(model)
 
     def accept(self, model: nn.Module) -> None:
-        """Takes the functions that are on `model` now for those of its start, since a self-test has compared them."""
+        """Takes what is on `model` now for what it had at its start, since a self-test has compared it."""
         # the objects themselves, since the number of one that is gone may come again; a forward of a class belongs to no module
         self._known: dict[tuple[int, int], tuple[nn.Module | None, Any]] = {
             (key := _key(module, function)): (module if key[0] else None, function) for module, _, function in _functions(model)
         }
+        self._seen = _Seen(model)
 
     def forget_others(self, model: nn.Module) -> None:
         """Lets go of modules that `model` has no more since it was cut, whose weights would stay in memory."""
         kept = set(map(id, model.modules()))
         self._known = {key: known for key, known in self._known.items() if not key[0] or key[0] in kept}
+        self._seen = _Seen(model)
 
     def problem(self, model: nn.Module) -> str:
         """Problem with the first function that a user has put on `model` since; empty if there is none."""
@@ -51,6 +60,19 @@ class CodeAtStart:
             if problems := model_loss_problems(model, self._device):
                 return problems[0]
             self._loss = loss
+        if self._seen.modules[0] is not model:
+            # the reference of a loss of log-probabilities
+            return self._added(model)
+        if self._seen.is_unchanged():
+            return ""
+        problem = self._added(model) or self._seen.lost() or self._seen.replaced()
+        if not problem:
+            # ours have come or gone, or something that plans leave alone has changed
+            self._seen = _Seen(model)
+        return problem
+
+    def _added(self, model: nn.Module) -> str:
+        """Problem with the first function that the self-test has not compared."""
         for module, kind, function in _functions(model) if self._is_compared else ():
             if _key(module, function) not in self._known and package_of(function) not in _WATCHERS:
                 name = next((name for name, each in model.named_modules() if each is module), "")
@@ -60,6 +82,87 @@ class CodeAtStart:
                     f"is made, or set self_test=False if it treats every token alone"
                 )
         return ""
+
+
+class _Seen:
+    """Modules of a model, and what runs when they are called: forwards, classes, hooks. Finds out quickly whether these changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_modules())
+        self.names, self.modules = list(named), list(named.values())
+        self._own = [vars(module) for module in self.modules]
+        self._forwards, self._kinds = self._forwards_now(), list(map(type, self.modules))
+        # forwards of ours that stay for the whole run, unlike those that `put` has put there
+        self._is_kept = [
+            is_ours(forward) and PUT not in own if forward is not None else False
+            for own, forward in zip(self._own, self._forwards, strict=True)
+        ]
+        self._of_class: dict[type, Any] = {kind: kind.forward for kind in dict.fromkeys(self._kinds)}
+        self._parents = [place for place, own in enumerate(self._own) if own["_modules"]]
+        self._inner = [self._own[place]["_modules"] for place in self._parents]
+        self._before, self._children = [dict(children) for children in self._inner], self._children_now()
+        self._hooks = [own[name] for own in self._own for name in HOOKS]
+        self._filled = [hooks for hooks in self._hooks if hooks]
+        self._counts, self._keys = list(map(len, self._hooks)), self._keys_now()
+
+    def is_unchanged(self) -> bool:
+        """Whether the same functions run in the same modules as then."""
+        return (
+            _are(self._forwards_now(), self._forwards)
+            and list(map(type, self.modules)) == self._kinds
+            and all(kind.forward is forward for kind, forward in self._of_class.items())
+            and _are(self._children_now(), self._children)
+            and list(map(len, self._hooks)) == self._counts
+            and self._keys_now() == self._keys
+        )
+
+    def lost(self) -> str:
+        """Problem with the first module in which a forward of ours does not run any more, although it must."""
+        seen = zip(self.names, self.modules, self._kinds, self._forwards, self._is_kept, strict=True)
+        for name, module, kind, before, is_kept in seen:
+            now = own_forward(module)
+            is_lost = is_kept and not (is_ours(now) or runs_inside(now, before))
+            is_other = is_kept and type(module).forward is not self._of_class[kind]
+            if is_lost or is_other or lost_method(module):
+                return (
+                    f"the forward of {name or 'the model'} ({type(module).__name__}) was replaced after the start, where plans "
+                    f"run their own, so one of both would be left out; put it there before the trainer is made, or use "
+                    f"register_forward_hook"
+                )
+        return ""
+
+    def replaced(self) -> str:
+        """Problem with the first module that took the place of another in which, or around which, a forward of ours runs."""
+        for place, before, now in zip(self._parents, self._before, self._inner, strict=True):
+            for name in (name for name in before if now.get(name) is not before[name] and before[name] is not None):
+                old, new = before[name], now.get(name)
+                is_bound = PUT in self._own[place] or any(map(_is_bound, old.modules()))
+                if is_bound or any(isinstance(weight, DTensor) for weight in old.parameters()):
+                    return (
+                        f"{f'{self.names[place]}.{name}'.lstrip('.')} ({type(old).__name__}) was replaced by a "
+                        f"{type(new).__name__} after the start, where plans run a forward of their own or hold its weights; "
+                        f"replace it before the trainer is made"
+                    )
+        return ""
+
+    def _forwards_now(self) -> list[Any]:
+        return [own.get("forward") for own in self._own]
+
+    def _children_now(self) -> list[Any]:
+        return [child for children in self._inner for child in children.values()]
+
+    def _keys_now(self) -> list[Any]:
+        of_all = [(kind, id(hook)) for kind, hook in global_hooks()]
+        return [*of_all, *(key for hooks in self._filled for key in hooks)]
+
+
+def _is_bound(module: nn.Module) -> bool:
+    own = vars(module)
+    return PUT in own or ("forward" in own and is_ours(own["forward"]))
+
+
+def _are(found: list[Any], known: list[Any]) -> bool:
+    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def _own_loss(model: nn.Module) -> Any:

@@ -30,7 +30,7 @@ from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_ty
 from hf_longctx.hf.models.wrapped.classes import RUN_ON_TEXT
 from hf_longctx.hf.models.wrapped.text import tower_names, tower_parameters
 from hf_longctx.hf.self_test.independent import independent_copy
-from hf_longctx.runtime.core.binding import HOOKS, global_hooks
+from hf_longctx.runtime.core.binding import HOOKS, global_hooks, is_written_by, own_forward
 
 # number of token ids that the copy keeps
 NUM_TOKEN_IDS = 1024
@@ -43,8 +43,8 @@ _NUMBERS = ("layer_idx", "training")
 _NOISE = 0.02
 # packages whose hooks treat tokens one by one
 _LIBRARIES = ("accelerate", "hf_longctx", "peft", "torch", "transformers", "trl")
-# attributes with a replaced forward; accelerate keeps one that it wrapped in the second
-_FORWARDS = ("forward", "_original_forward")
+# attribute with a forward that accelerate has wrapped
+_WRAPPED_FORWARD = "_original_forward"
 
 
 @dataclass
@@ -205,7 +205,8 @@ def user_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for module in model.modules():
         own = vars(module)
         found = [(f"a hook ({name[1:-1]})", hook) for name in HOOKS for hook in own[name].values()]
-        found += [("a forward of its own", own[name]) for name in _FORWARDS if own.get(name) is not None]
+        forwards = (own_forward(module), own.get(_WRAPPED_FORWARD))
+        found += [("a forward of its own", forward) for forward in forwards if forward is not None]
         for kind, value in found:
             if is_user_function(function := _function(value)):
                 yield module, kind, function
@@ -213,13 +214,13 @@ def user_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 def is_user_function(function: Any) -> bool:
     """Whether a function was written in none of the packages whose hooks and forwards treat tokens one by one."""
-    return package_of(function) not in _LIBRARIES
+    return package_of(function) not in _LIBRARIES or not is_written_by(function, *_LIBRARIES, "")
 
 
 def user_forward(model: nn.Module) -> str:
     """The name of a user's function that replaces the forward of `model` itself or hooks it; empty if there is none."""
     for module in (model, base_of(model)):
-        replaced = [vars(module)[name] for name in _FORWARDS if vars(module).get(name) is not None]
+        replaced = [each for each in (own_forward(module), vars(module).get(_WRAPPED_FORWARD)) if each is not None]
         for function in (*replaced, *module._forward_hooks.values()):
             if is_user_function(_function(function)):
                 return str(getattr(function, "__qualname__", type(function).__qualname__))

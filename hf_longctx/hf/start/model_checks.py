@@ -16,6 +16,7 @@ from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout.keyed_modules import dropout_problems, keyed_fields
 from hf_longctx.hf.models.indexed.patching import INDEXED_LAYERS, index_problems, indexed_attention
+from hf_longctx.hf.models.older.own_attention import own_attention_problems
 from hf_longctx.hf.models.quantised import quantised_problems
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.routers import router_problems
@@ -80,7 +81,8 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if lacking := _lacking_problems(model):
         return lacking
     text = text_part(base)
-    problems = [*attention_problems(base), *adapter_problems(model), *_pattern_problems(base), *state_problems(text), *router_problems(base)]
+    problems = [*attention_problems(base), *adapter_problems(model), *_pattern_problems(base)]
+    problems += [*own_attention_problems(text), *state_problems(text), *router_problems(base)]
     problems += index_problems(text)
     problems += _setting_problems(config, keyed_fields(text_class(base))) + dropout_problems(text)
     problems += [
@@ -133,10 +135,10 @@ def _frozen_problem(model: Any) -> str:
         return f"{named} frozen (requires_grad=False), and so is all else; call model.set_adapter({(active or [''])[0]!r})"
     name = type(base_of(model)).__name__
     if any(parameter.requires_grad for parameter in model.parameters()):
-        return f"only towers of {name} are trained, which rows of text do not reach; unfreeze its text model, or put adapters on it"
+        return f"only towers of {name} are trained, which rows of text do not reach; unfreeze its text model, or adapt that"
     return (
-        f"all weights of {name} are frozen (requires_grad=False), as merge_and_unload() and requires_grad_(False) leave them; call "
-        f"model.requires_grad_(True), or train adapters: get_peft_model(model, LoraConfig(...))"
+        f"all weights of {name} are frozen (requires_grad=False), as merge_and_unload() and requires_grad_(False) leave them; "
+        f"call model.requires_grad_(True), or train adapters: get_peft_model(model, LoraConfig(...))"
     )
 
 

@@ -15,6 +15,7 @@ from hf_longctx.hf.models.fused.choice import kernel_problems
 from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.layers import output_head
 from hf_longctx.hf.models.windows import decoder_layers
+from hf_longctx.runtime.core.binding import is_written_by
 from hf_longctx.runtime.execution.checks import hooked_weights
 
 # methods of a trainer that run between the last backward of a step and its update, or contain both
@@ -68,7 +69,7 @@ def changes_before_updates(trainer: Any, optimizer: Any) -> bool:
     handler = trainer.callback_handler
     called += [each.on_pre_optimizer_step for each in (handler, *handler.callbacks)]
     called += [trainer.accelerator.clip_grad_norm_, trainer.optimizer.step, optimizer.step]
-    return not all(method is None or _is_known(method) for method in called)
+    return not all(is_written_by(method, *_KNOWN) for method in called)
 
 
 def reads_between_forwards(trainer: Any) -> bool:
@@ -78,19 +79,7 @@ def reads_between_forwards(trainer: Any) -> bool:
     """
     handler = trainer.callback_handler
     called = [each.on_prediction_step for each in (handler, *handler.callbacks)]
-    return trainer.preprocess_logits_for_metrics is not None or not all(map(_is_known, called))
-
-
-def _is_known(method: Any) -> bool:
-    """Whether a method, and all that it wraps, was written in a known package."""
-    while method is not None:
-        function = getattr(method, "__func__", method)
-        # a wrapper may have taken the name of the module that it wraps
-        where = getattr(function, "__globals__", {}).get("__name__", "")
-        if where.partition(".")[0] not in _KNOWN:
-            return False
-        method = getattr(function, "__wrapped__", None)
-    return True
+    return trainer.preprocess_logits_for_metrics is not None or not all(is_written_by(each, *_KNOWN) for each in called)
 
 
 def user_code_problems(model: Any, config: LongContextConfig) -> list[str]:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.adapters import is_adapted
 from hf_longctx.hf.checkpoints.manifest import read_record
 from hf_longctx.hf.data.collator import PlannedStep
 from hf_longctx.hf.data.sampler import IntArray
+from hf_longctx.hf.models.adapters import is_adapted
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.start.losses import loss_name
 from hf_longctx.hf.trainer.run import Run

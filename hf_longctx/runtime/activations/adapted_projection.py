@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.plan.core.sharding import ADAPTER_ELEMENTS
-from hf_longctx.runtime.core.binding import HOOKS, is_bound
+from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward
 from hf_longctx.runtime.dropout.keys import SITE, DropoutTokens
 
 # a matrix of an adapter, its second one, and the bias of that
@@ -65,9 +65,8 @@ def hook_problem(module: nn.Module) -> str:
 
 def changed_problem(module: nn.Module) -> str:
     """Why a module does not do what its class does with whole tensors; empty if it does."""
-    own = vars(module).get("forward")
-    is_own = own is not None and not is_bound(own)
-    return hook_problem(module) or ("has a forward that is not its class's" if is_own else "")
+    is_changed = own_forward(module) is not None or not is_written_by(type(module).forward, "torch", "peft")
+    return hook_problem(module) or ("has a forward that is not its class's" if is_changed else "")
 
 
 def dropout_problem(dropout: nn.Module) -> str:

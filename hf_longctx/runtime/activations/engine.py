@@ -43,7 +43,7 @@ from hf_longctx.runtime.activations.layer_slot import LayerSlot, Rerun, has_toke
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.activations.projection_record import project
 from hf_longctx.runtime.activations.token_tiles import tokenwise
-from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.dropout.keys import DropoutTokens
 
 
@@ -296,8 +296,7 @@ class _LayerBinding:
     def __init__(self, modules: LayerModules, index: int) -> None:
         self.modules, self.index = modules, index
         self.current: LayerSlot | None = None
-        # (module, attribute, the instance's own value before; empty if it used that of its class)
-        self._replaced: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
+        self._undo: list[Callable[[], None]] = []
         # an MLP that meets other ranks stays as it is
         for number, mlp in enumerate(() if modules.meets_ranks else modules.mlps):
             self._bind_forward(mlp, number)
@@ -310,15 +309,11 @@ class _LayerBinding:
 
     def unbind(self) -> None:
         """Restores the layer's modules."""
-        while self._replaced:
-            module, name, own = self._replaced.pop()
-            vars(module).pop(name, None)
-            vars(module).update((name, value) for value in own)
+        while self._undo:
+            self._undo.pop()()
 
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        own = vars(module)
-        self._replaced.append((module, name, (own[name],) if name in own else ()))
-        own[name] = value
+    def _bind(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._undo.append(put(module, "forward", bound(module, forward)))
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
@@ -351,7 +346,7 @@ class _LayerBinding:
             output = tokenwise(module, alone, x, slot.tile_tokens, None if number is None else slot.mlps[number])
             return (output, None) if gives_more else output
 
-        self._set(module, "forward", bound(module, forward))
+        self._bind(module, forward)
 
     def _bind_projection(self, linear: nn.Linear, number: int) -> None:
         run = linear.forward
@@ -360,7 +355,7 @@ class _LayerBinding:
             slot = self.current
             return run(x) if slot is None or not slot.keeps_qkv else project(linear, x, slot.projections, number)
 
-        self._set(linear, "forward", bound(linear, forward))
+        self._bind(linear, forward)
 
     def _bind_attention(self, attention: nn.Module) -> None:
         run, pieced = attention.forward, PiecedAttention(attention, self.modules.read_projection)
@@ -369,7 +364,7 @@ class _LayerBinding:
             slot = self.current
             return run(*args, **keywords) if slot is None or slot.head_pieces == 1 else pieced(slot.attention, *args, **keywords)
 
-        self._set(attention, "forward", bound(attention, forward))
+        self._bind(attention, forward)
 
     def _makes_graph(self, inputs: tuple[Any, ...]) -> bool:
         """Whether anything in the layer needs a gradient; layers below the first trained weight do not."""

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules import module as everywhere
 
+from hf_longctx.runtime.activations.adapted_projection import Projection, plain_projection
 from hf_longctx.runtime.activations.projection_record import autocast_operands, product_gradients
+from hf_longctx.runtime.core.binding import put
 
 # nodes whose backward reads no value of their inputs
 _ADDING = frozenset(
@@ -110,7 +112,7 @@ def _is_same_without(
 
 def _is_plain(linear: nn.Linear) -> bool:
     """Whether calling the module does nothing but multiply."""
-    return type(linear) is nn.Linear and "forward" not in vars(linear) and type(linear.weight) is nn.Parameter
+    return isinstance(plain_projection(linear), Projection) and type(linear.weight) is nn.Parameter
 
 
 @contextmanager
@@ -125,13 +127,12 @@ def _left_out(linears: Sequence[nn.Linear], make: Callable[..., Tensor]) -> Iter
         nodes.append(y.grad_fn)
         return y
 
-    for linear in linears:
-        vars(linear)["forward"] = partial(forward, linear)
+    undo = [put(linear, "forward", partial(forward, linear)) for linear in linears]
     try:
         yield nodes
     finally:
-        for linear in linears:
-            del vars(linear)["forward"]
+        for each in undo:
+            each()
 
 
 def _are_only_added(y: Tensor, nodes: Sequence[Node | None]) -> bool:

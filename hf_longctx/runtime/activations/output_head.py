@@ -22,7 +22,7 @@ Shapes: T tokens of this rank, t tokens of a tile, C features, V entries of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from hf_longctx.runtime.activations.logit_change import LogitChange, StandIn
 from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, gradient_dtype, tiles_of, tokenwise
-from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.loss import (
     IGNORE_INDEX,
     Scoring,
@@ -85,8 +85,7 @@ class OutputHead:
     def __init__(self, head: nn.Module, norm: nn.Module | None = None, change: LogitChange = _NO_CHANGE) -> None:
         self.head, self.norm, self.change = head, norm, change
         self._order: _Order | None = None
-        # each module with its instance's own forward; empty if it used that of its class
-        self._before = [(x, (vars(x)["forward"],) if "forward" in vars(x) else ()) for x in (head, norm) if x is not None]
+        self._undo: list[Callable[[], None]] = []
         if norm is not None:
             self._bind_norm(norm)
         run = head.forward
@@ -102,7 +101,7 @@ class OutputHead:
             order.stand_in = StandIn.of(loss)
             return order.stand_in
 
-        vars(head)["forward"] = bound(head, forward)
+        self._undo.append(put(head, "forward", bound(head, forward)))
 
     def _bind_norm(self, norm: nn.Module) -> None:
         run = norm.forward
@@ -114,13 +113,12 @@ class OutputHead:
                 return run(x, *args, **keywords)
             return tokenwise(norm, run, x, order.tile_tokens)
 
-        vars(norm)["forward"] = bound(norm, forward)
+        self._undo.append(put(norm, "forward", bound(norm, forward)))
 
     def unbind(self) -> None:
         """Restores the forwards of head and norm."""
-        for module, own in self._before:
-            vars(module).pop("forward", None)
-            vars(module).update(("forward", forward) for forward in own)
+        while self._undo:
+            self._undo.pop()()
 
     @contextmanager
     def summing(self, targets: Targets, tile_tokens: int, keep_gradients: bool = False) -> Iterator[None]:

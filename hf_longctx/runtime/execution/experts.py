@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 
@@ -54,17 +54,12 @@ class RouterBalance:
         self._slopes_E: Tensor | None = None
         # whether the running chunk is counted, and whether its backward adds the gradient of the balance
         self._is_counted = self._is_pushed = False
-        # each router's own forward as an instance attribute; None if it used that of its class
-        self._before = [(router, vars(router).get("forward")) for router in routers]
-        for router in routers:
-            vars(router)["forward"] = bound(router, self._routing(router.forward))
+        self._undo = [put(router, "forward", bound(router, self._routing(router.forward))) for router in routers]
 
     def unbind(self) -> None:
         """Gives the routers their own forwards back; may be called again without effect."""
-        while self._before:
-            router, own = self._before.pop()
-            vars(router).pop("forward", None)
-            vars(router).update({} if own is None else {"forward": own})
+        while self._undo:
+            self._undo.pop()()
 
     @property
     def is_settled(self) -> bool:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_longctx.runtime.attention.sequence_parallel import all_to_all
-from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.core.binding import bound, put
 
 # name of the attribute by which a module of spread experts holds the group of their ranks
 _GROUP = "longctx_spread"
@@ -53,7 +53,7 @@ def spread_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, device: torch
         # the class's own forward runs on the experts of this rank
         module.num_experts = num_experts // num_ranks  # type: ignore[assignment]
         vars(module)[_GROUP] = mesh.get_group()
-        vars(module)["forward"] = bound(module, _spread_forward(module, module.forward, num_experts, mesh.get_group()))
+        put(module, "forward", bound(module, _spread_forward(module, module.forward, num_experts, mesh.get_group())))
 
 
 def spread_group(model: nn.Module) -> dist.ProcessGroup | None:

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from hf_longctx.runtime.core.binding import is_written_by, wrapped
 
 # parameters by which forwards of transformers take a cache; 5.24 calls it `cache` in most classes
 CACHES = ("cache", "past_key_values", "cache_params", "layer_past", "state")
 # module of the decorator that gives parameters their new names
 _RENAMES = "transformers.utils.deprecation"
-
-
-def wrapped(function: Any) -> Iterator[Any]:
-    """A function and those that it wraps, outermost first; none for None."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
 
 
 def without_renames(function: Any) -> Any:
@@ -52,13 +47,4 @@ def holds(maker: Callable[..., Any], function: Any) -> bool:
 
 def is_of_transformers(kind: Any) -> bool:
     """Whether the forward of a class of models is one of transformers, inside decorators of transformers and torch alone."""
-    return is_from(kind.forward, "transformers", "torch")
-
-
-def is_from(function: Any, *packages: str) -> bool:
-    """Whether a function, and all that it wraps, was written in one of these packages."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    # a wrapper may have taken the name of the module that it wraps
-    modules = [str(getattr(getattr(each, "__func__", each), "__globals__", {}).get("__name__", "")) for each in wrapped(function)]
-    return all(each.split(".")[0] in packages for each in modules)
+    return is_written_by(kind.forward, "transformers", "torch")

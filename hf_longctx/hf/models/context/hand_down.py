@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.models.context.forwards import holds, is_made_by
 from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.core.binding import is_written_by
 
 # class that leaves the context out -> attributes with the modules that it calls, or with lists of such modules
 _CALLED = {
@@ -87,7 +88,10 @@ def _run(module: Any, *args: Any, longctx: GroupContext, **keywords: Any) -> Any
     forward = vars(module).get(OWN_FORWARD)
     if forward is None:
         is_layer = isinstance(module, GradientCheckpointingLayer)
-        forward = partial(inspect.unwrap(type(module).forward) if is_layer else type(module).forward, module)
+        # a user's function around the forward of the class keeps it
+        whole = type(module).forward
+        is_written = is_written_by(whole, "transformers", "torch")
+        forward = partial(inspect.unwrap(whole) if is_layer and is_written else whole, module)
     with _bound(_called(module), longctx), _in_one_piece(module):
         return forward(*args, **keywords)
 

@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.wrapped.text import tower_names
 from hf_longctx.plan.core.model_spec import WEIGHT_DROPOUT
+from hf_longctx.runtime.core.binding import is_written_by
 from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, DropoutTokens, keys_of
 
 # fields of a config whose dropout is all in modules that see hidden states; the tests run each of them
@@ -83,7 +84,7 @@ def dropout_problems(model: nn.Module) -> list[str]:
             problems.append(f"{name} is a {type(module).__name__} of rate {module.p}; only nn.Dropout is supported, set p to 0")
         elif (first := seen.setdefault(id(module), name)) != name:
             problems.append(f"{name} and {first} are one dropout module, so layers would share masks; give each its own")
-        elif SITE not in vars(module) and "forward" in vars(module):
+        elif (SITE not in vars(module) and "forward" in vars(module)) or not is_written_by(nn.Dropout.forward, "torch"):
             problems.append(f"{name} is a dropout with a forward that is not its class's; remove it from the module")
         elif any("Experts" in type(parent).__name__ for parent in parents):
             problems.append(f"{name} drops inside experts, where tokens are sorted by expert; set its rate {module.p} to 0")

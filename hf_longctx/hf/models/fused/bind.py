@@ -23,11 +23,18 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from hf_longctx.hf.models.adapters import lora_layers
 from hf_longctx.hf.models.context.forwards import without_renames
-from hf_longctx.hf.models.fused.find import KERNEL_NORMS, ROTARY, FusableModule, fusable_modules, is_hooked
+from hf_longctx.hf.models.fused.find import (
+    KERNEL_NORMS,
+    ROTARY,
+    FusableModule,
+    fusable_modules,
+    is_hooked,
+    runs_as_written,
+)
 from hf_longctx.hf.models.fused.low_rank import adapted
 from hf_longctx.hf.models.layers import other_matrices
 from hf_longctx.hf.models.wrapped.text import text_layers
-from hf_longctx.runtime.core.binding import replace_forward, with_globals
+from hf_longctx.runtime.core.binding import own_forward, replace_forward, with_globals
 from hf_longctx.runtime.fused import liger
 from hf_longctx.runtime.fused.compiled import CompiledFunction, Function
 
@@ -59,7 +66,7 @@ class FusedLayers:
             return
         self.close()
         self._model = model
-        for layer in lora_layers(model).values():
+        for layer in (each for each in lora_layers(model).values() if runs_as_written(each)):
             self._undo.append(replace_forward(layer, partial(adapted, layer, layer.forward)))
         for found in list(fusable_modules(model)) if self.maker else ():
             if self._takes(found):
@@ -181,7 +188,7 @@ class FusedLayers:
         """Whether something of the user's sees the activation of an MLP, or what a kernel writes over."""
         # Liger writes over what these return, which a hook may have kept
         inner = [module.act_fn] if self.maker == "compile" else [module.act_fn, module.gate_proj, module.up_proj]
-        return "forward" in vars(module.act_fn) or any(map(is_hooked, inner))
+        return any(own_forward(each) is not None or is_hooked(each) for each in inner)
 
     def _rotary(
         self, function: Function, q_1HTD: Tensor, k_1HTD: Tensor, cos_1TD: Tensor, sin_1TD: Tensor, unsqueeze_dim: int = 1

@@ -22,7 +22,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.context.forwards import without_renames
 from hf_longctx.hf.models.wrapped.text import text_part
-from hf_longctx.runtime.core.binding import HOOKS
+from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward
 
 ROTARY = "apply_rotary_pos_emb"
 # forwards of attention that run any number of heads
@@ -58,7 +58,7 @@ def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
     """Every norm, gated MLP and attention with a rotary embedding in the text part of `model` that can run as single kernels."""
     for module in text_part(base_of(model)).modules():
         own: Any = without_renames(getattr(type(module), "forward", None))
-        if "forward" in vars(module) or not _is_of_transformers(own):
+        if own_forward(module) is not None or not _is_of_transformers(own):
             continue
         if _is_same(own, modeling_llama.LlamaRMSNorm.forward):
             yield FusableModule(module, "norm", float(module.variance_epsilon))
@@ -66,13 +66,18 @@ def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
             if _is_same(type(module)._norm, modeling_gemma.GemmaRMSNorm._norm):
                 yield FusableModule(module, "norm", float(module.eps), is_centred=True)
         elif _is_same(own, modeling_llama.LlamaMLP.forward):
-            if activation := _ACTIVATIONS.get(type(module.act_fn), ""):
+            if (activation := _ACTIVATIONS.get(type(module.act_fn), "")) and runs_as_written(module.act_fn):
                 yield FusableModule(module, "gated", activation=activation)
         elif ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
             rotary, half = own.__globals__.get(ROTARY), own.__globals__.get("rotate_half")
             is_known = _is_same(rotary, modeling_llama.apply_rotary_pos_emb) and _is_same(half, modeling_llama.rotate_half)
             if is_known and own.__closure__ is None:
                 yield FusableModule(module, "rotary")
+
+
+def runs_as_written(module: nn.Module) -> bool:
+    """Whether a module runs the forward that its library has given its class."""
+    return own_forward(module) is None and is_written_by(type(module).forward, "torch", "transformers", "peft")
 
 
 def is_hooked(module: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.models.adapters import plain_adapter
-from hf_longctx.hf.models.fused.find import is_hooked
+from hf_longctx.hf.models.fused.find import is_hooked, runs_as_written
 from hf_longctx.runtime.core.binding import global_hooks
 from hf_longctx.runtime.fused.low_rank import add_low_rank
 
@@ -38,7 +38,7 @@ def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) ->
     if y.dtype != low.dtype:
         return (y + second(low) * adapter.scaling).to(y.dtype)
     # a hook may have kept y, and so may another forward of the module below
-    is_new = type(base) is nn.Linear and "forward" not in vars(base) and not is_hooked(base)
+    is_new = type(base) is nn.Linear and runs_as_written(base) and not is_hooked(base)
     # with a bias, torch returns a view, whose gradient would be copied
     in_place = is_new and y.is_contiguous() and not y._is_view()
     return add_low_rank(y, low, second.weight.to(low.dtype), adapter.scaling, in_place)

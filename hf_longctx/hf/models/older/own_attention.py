@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hf_longctx.hf.models.context.forwards import cache_parameter, holds, is_made_by, without_renames
 from hf_longctx.hf.models.older.scores import GroupCache, OwnCall, StandIn
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.core.binding import with_globals
+from hf_longctx.runtime.core.binding import is_ours, is_written_by, with_globals
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
 # attribute of a module: the context of the forward that is running
@@ -125,6 +125,22 @@ def serve_attention(model: Any) -> None:
         # plain methods, so that they work on a copy of the model too
         vars(module)[name] = MethodType(function, module)
     vars(model)[_SERVED] = True
+
+
+def own_attention_problems(model: Any) -> list[str]:
+    """Problem with a method of a user in place of which plans would run their own; empty if there is none."""
+    if own_attention(model) is None:
+        return []
+    names = {module: name for name, module in model.named_modules()}
+    for module, name, _ in _methods(model):
+        own = vars(module).get(name)
+        is_changed = module is not model and own is not None and not is_ours(own)
+        if is_changed or not is_written_by(getattr(type(module), name), "transformers", "torch"):
+            return [
+                f"the {name} of {names[module] or 'the model'} ({type(module).__name__}) was replaced, and plans run their own in "
+                f"its place; remove it, or hook the module (register_forward_hook)"
+            ]
+    return []
 
 
 def restore_own_attention(model: Any) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hf_longctx.hf.models.context.forwards import CACHES
 from hf_longctx.hf.models.states.functions import MIXERS, STAND_INS, MixerCall, StateFamily, family_of
 from hf_longctx.hf.models.states.methods import METHODS
-from hf_longctx.runtime.core.binding import HOOKS, with_globals
+from hf_longctx.runtime.core.binding import HOOKS, is_ours, is_written_by, own_forward, with_globals
 
 # words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
 STATE_WORDS = (
@@ -150,7 +150,12 @@ def state_problems(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if getattr(module, _DIVIDED, False)
     ]
-    return others[:1] + divided + [problem for name, mixer in mixers.items() if (problem := _problem(name, mixer))][:1]
+    parents = [
+        f"{name} ({type(parent).__name__}) has a forward that is not its class's, so its mixers would get no plan; remove it"
+        for name, parent in model.named_modules()
+        if parent in _parents(model) and (own := own_forward(parent)) is not None and not is_ours(own)
+    ]
+    return others[:1] + divided + parents[:1] + [problem for name, mixer in mixers.items() if (problem := _problem(name, mixer))][:1]
 
 
 def _problem(name: str, mixer: nn.Module) -> str:
@@ -166,11 +171,21 @@ def _problem(name: str, mixer: nn.Module) -> str:
             f"the forward of {where} does not call {' and '.join(missing)} in this version of transformers, so its states cannot "
             f"be passed on; use the newest version that docs/models.md names"
         )
+    if not is_written_by(type(mixer).forward, "transformers", "torch"):
+        return (
+            f"the forward of the class of {where} was replaced by a function that wraps it, and plans would leave that out; hook "
+            f"the module (register_forward_hook) in its place"
+        )
     if foreign := [each for each in family.functions if isinstance(inspect.unwrap(function.__globals__[each]), nn.Module)]:
         return (
             f"{where} calls {foreign[0]} through the package kernels, whose numbers are not tested under plans; set "
             f"USE_HUB_KERNELS=0 in the environment before transformers is imported"
         )
+    for path in family.methods:
+        owner = mixer.get_submodule(path.rpartition(".")[0])
+        method = getattr(owner, path.rpartition(".")[2])
+        if not is_written_by(method, "transformers", "torch", "peft"):
+            return f"{where} has another {path} than that of its class, which plans would leave out; remove it"
     return _hook_problem(where, mixer)
 
 
