@@ -5,9 +5,9 @@ compares a copy with all hooks and forwards that the model has at the start. Tho
 compared when that begins, if the model is still whole on every rank. All others are refused, on all ranks, and so is a loss
 function, which plans never call.
 
-Without a self-test users answer for hooks and forwards that they put on a model. But plans run their own forward in place of some
-modules' (adapters, MLPs, norms, projections, heads, dropout, ...). A forward that was put on top of one of these or into its class
-after that, and a module that took the place of another, would leave ours out or would be left out, so they are refused always.
+Without a self-test users answer for hooks and forwards that they put on a model. But in some modules (adapters, MLPs, norms,
+projections, heads, dropout, ...) plans run a forward of their own. If another one is put there afterwards, or into the class, or
+if another module takes the place, one of both would be left out. So that is always refused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CodeAtStart:
 
 
 class _Seen:
-    """Modules of a model, and what runs when they are called: forwards, classes, hooks. Finds out quickly whether these changed."""
+    """Modules of a model and what runs when they are called: forwards, classes, hooks. Tells quickly whether these changed."""
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_modules())

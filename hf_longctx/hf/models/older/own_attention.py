@@ -137,8 +137,8 @@ def own_attention_problems(model: Any) -> list[str]:
         is_changed = module is not model and own is not None and not is_ours(own)
         if is_changed or not is_written_by(getattr(type(module), name), "transformers", "torch"):
             return [
-                f"the {name} of {names[module] or 'the model'} ({type(module).__name__}) was replaced, and plans run their own in "
-                f"its place; remove it, or hook the module (register_forward_hook)"
+                f"the {name} of {names[module] or 'the model'} ({type(module).__name__}) was replaced, and plans run their own "
+                f"there; remove it, or hook the module (register_forward_hook)"
             ]
     return []
 

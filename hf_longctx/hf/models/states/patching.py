@@ -151,11 +151,13 @@ def state_problems(model: nn.Module) -> list[str]:
         if getattr(module, _DIVIDED, False)
     ]
     parents = [
-        f"{name} ({type(parent).__name__}) has a forward that is not its class's, so its mixers would get no plan; remove it"
+        f"{name} ({type(parent).__name__}) has a forward that is not its class's, in whose place plans run theirs; remove it"
         for name, parent in model.named_modules()
         if parent in _parents(model) and (own := own_forward(parent)) is not None and not is_ours(own)
     ]
-    return others[:1] + divided + parents[:1] + [problem for name, mixer in mixers.items() if (problem := _problem(name, mixer))][:1]
+    return (
+        others[:1] + divided + parents[:1] + [problem for name, mixer in mixers.items() if (problem := _problem(name, mixer))][:1]
+    )
 
 
 def _problem(name: str, mixer: nn.Module) -> str:
