@@ -134,7 +134,7 @@ def attention_problems(model: nn.Module) -> list[str]:
 
 
 def attention_line(model: Any) -> str:
-    """What becomes of the attention implementation that a user chose; empty if it runs wherever no plan does."""
+    """Says what runs in place of the attention implementation that a user chose; empty if it runs wherever no plan does."""
     text: Any = text_part(model)
     if (name := attention_name(model)) in (None, *NAMES, *NAMES.values(), OWN_NAME):
         return ""
