@@ -110,7 +110,7 @@ SUBJECTS = {
                 "hf/evaluation hf/start/arguments:evaluation_problems hf/trainer/tokens hf/trainer/trainer:_evaluated "
                 "hf/trainer/trainer:predict"
             ),
-            "The callback, and trainers with attached plans": "hf/stock hf/log_probs",
+            "The callback, and trainers with attached plans": "hf/stock hf/log_probs hf/start/collators",
             "Trainers of TRL": (
                 "hf/start/trl hf/log_probs/rewards hf/log_probs/two_passes hf/log_probs/trl_methods "
                 "hf/trainer/trainer:_step_in_two_passes"

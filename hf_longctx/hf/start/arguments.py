@@ -53,7 +53,6 @@ _ONLY_OURS = (
 )
 
 _TRAINER_ARGUMENTS = {
-    "data_collator": "plans decide what is packed together; leave it out and pass a dataset with input_ids and labels",
     "compute_metrics": "its own loop would need whole logits; leave it out, since it logs metrics of its own",
     "compute_loss_func": "pass the loss of a token as token_loss=..., of which a step takes the mean over label tokens",
     "model_init": "pass a model; LongContextTrainer takes it, and searches hyperparameters with it",

@@ -182,8 +182,8 @@ def collator_of_own_problems(trainer: Any, first: Any) -> list[str]:
     if trainer.data_collator is first:
         return []
     return [
-        "data_collator was set on the trainer, but plans make batches themselves and would never call it; do its work with "
-        "dataset.map, in input_ids and labels (-100 for no label)"
+        "data_collator was set on the trainer, but plans make batches themselves and would never call it; pass it to "
+        "the constructor, which tries it on rows, or do its work with dataset.map"
     ]
 
 

@@ -20,14 +20,14 @@ from hf_longctx.hf.models.parts.whole_again import WholeModel
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.start.arguments import argument_problems, evaluation_problems
+from hf_longctx.hf.start.collators import Collation, forward_columns
 from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.start.trl import attach_problems, read_columns, trainer_problems
-from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest
-from hf_longctx.hf.trainer.sets import chosen_evaluation_set, evaluation_set_problems, evaluation_sets
+from hf_longctx.hf.trainer.sets import evaluation_set_problems, evaluation_sets
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.core.loss import TokenLoss
 
@@ -75,8 +75,7 @@ class AttachedMixin(LongContextMixin):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         if self.plans_evaluation:
-            _, dataset = chosen_evaluation_set(eval_dataset, self.eval_dataset)
-            raise_together(_evaluation_problems(self, dataset), self.longctx_run.control, "the evaluation cannot run under plans")
+            raise_together(_evaluation_problems(self), self.longctx_run.control, "the evaluation cannot run under plans")
             return super().get_eval_dataloader(eval_dataset)
         loader: DataLoader[Any] = super(PlannedDataMixin, self).get_eval_dataloader(eval_dataset)
         keep_workers(loader)
@@ -143,9 +142,9 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
             trainer.eval_dataset = read_columns(stock, trainer.eval_dataset)
             sets |= evaluation_sets(trainer.eval_dataset)
         args, processing_class = trainer.args, trainer.processing_class
-        request = RunRequest(
-            config, trainer.model, args, processing_class, problems, sets, token_loss=token_loss, gives_back=True
-        )
+        model = cast(Any, trainer.model)
+        collation = Collation(trainer.data_collator, head_kind(model), forward_columns(model, args))
+        request = RunRequest(config, model, args, processing_class, problems, sets, None, token_loss, None, True, collation)
         planned._start(request)
         run = planned.longctx_run
         if run.whole is not None:
@@ -198,7 +197,6 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     problems += signal_problems(trainer.args)
     if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
-    problems += collator_problems(trainer.data_collator, trainer.train_dataset, head_kind(cast(Any, trainer.model)))
     problems += placement_problems(
         config, "would leave a sharded model in a stock trainer; use LongContextTrainer, or parameters='replicated'"
     )
@@ -224,12 +222,10 @@ def _stage_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
             f"the trainer has an optimizer or scheduler already, for weights of all stages, but stages={config.stages!r} leaves "
             f"each rank with one stage; set trainer.optimizer = trainer.lr_scheduler = None before attach, or choose it by optim"
         )
-    problems += evaluation_set_problems(trainer.eval_dataset)
-    sets = evaluation_sets(trainer.eval_dataset).values()
-    return problems + [problem for dataset in sets for problem in _evaluation_problems(trainer, dataset)]
+    return problems + evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer)
 
 
-def _evaluation_problems(trainer: Trainer, dataset: Any) -> list[str]:
+def _evaluation_problems(trainer: Trainer) -> list[str]:
     """Why plans would evaluate something else than the trainer's own loop over batches of its collator."""
     kind = head_kind(cast(Any, trainer.model))
     problems = evaluation_problems(trainer.args, trainer.compute_metrics is not None)
@@ -238,10 +234,7 @@ def _evaluation_problems(trainer: Trainer, dataset: Any) -> list[str]:
             "compute_metrics and preprocess_logits_for_metrics of a stock trainer get whole logits, which pipeline stages never "
             "make; leave them out, or use LongContextTrainer, where compute_metrics gets likeliest tokens and log-probabilities"
         )
-    if dataset is None:
-        return problems
-    found = collator_problems(trainer.data_collator, dataset, kind)
-    return problems + [problem.replace("train_dataset", "eval_dataset") for problem in found]
+    return problems
 
 
 def placement_problems(config: LongContextConfig, reason: str) -> list[str]:

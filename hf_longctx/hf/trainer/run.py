@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.budget import Beside
 from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
+from hf_longctx.hf.start.collators import Collation
 from hf_longctx.hf.start.layer_kernels import fused_layers
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import RunSetup, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
@@ -81,6 +82,7 @@ class RunRequest:
     loader reads them, and then every plan has one micro-batch. control: the process group that `meet` returned, if it was
     called before. token_loss: the user's loss of a token, if there is one. reference: the reference model of a loss of
     log-probabilities, which is whole; see `reference_run`. gives_back: a model that is cut into stages must become whole again.
+    collation: what the user's collator makes of rows.
     """
 
     config: LongContextConfig
@@ -93,12 +95,18 @@ class RunRequest:
     token_loss: TokenLoss | None = None
     reference: nn.Module | None = None
     gives_back: bool = False
+    collation: Collation = field(default_factory=lambda: Collation(None))
 
     @property
     def task(self) -> HeadTask:
         """The labels of the sets that are read under plans."""
         given = (each for each in (self.datasets or {}).values() if each is not None)
         return task_of(self.model, next((each for each in given if not is_stream(each)), None))
+
+    @property
+    def problems_of_rows(self) -> list[str]:
+        """Problems with what the user's collator makes of the rows of each set."""
+        return [each for name, dataset in (self.datasets or {}).items() for each in self.collation.problems(dataset, name)]
 
     def problems_of_loss(self, control: dist.ProcessGroup | None) -> list[str]:
         """Problems with the loss, also if it differs between ranks. Collective."""
@@ -231,14 +239,14 @@ def _started(request: RunRequest) -> Run:
     control = meet(config, request.control)
     problems_of_stage = _lone_stage_problems(model)
     align_padding(request.task, model, request.processing_class)
-    problems = request.problems + request.problems_of_loss(control) + problems_of_stage
+    problems = request.problems + request.problems_of_loss(control) + problems_of_stage + request.problems_of_rows
     degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
     task = request.task
     token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss, task)
     # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none
     forward = user_forward(model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
     reference = request.reference.parameters() if request.reference is not None else ()
-    rows = TrainingRows((request.datasets or {}).get("train_dataset"), task)
+    rows = TrainingRows(request.collation.rows((request.datasets or {}).get("train_dataset")), task)
     _note_rounded(config, model, args, control)
     # the loop of a stock trainer without plans of whole steps runs the model's own code
     compiles = config.compile_layers if request.datasets is not None else False
@@ -249,7 +257,7 @@ def _started(request: RunRequest) -> Run:
     if args.process_index == 0 and (line := attention_line(model)):
         logger.warning("%s", line)
     setup = setup.in_one_micro_batch() if request.datasets is None else setup
-    sets = SequenceSets(config, args, setup, control, task)
+    sets = SequenceSets(config, args, setup, control, task, request.collation)
     if request.datasets is not None:
         sets.check(model, request.datasets)
     with ExitStack() as undo:

@@ -27,6 +27,7 @@ from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
+from hf_longctx.hf.start.collators import Collation
 from hf_longctx.hf.start.setup import RunSetup, settings_for
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 
@@ -93,7 +94,7 @@ def chosen_evaluation_set(given: Any, eval_dataset: Any) -> tuple[str, Any]:
 class SequenceSets:
     """The row lengths of a run's sets, by the name of the set in messages, and the rules for rows that are too long.
 
-    task: the labels of the sets.
+    task: the labels of the sets. collation: what a user's collator makes of rows.
     """
 
     def __init__(
@@ -103,8 +104,12 @@ class SequenceSets:
         setup: RunSetup,
         control: dist.ProcessGroup | None,
         task: HeadTask = NEXT_TOKEN,
+        collation: Collation | None = None,
     ) -> None:
         self.config, self.args, self.setup, self.control, self.task = config, args, setup, control, task
+        self.collation = collation if collation is not None else Collation(None)
+        # the rows of scanned sets as the collator makes them
+        self._rows: dict[str, Any] = {}
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
         # for every sequence of a scanned set, whether a label counts in it
         self._labelled: dict[str, NDArray[np.bool_]] = {}
@@ -161,7 +166,8 @@ class SequenceSets:
         known, scan = self._scans.get(name, (None, None))
         if scan is None or known is not dataset:
             self._told.discard(name)
-            raise_together(stream_problems({name: dataset}, self.config, self.args), self.control)
+            late = stream_problems({name: dataset}, self.config, self.args) + self.collation.problems(dataset, name)
+            raise_together(late, self.control)
             scan = self._scan({name: dataset})[name]
             problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self.control)
             problems += self._differing_rows({name: scan})
@@ -174,6 +180,10 @@ class SequenceSets:
             _tell_unlabelled(name, self._labelled[name])
             _tell_left_out(name, dataset, scan)
         return index
+
+    def rows(self, name: str) -> Any:
+        """The rows of a scanned set, as the collator makes them."""
+        return self._rows[name]
 
     def labelled(self, name: str) -> NDArray[np.bool_]:
         """Whether a label counts in each sequence of a set's index."""
@@ -212,6 +222,7 @@ class SequenceSets:
             tokens_per_step=config.tokens_per_step,
             drop_last=args.dataloader_drop_last,
             placeholders=self.setup.placeholders,
+            collate=self.collation.stream_row,
             num_rows=stream_length(stream, config),
         )
 
@@ -221,6 +232,8 @@ class SequenceSets:
         show_progress = not self.args.disable_tqdm
         # a set to predict is always scanned alone
         task = self.task_of(TEST_SET) if TEST_SET in sets else self.task
+        sets = {name: self.collation.rows(dataset) for name, dataset in sets.items()}
+        self._rows |= sets
         scans = scan_on_every_rank(sets, setup.costs.model.vocab_size, show_progress, setup.placeholders, task)
         limits = setup.max_length, setup.room_tokens, setup.planner.tokens_per_rank
         for name, scan in scans.items():

@@ -31,6 +31,7 @@ from transformers.trainer_utils import default_compute_objective
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
+from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
@@ -42,6 +43,7 @@ from hf_longctx.hf.start.arguments import (
     run_problems,
     stopping_problems,
 )
+from hf_longctx.hf.start.collators import Collation, forward_columns
 from hf_longctx.hf.start.settings.fields import idle_settings
 from hf_longctx.hf.start.settings.late import late_problems
 from hf_longctx.hf.start.settings.translate import hidden_from_trainer, tell_settings, translate
@@ -260,6 +262,9 @@ class StartMixin(_TrainerBase):
             # the trainer's own loader reads its rows
             datasets, reference, token_loss = {}, getattr(self, "ref_model", None), scored_loss(self)
         request = RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
+        if datasets and (collator := given.get("data_collator")) is not None:
+            collation = Collation(collator, head_kind(model), forward_columns(model, self.args))
+            request = replace(request, collation=collation)
         return replace(request, token_loss=token_loss, reference=reference)
 
 

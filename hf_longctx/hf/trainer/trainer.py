@@ -36,6 +36,7 @@ from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.fused.choice import without_liger
+from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
@@ -51,6 +52,7 @@ from hf_longctx.hf.start.arguments import (
     run_problems,
 )
 from hf_longctx.hf.start.classifiers import padding_problems
+from hf_longctx.hf.start.collators import Collation, forward_columns
 from hf_longctx.hf.start.hooks import hook_problems
 from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
 from hf_longctx.hf.start.settings.late import values_at_start
@@ -157,7 +159,10 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 raise_together(unusable, control)
                 self._given = {"data_collator": data_collator, **given}
                 problems += run_problems(type(self), config, model, args, self._given)
-                self._start(RunRequest(config, model, args, processing_class, problems, sets, control, token_loss))
+                collation = Collation(data_collator, head_kind(model), forward_columns(model, args))
+                self._start(
+                    RunRequest(config, model, args, processing_class, problems, sets, control, token_loss, collation=collation)
+                )
                 try:
                     with naming_errors(type(self).__name__):
                         super().__init__(model=model, args=args, **given)
@@ -172,7 +177,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 # a trainer of TRL makes the model and the sets ready itself
                 with naming_errors(type(self).__name__):
                     super().__init__(model=model, args=args, **given)
-                self._start(self._request_of_prepared(kwargs, control, token_loss))
+                self._start(self._request_of_prepared({"data_collator": data_collator, **kwargs}, control, token_loss))
                 if is_scored(type(self)):
                     self._start_two_passes()
         self._first_collator = self.data_collator

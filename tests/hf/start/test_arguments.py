@@ -103,9 +103,7 @@ def test_what_needs_one_folder_is_refused_with_stages(tmp_path) -> None:
     assert config_problems(LongContextConfig(), arguments(tmp_path, save_on_each_node=True)) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["data_collator", "compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"]
-)
+@pytest.mark.parametrize("name", ["compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"])
 def test_a_trainer_argument_without_effect_is_refused_by_name(tmp_path, name: str) -> None:
     # a trainer that draws its own batches has a loop of its own
     (problem,) = argument_problems(arguments(tmp_path), {name: lambda *_: None}, draws_batches=name != "compute_metrics")

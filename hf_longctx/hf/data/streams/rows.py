@@ -40,8 +40,9 @@ class StreamRules:
     """Rules by which rows become sequences, and sequences become global batches. Equal rules and rows give equal batches.
 
     A sequence has at most `max_length` tokens, which is a setting, and at most `room_tokens`, which is what memory holds.
-    placeholders: token ids that no row may have, since they stand for padding, images, sound or video. num_rows: the stream's
-    length, by which the trainer counts the steps of an epoch; None if it has none.
+    placeholders: token ids that no row may have, since they stand for padding, images, sound or video. collate: makes the row
+    that a user's collator makes of a row; None if rows stay as they are. num_rows: the stream's length, by which the trainer
+    counts the steps of an epoch; None if it has none.
     """
 
     name: str
@@ -54,6 +55,7 @@ class StreamRules:
     tokens_per_step: int | None
     drop_last: bool
     placeholders: tuple[int, ...] = ()
+    collate: Callable[[Any], Any] | None = None
     num_rows: int | None = None
 
 
@@ -201,7 +203,8 @@ class SequenceReader:
                 except StopIteration:
                     return
                 rows = item if isinstance(item, list) and item and all(isinstance(row, Mapping) for row in item) else [item]
-                for number, row in enumerate(rows, start=1):
+                for number, given in enumerate(rows, start=1):
+                    row = given if rules.collate is None else rules.collate(given)
                     if self._columns is None and isinstance(row, Mapping):
                         self._columns = sorted(row)
                         if unread := unread_columns(self._columns):
