@@ -19,6 +19,22 @@ else:
 
 _USES_FSDP = "ACCELERATE_USE_FSDP"
 
+# launcher of plain processes -> variables with the number of processes that it started together, and with the number of this one
+_TASKS = {
+    "srun": (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_PROCID"),
+    "mpirun (Open MPI)": (("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
+    "jsrun": (("JSM_NAMESPACE_SIZE",), "JSM_NAMESPACE_RANK"),
+    "mpirun (MVAPICH)": (("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_RANK"),
+    "mpiexec (PMI)": (("PMI_SIZE",), "PMI_RANK"),
+    "flux": (("FLUX_JOB_SIZE",), "FLUX_TASK_RANK"),
+    "mpiexec (PALS)": (("PALS_SIZE",), "PALS_RANKID"),
+    "aprun": (("ALPS_APP_SIZE",), "ALPS_APP_PE"),
+    "horovodrun": (("HOROVOD_SIZE",), "HOROVOD_RANK"),
+    "a launcher with PMIx": ((), "PMIX_RANK"),
+}
+# steps of Slurm from this number on are the batch script and shells, of which there is one
+_FIRST_OWN_STEP = 0xFFFFFFF0
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
@@ -36,6 +52,9 @@ class LaunchEnvironment:
     # the first rank of each node reads weights, and the others wait for FSDP to send them
     loads_on_first: bool = False
     uses_parallelism: bool = False
+    # processes that a launcher started together without torchrun's variables, and the launcher with the variable that tells so
+    num_tasks: int = 1
+    task_launcher: str = ""
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
@@ -45,6 +64,7 @@ class LaunchEnvironment:
             return os.environ.get(name, default).lower()
 
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        num_tasks, task_launcher = _tasks()
         return cls(
             num_ranks=num_ranks,
             ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks))),
@@ -59,7 +79,50 @@ class LaunchEnvironment:
             loads_on_first=text("FSDP_CPU_RAM_EFFICIENT_LOADING", "false") in ("true", "1", "yes")
             and text(_USES_FSDP, "false") == "true",
             uses_parallelism=text("ACCELERATE_USE_PARALLELISM_CONFIG", "false") == "true",
+            num_tasks=num_tasks,
+            task_launcher=task_launcher,
         )
+
+
+def _tasks() -> tuple[int, str]:
+    """The number of processes that were started together with this one, each for itself, and by whom; 1 if none were.
+
+    Whoever sets WORLD_SIZE without torchrun has said how many processes train together.
+    """
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if "WORLD_SIZE" in os.environ and not (by_torchrun and os.environ["WORLD_SIZE"] == "1"):
+        return 1, ""
+    for launcher, (sizes, rank_name) in _TASKS.items():
+        rank = _number(rank_name)
+        size_name = next((name for name in sizes if _number(name) is not None), rank_name)
+        count = max((_number(size_name) or 0) if size_name != rank_name else 0, 1 + (rank or 0))
+        if count > 1 and (launcher != "srun" or _is_in_step(rank)):
+            return count, f"{launcher} ({size_name}={os.environ[size_name]})"
+    return 1, ""
+
+
+def _is_in_step(rank: int | None) -> bool:
+    """Whether `srun` started this process; a batch script, of which there is one, has the variables of the whole job, too."""
+    step = _number("SLURM_STEP_ID")
+    return bool(rank) or (step is not None and step < _FIRST_OWN_STEP)
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def separate_runs(num_ranks: int) -> list[str]:
+    """The problem with processes that were started together, but of which each would train alone; num_ranks: of this run."""
+    launch = LaunchEnvironment.read()
+    if num_ranks > 1 or launch.num_tasks < 2:
+        return []
+    once = "one torchrun per node with --nnodes" if "TORCHELASTIC_RUN_ID" in os.environ else "torchrun by it, once per node"
+    return [
+        f"{launch.task_launcher} started {launch.num_tasks} processes together, but nothing tells them where to meet, so each "
+        f"would train alone on all data; start {once} (docs/guides/launching.md), or set RANK, WORLD_SIZE, LOCAL_RANK, "
+        f"MASTER_ADDR and MASTER_PORT in each of them; for separate runs on purpose set WORLD_SIZE=1"
+    ]
 
 
 @contextmanager

@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_longctx.hf.ranks.agreement import beating, explain_lost_ranks, raise_together, sums_over_ranks
+from hf_longctx.hf.ranks.agreement import beating, explain_lost_ranks, raise_together
 from hf_longctx.hf.ranks.folder_lock import FolderLock
 from hf_longctx.hf.ranks.heartbeats import main_thread_calls
 from hf_longctx.hf.ranks.stop_signals import SIGNALS, StopSignals
@@ -70,12 +69,14 @@ class OrderlyStop(TrainerCallback):
             self.stopped_by = next(each.name for each, heard in zip(SIGNALS, num_asked, strict=True) if heard)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
-            # no step comes whose exchange could carry a signal that arrived in this one; callbacks of one rank may take long
-            PartialState().wait_for_everyone()
-            self.agree(sums_over_ranks(self.asked(), self._control))
         if self.stopped_by:
             self._save_and_stop(args, state, control)
+
+    def end_with(self, num_asked: Sequence[float], args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Takes the sums of `asked` over all ranks after the callbacks of the last step."""
+        if not self.stopped_by and self._saved_step < state.global_step:
+            self.agree(num_asked)
+            self.on_step_end(args, state, control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.stopped_by:

@@ -23,7 +23,7 @@ from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.models.routers import has_balance, spread_problems
 from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import mixers_of
-from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.ranks.launch import LaunchEnvironment, separate_runs
 from hf_longctx.hf.start.hooks import read_problems
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.settings.fields import refused_values
@@ -221,7 +221,7 @@ def evaluation_problems(args: TrainingArguments, has_metrics: bool, has_tokens: 
 
 def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[str]:
     """Problems with the launcher's own configuration, which would change the run without the trainer's knowledge."""
-    problems = []
+    problems = separate_runs(args.world_size)
     if launch.num_ranks != args.world_size:
         problems.append(
             f"the launcher started {launch.num_ranks} processes, but the world size is {args.world_size}, so that each would "

@@ -20,6 +20,7 @@ from hf_longctx.hf.start.versions import known_version
 # method of `Trainer` that a mixin overrides -> methods of `Trainer` that call it; none for what users call
 HOOKS: dict[str, tuple[str, ...]] = {
     "_clip_grad_norm": ("_run_epoch",),
+    "_evaluate": ("_inner_training_loop", "_maybe_log_save_evaluate"),
     "_finalize_training": ("_inner_training_loop",),
     "_get_grad_norm": ("_run_epoch",),
     "_get_output_dir": ("_finalize_training", "_save_checkpoint"),
@@ -31,6 +32,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "_maybe_log_save_evaluate": ("_run_epoch",),
     "_move_model_to_device": ("__init__", "train"),
     "_push_from_checkpoint": ("_save_checkpoint",),
+    "_report_to_hp_search": ("_evaluate",),
     "_run_epoch": ("_inner_training_loop",),
     "_save": ("save_model",),
     "_save_checkpoint": ("_maybe_log_save_evaluate",),
@@ -148,7 +150,9 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
         "_prepare_inputs": (),
         "_remove_unused_columns": (),
         "_set_signature_columns_if_needed": (),
+        "_globalstep_last_logged": (),
         "_hp_search_setup": ("trial",),
+        "_initial_global_step": (),
         # the callback alone looks this argument up on the stack
         "_inner_training_loop": ("resume_from_checkpoint",),
         "_train_batch_size": (),

@@ -33,6 +33,8 @@ from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.models.wrapped.text import freeze_towers, wrapper_of
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.planning.step_lines import plan_parts, seconds_part, speed_part
+from hf_longctx.hf.ranks.agreement import raise_together
+from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.ranks.refusals import RefusedRun
@@ -148,9 +150,11 @@ class LongContextCallback(TrainerCallback):
         undo.callback(self._console.take_over(trainer))
         undo.enter_context(self._console.above_bars())
         undo.enter_context(self._stop.during_training(trainer.args, lambda: trainer.state.global_step))
+        undo.enter_context(cast(CheckpointMixin, trainer)._agreeing(self._stop, self._control))
         return self._control
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        raise_together(separate_runs(args.world_size), None)
         lend(sender()[0], self)
 
     def on_train_begin(

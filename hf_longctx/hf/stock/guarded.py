@@ -22,7 +22,7 @@ from hf_longctx.hf.start.settings.translate import without_checkpointing
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 
 # attributes that the mixin sets on a trainer
-_OWN = ("longctx_config", "longctx_run", "_replicas", "_staged", "_saving", "_chosen", "_control", "_users_values")
+_OWN = ("longctx_config", "longctx_run", "_replicas", "_staged", "_saving", "_chosen", "_control", "_users_values", "_flow")
 
 
 class Guard(Protocol):

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
-from transformers import Trainer, TrainerControl
+from transformers import TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
 from hf_longctx.hf.checkpoints.background import BackgroundSave, remove_left_copies
@@ -38,19 +38,14 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.start.arguments import callback_problems
 from hf_longctx.hf.start.settings.translate import with_values
+from hf_longctx.hf.trainer.flow_mixin import FlowMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run
 
 logger = logging.getLogger(__name__)
 
-# users put the mixin in front of a Trainer subclass, so type checkers treat it as one
-if TYPE_CHECKING:
-    _TrainerBase = Trainer
-else:
-    _TrainerBase = object
 
-
-class CheckpointMixin(_TrainerBase):
+class CheckpointMixin(FlowMixin):
     """The part of `LongContextMixin` about whole checkpoints; the run is started before anything is saved."""
 
     longctx_config: LongContextConfig
@@ -257,7 +252,7 @@ class CheckpointMixin(_TrainerBase):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # `Trainer` counts steps only after one, so a training killed after its last save would do one too many when restarted
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.max_steps <= self.state.global_step == self._initial_global_step:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)

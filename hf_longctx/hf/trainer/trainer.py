@@ -39,6 +39,7 @@ from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
+from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.ranks.refusals import RefusedRun, naming_errors
 from hf_longctx.hf.start.arguments import (
@@ -210,6 +211,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         try:
             with (
                 self._stop.during_training(self.args, lambda: self.state.global_step),
+                self._agreeing(self._stop, self.longctx_run.control),
                 self._ending_saving(),
                 self.longctx_run.report.console.above_bars(),
                 without_liger(self.args),
@@ -524,6 +526,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             given = {name: value for name, value in given.items() if name not in OF_LOGITS}
         problems += argument_problems(args, given, not is_scored(type(self)), self.longctx_config.compile_layers)
         problems += trainer_problems(type(self), args, self.longctx_config)
+        problems += separate_runs(args.world_size)
         problems += hook_problems(type(self)) + override_problems(type(self), LongContextMixin, self.plans_evaluation)
         raise_together(problems, control)
         return control
