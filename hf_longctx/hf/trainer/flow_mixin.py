@@ -31,7 +31,7 @@ class _PrunedElsewhereError(Exception):
 class FlowMixin(_TrainerBase):
     """The part of `CheckpointMixin` about decisions that all ranks take alike."""
 
-    # of the present training
+    # messages of the present training; None outside of one
     _flow: AgreedFlow | None = None
 
     @contextmanager
@@ -61,7 +61,7 @@ class FlowMixin(_TrainerBase):
         try:
             super()._report_to_hp_search(trial, step, metrics)
         except Exception as found:
-            # of optuna, which need not be installed
+            # the class is optuna's, which need not be installed
             if type(found).__name__ != "TrialPruned":
                 raise
             error = found
