@@ -51,6 +51,7 @@ class PlanSource:
         pool: GroupPool,
         costs: CostModel,
         config: PlannerConfig,
+        *,
         explore_steps: int = 5,
         alive_s: float = 10.0,
         late_s: float | None = None,
