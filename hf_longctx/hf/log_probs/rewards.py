@@ -20,7 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from hf_longctx.hf.data.labels.task import HeadTask
 from hf_longctx.hf.log_probs.documents import LocalDocuments
-from hf_longctx.hf.log_probs.two_passes import Batch, ScoredModel, TwoPasses, Untrained, token_places
+from hf_longctx.hf.log_probs.two_passes import Batch, ScoredModel, TwoPasses, Untrained, outside_autocast, token_places
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.runtime.core.binding import replace_forward
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
@@ -63,7 +63,8 @@ class RewardPasses(TwoPasses):
         executor = scored.executor()
         plan = forward_only(batch.plan.for_rank(rank))
         chunks = batch.chunks(rank)
-        found = executor.read(plan, chunks, scored.engine(executor.model, plan))
+        with outside_autocast():
+            found = executor.read(plan, chunks, scored.engine(executor.model, plan))
         device, num_documents = batch.documents.rows_T2.device, len(batch.firsts)
         rewards_N1 = torch.zeros(num_documents, 1, dtype=torch.float64, device=device)
         _, position = batch.plan.place(rank)

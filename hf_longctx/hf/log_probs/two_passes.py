@@ -22,7 +22,7 @@ Shapes: B rows, S columns of this rank's batch, n tokens of all ranks, k values 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -173,7 +173,9 @@ class TwoPasses:
         routers = executor.routers if is_trained or inputs.get(ROUTED) else None
         if routers is not None:
             routers.forget()
-        found = executor.score(rank_plan, batch.chunks(self.pool.rank), engine, self.scoring, is_counted=routers is not None)
+        chunks = batch.chunks(self.pool.rank)
+        with outside_autocast():
+            found = executor.score(rank_plan, chunks, engine, self.scoring, is_counted=routers is not None)
         values_nk = self._from_all_ranks(batch, rank_plan, found)
         documents = batch.documents
         # TRL computes them in fp32
@@ -294,6 +296,15 @@ class TwoPasses:
         if self.pool.everyone is not None:
             dist.all_reduce(values_nk, group=self.pool.everyone)
         return values_nk
+
+
+def outside_autocast() -> AbstractContextManager[None]:
+    """Context in which the first pass computes as the second one does, which runs outside of the autocast around TRL's loss.
+
+    The model's own forward has its autocast inside.
+    """
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.autocast(device.type, enabled=False)
 
 
 def _gradient_mark(weight: nn.Parameter) -> tuple[int, int] | None:

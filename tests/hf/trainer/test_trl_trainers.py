@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from helpers.models.chats import word_tokenizer
 from helpers.models.reference import relative_error
 from helpers.models.tiny_models import ModelCase, build_model
@@ -302,6 +303,21 @@ def test_other_trainers_and_versions_of_trl_are_refused_by_name(tmp_path: Path, 
     monkeypatch.setattr(versions, "_TRL", "1.17")
     (problem,) = alone_problems(args)
     assert "its trainers are tested with 1.17" in problem
+
+
+@pytest.mark.parametrize("kind", ["preference", "reward"])
+def test_half_precision_under_autocast_computes_the_second_pass_first(tmp_path: Path, kind: str) -> None:
+    import trl
+
+    base: Any = getattr(trl, f"{trainer_name(kind)}Trainer")
+    losses = []
+    for config in (None, {"tokens_per_rank": 400}):
+        model = build_model(ModelCase(dtype=torch.float16, head=HEAD if kind == "reward" else ()))
+        reference = {} if kind == "reward" else {"ref_model": build_model(ModelCase(dtype=torch.float16))}
+        trainer = make(base, tmp_path, config, {"bf16": True}, kind, model=model, **reference)
+        losses.append(trainer.train().training_loss)
+    # bf16 has 8 bits
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 def test_columns_that_trl_makes_into_text_are_read(tmp_path: Path) -> None:
