@@ -15,7 +15,7 @@ GIVEN = {"hf_longctx/hf/models/attention.py: longctx_attention"}
 
 
 def long_functions(source: str) -> Iterator[tuple[str, int]]:
-    """Name and number of positional arguments of every function with too many; `self`, `cls` and autograd's `forward` do not count."""
+    """Functions with too many positional arguments, and how many; `self`, `cls` and autograd's `forward` do not count."""
 
     def functions(node: ast.AST, owner: ast.ClassDef | None, prefix: str) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
