@@ -230,6 +230,6 @@ def _cuttable_attention(layer: nn.Module) -> nn.Module | None:
 
 def _plain_linear(module: nn.Module | None) -> nn.Linear | None:
     """The linear module with torch's own forward, perhaps inside an adapter; None for others, such as quantised ones."""
-    inner = getattr(module, "base_layer", module)
+    inner: Any = getattr(module, "base_layer", module)
     is_plain = type(inner) is nn.Linear and own_forward(inner) is None and is_written_by(nn.Linear.forward, "torch")
     return inner if is_plain else None

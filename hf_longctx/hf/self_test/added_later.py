@@ -91,7 +91,8 @@ class _Seen:
         named = dict(model.named_modules())
         self.names, self.modules = list(named), list(named.values())
         self._own = [vars(module) for module in self.modules]
-        self._forwards, self._kinds = self._forwards_now(), list(map(type, self.modules))
+        self._forwards = self._forwards_now()
+        self._kinds: list[type[nn.Module]] = [type(module) for module in self.modules]
         # forwards of ours that stay for the whole run, unlike those that `put` has put there
         self._is_kept = [
             is_ours(forward) and PUT not in own if forward is not None else False

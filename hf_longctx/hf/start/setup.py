@@ -525,7 +525,7 @@ def open_plan_source(
     # explore one step more than are fitted, since the first step includes start-up costs and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     alive_s = config.collective_timeout_s / 3
-    source = PlanSource(pool, setup.costs, setup.planner, explore_steps, alive_s=alive_s, is_timed=is_timed)
+    source = PlanSource(pool, setup.costs, setup.planner, explore_steps=explore_steps, alive_s=alive_s, is_timed=is_timed)
     budget = setup.planner.activations
     if is_timed and budget is not None and budget.host_bytes and not setup.costs.cluster.hardware.source:
         # no profile gives the speed of the link, so measure it, with all ranks copying at once as they do in a step

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -214,7 +214,7 @@ class NonfiniteGuard:
         content["loss_of_a_token"] = loss_name(self.run.token_loss)
         content["head"] = self.run.task.kind
         if is_adapted(self.run.stage.model):
-            content["adapters"] = [str(name) for name in self.run.stage.model.active_adapters]
+            content["adapters"] = [str(name) for name in cast(Any, self.run.stage.model).active_adapters]
         if (dropout := self.run.dropout) is not None:
             content["dropout"] = {"seed": dropout.seed, "step": dropout.step}
         (folder / STEP_FILE).write_text(json.dumps(content))
