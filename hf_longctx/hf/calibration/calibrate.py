@@ -138,7 +138,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     few = copy.deepcopy(config)
     set_layers(few, few_layers(config))
     model = build_model(few, device, precision)
-    control, started_s = control_group(_COMPILE_S), time.monotonic()
+    control, started_s = control_group(_COMPILE_S, _COMPILE_S), time.monotonic()
     fused = compiled_layers(model, device, precision == "autocast", request.compile_layers, control)
     kernels: dict[str, Any] = fused.covered(model)
     spec = replace(model_spec(model, precision == "autocast"), **kernels)

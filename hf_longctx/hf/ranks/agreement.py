@@ -6,17 +6,20 @@ Every start-up check of `hf` uses it before work starts, and the trainer to expl
 from __future__ import annotations
 
 import re
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from hf_longctx.hf.ranks.heartbeats import Heartbeats
-from hf_longctx.hf.ranks.lost_ranks import RollCall, connect, lost_message, rank_0_holds_store
+from hf_longctx.hf.ranks.heartbeats import Heartbeats, described, place_of_error
+from hf_longctx.hf.ranks.lost_ranks import BROKEN, Lost, RollCall, connect, rank_0_holds_store
 from hf_longctx.hf.ranks.refusals import RefusedRun
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
@@ -25,27 +28,85 @@ _LOST_RANK = re.compile(
     r"(Gloo connectFullMesh failed|\[[^\]]*gloo/[^\]]*:\d+\] |\[Rank \d+\]: .*monitoredBarrier|NCCL (error|communicator))", re.I
 )
 
-# roll call of this launch, shared by all runs of the process
+# words for what a constructor or `attach` does
+START = "the start"
+
+# time-out of a `Trainer`'s collectives by default
+LONGEST_S = 1800.0
+
+# roll call and beats of this launch, shared by all runs of the process
 _roll_call: RollCall | None = None
+_hearts: Heartbeats | None = None
 
 
-def control_group(timeout_s: float) -> dist.ProcessGroup | None:
+def control_group(timeout_s: float, longest_s: float = LONGEST_S) -> dist.ProcessGroup | None:
     """Creates a CPU group of all ranks for messages about the run, apart from the groups that move tensors of the model.
 
-    Once it has been called, `explain_lost_ranks` can name ranks. None for a single rank. Collective over all ranks.
+    Its collectives wait for a rank that works up to `longest_s`; from now on to the end of the process, a rank that gives no sign
+    of life for `timeout_s` is named, and this process ends if it waits for it. None for a single rank. Collective over all ranks.
     """
-    global _roll_call
+    global _roll_call, _hearts
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_s))
     # a launcher that restarts its ranks may keep the store, and torchrun counts restarts on every node for itself
-    attempt = gather_objects(uuid.uuid4().hex, group)[0]
-    _roll_call = _roll_call or RollCall.of_launch(attempt)
+    begin_beats(timeout_s, longest_s)
+    start_id = "" if _hearts is None else _hearts.start_id
+    is_new = _roll_call is None or start_id not in _roll_call.start_ids
+    attempts, start_ids, are_new = zip(*gather_objects((uuid.uuid4().hex, start_id, is_new), group), strict=True)
+    if any(are_new):
+        _roll_call = RollCall.of_launch(attempts[0])
     # every rank has written its process number, unless nobody reads it
     has_store = count_over_ranks(_roll_call is not None, group) == dist.get_world_size()
     if _roll_call is not None and has_store:
         _roll_call.meet()
+        _roll_call.start_ids = start_ids
+        if _hearts is not None and all(start_ids):
+            _hearts.know(start_ids, _roll_call.store)
+            _roll_call.still, _roll_call.is_over = _hearts.still, _hearts.is_over
+            _roll_call.beats, _roll_call.fresh_beats = _hearts.beats, _hearts.fresh_beats
     return group
+
+
+def begin_beats(timeout_s: float, longest_s: float) -> None:
+    """Begins to tell the other ranks that this one is alive, until its process ends, and sets both limits of `control_group`.
+
+    Does nothing for a single rank, or if no process serves the store of the process group. No other rank needs to take part.
+    """
+    global _hearts
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if _hearts is not None and not _hearts.is_blind:
+        _hearts.limit(timeout_s, longest_s)
+        return
+    try:
+        store = connect()
+    except RuntimeError:
+        return
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    _hearts = Heartbeats(store, rank, num_ranks, timeout_s, longest_s, rank_0_holds_store(), _process_here)
+    _hearts.start()
+    # unlike `atexit`, it also runs where a process was started by `multiprocessing`
+    Finalize(None, _leave, (_hearts,), exitpriority=100)
+
+
+def _process_here(rank: int) -> psutil.Process | None:
+    """The rank's process, if it is one of this host; None before the ranks have met."""
+    return None if _roll_call is None else _roll_call.process_here(rank)
+
+
+def _leave(hearts: Heartbeats) -> None:
+    """Tells the others that this process ends, and why."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if error is not None and _is_broken_collective(error) and _roll_call is not None:
+        # raised outside of the package, so its own words are all that was said
+        hearts.leave(BROKEN)
+        found = _roll_call.search(hearts.num_calls, hearts.timeout_s, place_of_error(error))
+        print(found.message("", _roll_call.rank, hearts.timeout_s, _waited_s(error)), file=sys.stderr, flush=True)
+        return
+    hearts.leave(described(error))
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -97,40 +158,51 @@ def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | N
 
 
 @contextmanager
-def explain_lost_ranks(step: int | Callable[[], int], rank: int, timeout_s: float) -> Iterator[None]:
+def explain_lost_ranks(step: int | Callable[[], int], rank: int, timeout_s: float, what: str = "") -> Iterator[None]:
     """Context that turns a backend's error about a broken or timed-out collective into one that names the lost ranks.
 
     After such an error it waits up to `timeout_s` to learn which ranks are lost. `step` may be a function, for contexts that
-    last several steps.
+    last several steps. `what`: words for work of all ranks that is no step.
     """
+
+    def number() -> int:
+        return step() if callable(step) else step
+
     try:
-        yield
+        with nullcontext() if _hearts is None else _hearts.during(number, what):
+            yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _LOST_RANK.match(str(error)):
+        if not _is_broken_collective(error):
             raise
-        number = step() if callable(step) else step
-        lost = _roll_call.lost(number, timeout_s) if _roll_call else []
-        raise RuntimeError(lost_message(number, rank, lost, timeout_s)) from error
+        found = _roll_call.search(number(), timeout_s, place_of_error(error)) if _roll_call else Lost()
+        longest_s = _waited_s(error)
+        raise RuntimeError(found.message(what or f"step {number()}", rank, timeout_s, longest_s)) from error
+
+
+def joint_call(what: str, timeout_s: float, step: int = 0) -> AbstractContextManager[None]:
+    """Context for a call of all ranks that is no step; see `explain_lost_ranks`. `step`: the last finished step."""
+    return explain_lost_ranks(step, dist.get_rank() if dist.is_initialized() else 0, timeout_s, what)
+
+
+def _is_broken_collective(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or bool(_LOST_RANK.match(str(error))))
+
+
+def _waited_s(error: BaseException) -> float:
+    """How long a collective waited until it broke by its time-out; 0 if it broke otherwise."""
+    return _hearts.longest_s if _hearts is not None and "timed out" in str(error).lower() else 0.0
 
 
 @contextmanager
 def beating(step: Callable[[], int], timeout_s: float) -> Iterator[None]:
-    """Context that tells the other ranks that this one is alive, and ends this process if one of them stands still.
+    """Context for a training: ends this process as soon as another rank hangs, whatever this one does.
 
     Does nothing for a single rank, or if no process serves the store of the process group. `step`: the present step, for the
     message.
     """
-    try:
-        store = None if _roll_call is None else connect()
-    except RuntimeError:
-        store = None
-    if _roll_call is None or not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    if _hearts is None:
         yield
         return
-    store = dist.PrefixStore(_roll_call.attempt, store)  # type: ignore[attr-defined]
-    with Heartbeats(store, _roll_call.rank, _roll_call.num_ranks, timeout_s, step, rank_0_holds_store()) as hearts:
-        _roll_call.still = hearts.still
-        try:
-            yield
-        finally:
-            _roll_call.still = list
+    _hearts.limit(timeout_s, _hearts.longest_s)
+    with _hearts.during(step):
+        yield

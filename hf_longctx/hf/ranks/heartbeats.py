@@ -1,32 +1,49 @@
-"""Ends a rank that would wait for ever: for a rank that stands still, or after the launcher has died.
+"""Tells ranks that work from ranks that hang: every rank publishes beats, and ends if it waits for one whose beats have stopped.
 
-Collectives of a step have a time-out of their own. Others wait long on purpose, since one rank may write a checkpoint or evaluate
-for minutes: logging, saving, callbacks. So every rank writes a heartbeat to the launcher's store while a training runs. A rank
-that works keeps beating; the heart of a process that was stopped, or whose machine is gone, stands still.
+Collectives wait as long as those of `Trainer` (`ddp_timeout`), since one rank may sample, upload, or prepare data for minutes, at
+any time from the constructor to the end of the process. A rank that works goes on beating, from a thread, and says in its beats
+what it does, so that the ranks that wait for it can name it. The beats of a process that was stopped, or whose machine is gone,
+stop; after `collective_timeout_s` the others end and name it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_longctx.hf.ranks.lost_ranks import STORE_STAYS, all_know, lost_message, report_key, tell_known
+import psutil
+
+from hf_longctx.hf.ranks import lost_ranks
+from hf_longctx.hf.ranks.lost_ranks import STORE_STAYS, Beat, Lost, all_know, beat_key, report_key, tell_known
+from hf_longctx.hf.ranks.stop_signals import say
 
 # beats per time-out, and the longest and shortest time between two
 _BEATS = 10
 _LONGEST_S, _SHORTEST_S = 5.0, 0.2
 
-# a collective of the step gives up after one time-out and can then be handled, so end the process a little later
-_PATIENCE = 1.4
+# share of a time-out without a beat after which the verdict comes, so that the process ends within the time-out
+_PATIENCE = 0.7
 
 # beats between the verdict and the end, in which the other ranks come to the same verdict
 _LAST_BEATS = 2
+
+# seconds of a wait after which a rank says for whom it waits, and the share of a time-out if that is less
+_TELLS_AFTER_S, _TELLS_AFTER = 30.0, 0.5
+
+# seconds of processor for which the main thread of a silent process works at least, if it works and lets no thread beat
+_WORKS_S = 0.02
+# seconds of the main thread between two beats below which it is blocked
+_BLOCKED_S = 0.001
 
 # the thread that writes a checkpoint behind training
 WRITER_THREAD = "longctx-writer"
@@ -34,96 +51,221 @@ WRITER_THREAD = "longctx-writer"
 _WAITS_FOR_WRITER = "wait_for_writer"
 _WRITES = ("_save_checkpoint", "save_model", _WAITS_FOR_WRITER)
 
-_LEFT = "left"
 _LAUNCHER_POLL_S = 1.0
+# how long a process that holds the store waits at its end for others that end, too
+_LEAVES_S, _POLL_S = 1.0, 0.05
+
+_LAUNCHER = "torch.distributed.elastic"
+_LIBRARIES = ("accelerate", "datasets", "hf_longctx", "huggingface_hub", "peft", "tokenizers", "torch", "transformers", "trl")
+# those whose functions say what a script is at
+_TELLING = ("hf_longctx", "peft", "transformers", "trl")
+# modules of this package that wait for messages of other ranks
+_RECEIVING = ("hf_longctx.hf.data.streams.exchange", "hf_longctx.hf.ranks", "hf_longctx.runtime")
+
+
+class Doing(NamedTuple):
+    """What the main thread does in step `number`. `since_s`: when it began to."""
+
+    words: str = ""
+    is_waiting: bool = False
+    number: int = 0
+    since_s: float = 0.0
 
 
 class Heartbeats:
-    """One rank's heart and its view of the other hearts; a context for the time of a training.
+    """One rank's beats and its view of those of all ranks, from `start` to the end of the process.
 
-    Two threads: one talks to the store, and one judges, since a store whose process stands still never answers. `step`: number
-    of the present step, for the message. `in_rank_0`: rank 0's process holds the store, not a launcher.
+    Two threads: one talks to the store, and one judges, since a store whose process was stopped never answers. `timeout_s`: after
+    so long without a beat a rank is lost. `longest_s`: how long collectives wait for a rank that works. `in_rank_0`: rank 0's
+    process holds the store, not a launcher. `process_here`: a rank's process if it is one of this host.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, timeout_s: float, step: Callable[[], int], in_rank_0: bool) -> None:
-        self._store, self._rank, self._timeout_s, self._step = store, rank, timeout_s, step
-        self._in_rank_0 = in_rank_0
-        self._keys = [_beat_key(each) for each in range(num_ranks)]
-        self._interval_s = min(_LONGEST_S, max(_SHORTEST_S, timeout_s / _BEATS))
-        self._ends = threading.Event()
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        longest_s: float,
+        in_rank_0: bool,
+        process_here: Callable[[int], psutil.Process | None] = lambda rank: None,
+    ) -> None:
+        self._store, self._rank, self._in_rank_0, self._process_here = store, rank, in_rank_0, process_here
+        self.start_id, self._known = uuid.uuid4().hex, dict[int, str]()
+        # where ranks report lost ones, once they have met
+        self.reports: Any = None
+        self._keys = [beat_key(each) for each in range(num_ranks)]
+        self.limit(timeout_s, longest_s)
+        self._ends, self._is_due = threading.Event(), threading.Event()
         # seconds that the judge has run; a clock would go on while this process itself is stopped
         self._lived_s = self._read_s = 0.0
-        self._is_blind = self._leaves = False
+        self.is_blind = self._has_left = False
+        self.num_calls, self._error = 0, ""
+        # the calls of the package that the main thread is in: the number of the step, and words for other work
+        self._calls: list[tuple[Callable[[], int], str]] = []
         self._verdict: tuple[int, list[int]] | None = None
-        # all ranks but those that stand still have come to the verdict
+        # all ranks but those that hang have come to the verdict
         self._all_know = threading.Event()
-        self._beats: list[tuple[str, float]] = [("", 0.0)] * num_ranks
+        self._beats: list[tuple[Beat, float]] = [(Beat(), 0.0)] * num_ranks
+        # the first beats that were read
+        self._first: dict[int, Beat] = {}
+        self._taking = threading.Lock()
+        self._doing, self._has_told, self._main_s = Doing(), False, 0.0
+        # seconds of processor of silent ranks' main threads
+        self._worked: dict[int, float] = {}
         self._threads = [
             threading.Thread(target=target, name=f"longctx-{target.__name__.strip('_')}", daemon=True)
             for target in (self._beat, self._judge)
         ]
 
-    def __enter__(self) -> Heartbeats:
+    def limit(self, timeout_s: float, longest_s: float) -> None:
+        """Sets both limits anew, for a run with other settings."""
+        self.timeout_s, self.longest_s = timeout_s, longest_s
+        self._interval_s = min(_LONGEST_S, max(_SHORTEST_S, timeout_s / _BEATS))
+
+    def know(self, start_ids: Sequence[str], reports: Any) -> None:
+        """Takes the ids of all ranks' beats, which have met, and the store for reports."""
+        with self._taking:
+            self._known, self.reports = dict(enumerate(start_ids)), reports
+            for rank, (beat, _) in enumerate(self._beats):
+                if beat.start != start_ids[rank]:
+                    self._beats[rank] = Beat(), 0.0
+
+    def start(self) -> None:
+        """Begins to beat and to judge."""
         for thread in self._threads:
             thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        # after an error the heart just stops, since other ranks may wait for this one
-        self._leaves = kind is None
+    def leave(self, error: str = "") -> None:
+        """Tells the others that this process ends, with `error` or in good order, and stops."""
+        self._error, self._has_left = error or self._error, True
         self._ends.set()
-        # the first may wait for a store that stands still
-        self._threads[0].join(self._interval_s)
-        self._threads[1].join()
+        self._is_due.set()
+        # it may wait for a store that does not answer
+        self._threads[0].join(_LONGEST_S)
+
+    @contextmanager
+    def during(self, number: Callable[[], int], what: str = "") -> Iterator[None]:
+        """Context for a call in which all ranks take part: one that ends it with an error says so to the others.
+
+        Inside, this process ends as soon as another rank is lost; elsewhere, only if it waits for that rank. `number`: the
+        present step. `what`: words for the call if it is no step.
+        """
+        is_outermost = not self._calls
+        if is_outermost:
+            self.num_calls, self._error = self.num_calls + 1, ""
+        self._calls.append((number, what))
+        try:
+            yield
+        except BaseException as error:
+            if is_outermost:
+                self._error = described(error)
+                self._is_due.set()
+            raise
+        finally:
+            self._calls.pop()
+
+    def beats(self) -> dict[int, Beat]:
+        """The beats that were read last, by rank."""
+        return {rank: beat for rank, (beat, _) in enumerate(self._beats)}
 
     def still(self, patience: float = 1.0) -> list[int]:
-        """Ranks whose hearts have stood still for `patience` times the time-out."""
-        limit_s = patience * self._timeout_s
+        """Ranks that have not beaten for `patience` times the time-out."""
+        limit_s = patience * self.timeout_s
         is_silent = self._lived_s - self._read_s > limit_s
-        if self._is_blind and (found := self._unchanged(limit_s - 2 * self._interval_s)):
+        if self.is_blind and (found := self._unchanged(limit_s - 2 * self._interval_s)):
             # the store ended with rank 0, which was perhaps the first to find out
             return found
-        if self._is_blind or is_silent:
-            return [0] if is_silent and _is_waiting() and self._in_rank_0 and self._rank else []
+        if self.is_blind or is_silent:
+            return (
+                [0] if is_silent and _is_waiting() and self._in_rank_0 and self._rank and not self._beats[0][0].has_left else []
+            )
         return self._unchanged(limit_s)
 
     def _unchanged(self, limit_s: float) -> list[int]:
         return [
             rank
             for rank, (beat, changed_s) in enumerate(self._beats)
-            if rank != self._rank and beat not in ("", _LEFT) and self._read_s - changed_s > limit_s
+            if rank != self._rank and beat.number and not beat.has_left and self._read_s - changed_s > limit_s
         ]
 
     def _beat(self) -> None:
         number = 0
         try:
-            while not self._ends.is_set():
+            while not self._has_left:
                 number += 1
-                self._store.set(self._keys[self._rank], str(number))
-                if self._store.check(self._keys):
-                    self._take([beat.decode() for beat in self._store.multi_get(self._keys)])
-                else:
-                    # some rank has not begun
-                    self._read_s = self._lived_s
+                self._publish(number)
+                self._take(self._read())
                 if self._verdict is not None:
                     self._tell_verdict(*self._verdict)
-                self._ends.wait(self._interval_s if self._verdict is None else _SHORTEST_S)
-            if self._leaves:
-                self._store.set(self._keys[self._rank], _LEFT)
+                self._is_due.wait(self._interval_s if self._verdict is None else _SHORTEST_S)
+                self._is_due.clear()
+                if self._ends.is_set() and not self._has_left:
+                    return
+                if self._in_rank_0 and self._rank and self._beats[0][0].has_left:
+                    # the store ends with rank 0
+                    self.is_blind = True
+                    return
+            self._publish(number + 1)
+            self._wait_for_others()
         except RuntimeError:
             # the store is gone, perhaps since rank 0 is through
-            self._is_blind = True
+            self.is_blind = True
+
+    def _wait_for_others(self) -> None:
+        """Lets ranks that end at the same moment read of it, if the store ends with this process."""
+        until_s = time.monotonic() + _LEAVES_S
+        while self._in_rank_0 and not self._rank and time.monotonic() < until_s:
+            if all(Beat.of(beat.decode()).has_left for beat in self._store.multi_get(self._keys)):
+                return
+            time.sleep(_POLL_S)
+
+    def _publish(self, number: int) -> None:
+        doing = self._doing
+        beat = Beat(
+            number,
+            doing.words,
+            max(0.0, self._lived_s - doing.since_s),
+            doing.is_waiting,
+            self.num_calls,
+            self._error,
+            self._has_left,
+            self.start_id,
+        )
+        self._store.set(self._keys[self._rank], beat.text())
 
     def _tell_verdict(self, step: int, still: list[int]) -> None:
-        self._store.set(report_key(self._rank), str(step))
-        tell_known(self._store, self._rank)
-        if all_know(self._store, len(self._keys), still, lambda rank: False):
+        if self.reports is None:
+            return
+        self.reports.set(report_key(self._rank), str(step))
+        tell_known(self.reports, self._rank)
+        if all_know(self.reports, len(self._keys), still, lambda rank: False):
             self._all_know.set()
 
-    def _take(self, beats: list[str]) -> None:
+    def fresh_beats(self) -> dict[int, Beat]:
+        """The beats of the store now, by rank. Raises RuntimeError if nobody answers."""
+        self._take(self._read())
+        return self.beats()
+
+    def _read(self) -> list[Beat]:
+        if self._store.check(self._keys):
+            return [Beat.of(beat.decode()) for beat in self._store.multi_get(self._keys)]
+        # some rank has not begun
+        return [Beat.of(self._store.get(key).decode()) if self._store.check([key]) else Beat() for key in self._keys]
+
+    def _take(self, beats: list[Beat]) -> None:
         now_s = self._lived_s
-        self._beats = [(beat, now_s if beat != known else since) for beat, (known, since) in zip(beats, self._beats, strict=True)]
-        self._read_s = now_s
+        with self._taking:
+            for rank, (beat, (before, since_s)) in enumerate(zip(beats, self._beats, strict=True)):
+                if not beat.start or beat.start != self._known.get(rank, beat.start):
+                    # a rank that has not begun, or that ended before a restart
+                    continue
+                if self._first.setdefault(rank, beat).start != beat.start:
+                    self._first[rank] = beat
+                # before the ranks have met, one counts as soon as it goes on
+                if rank in self._known or beat.number > self._first[rank].number:
+                    self._beats[rank] = beat, since_s if beat == before else now_s
+            self._read_s = now_s
 
     def _judge(self) -> None:
         last_s = time.monotonic()
@@ -131,20 +273,82 @@ class Heartbeats:
             now_s = time.monotonic()
             self._lived_s += min(now_s - last_s, 2 * self._interval_s)
             last_s = now_s
-            if not (still := self.still(_PATIENCE)):
+            self._look()
+            self._tell_of_wait()
+            self._excuse_busy()
+            lost = self._lost()
+            # a checkpoint of this rank alone is worth finishing
+            if not lost or _is_writing():
                 continue
-            if _is_writing():
-                # a checkpoint of this rank alone is worth finishing
-                continue
-            self._verdict = self._step(), still
+            calls = list(self._calls)
+            number, what = calls[-1] if calls else (int, "")
+            self._verdict = number(), lost
+            text = what if what or not calls else f"step {self._verdict[0]}"
+            message = Lost(tuple(lost), beats=self.beats()).message(text, self._rank, self.timeout_s)
             stack = traceback.format_stack(_main_frame())
+            self._is_due.set()
             if self._in_rank_0 and not self._rank:
                 # the store ends with this process
-                self._all_know.wait(STORE_STAYS * self._timeout_s)
+                self._all_know.wait(STORE_STAYS * self.timeout_s)
             else:
                 time.sleep(_LAST_BEATS * self._interval_s)
             print("".join(stack), file=sys.stderr)
-            _end(lost_message(self._verdict[0], self._rank, still, self._timeout_s))
+            _end(message)
+
+    def _lost(self) -> list[int]:
+        """Ranks because of which this process has to end."""
+        doing = self._doing
+        if (self._calls or doing.is_waiting) and (found := self.still(_PATIENCE)):
+            return found
+        if not doing.is_waiting or self._lived_s - doing.since_s < self.timeout_s:
+            return []
+        # ranks that ended in good order, or left this call with an error, which others may not notice
+        return [rank for rank, beat in self.beats().items() if rank != self._rank and self.is_over(beat)]
+
+    def is_over(self, beat: Beat) -> bool:
+        """Whether a rank will not come any more, since its process or its part of the present call has ended."""
+        return beat.has_left or (bool(beat.error) and beat.num_calls >= self.num_calls)
+
+    def _look(self) -> None:
+        """Takes a look at what the main thread does."""
+        frames = list(_frames(_main_frame()))
+        before_s, self._main_s = self._main_s, _main_thread_s()
+        is_waiting = self._main_s - before_s < _BLOCKED_S and _receives(frames)
+        words = f"waiting for other ranks {place_of(frames)}" if is_waiting else place_of(frames)
+        # the same words in another step are another stay
+        calls = list(self._calls)
+        number = calls[-1][0]() if calls else 0
+        if (words, is_waiting, number) != self._doing[:3]:
+            self._doing, self._has_told = Doing(words, is_waiting, number, self._lived_s), False
+
+    def _tell_of_wait(self) -> None:
+        """Says once for whom this rank waits, if it is the first rank that does, and has waited for long."""
+        waited_s, beats = self._lived_s - self._doing.since_s, self.beats()
+        if self._has_told or not self._doing.is_waiting or any(beats[rank].is_waiting for rank in range(self._rank)):
+            return
+        others = {rank: beat for rank, beat in beats.items() if rank != self._rank and beat.number and not self.is_over(beat)}
+        silent = self.still(0.5)
+        awaited = [beat.words(rank) for rank, beat in others.items() if not beat.is_waiting and rank not in silent]
+        if awaited and waited_s > min(_TELLS_AFTER_S, _TELLS_AFTER * self.timeout_s):
+            self._has_told = True
+            say(f"rank {self._rank} waits for {' and '.join(awaited)} (at most {self.longest_s:g} s: ddp_timeout)")
+        elif others and not awaited and not silent and waited_s > self.timeout_s:
+            self._has_told = True
+            everyone = [f"rank {rank} {beat.doing.removeprefix('waiting for other ranks ')}" for rank, beat in beats.items()]
+            say(f"all ranks wait for each other ({', '.join(everyone)}); they end after {self.longest_s:g} s (ddp_timeout)")
+
+    def _excuse_busy(self) -> None:
+        """Takes work of a silent rank's process on this host for a beat: its thread cannot beat while another never pauses."""
+        for rank in self._unchanged(self.timeout_s / 2):
+            try:
+                process = self._process_here(rank)
+                threads = [] if process is None else process.threads()
+                seconds = sum(each.user_time + each.system_time for each in threads if process and each.id == process.pid)
+            except psutil.Error:
+                continue
+            before, self._worked[rank] = self._worked.get(rank, seconds), seconds
+            if seconds - before >= _WORKS_S:
+                self._beats[rank] = self._beats[rank][0], self._read_s
 
 
 def follow_launcher() -> None:
@@ -162,14 +366,65 @@ def follow_launcher() -> None:
     threading.Thread(target=follow, name=name, daemon=True).start()
 
 
+def described(error: BaseException | None) -> str:
+    """Type and first line of an error, for other ranks; an empty text for the end of a script in good order."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return ""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
 def main_thread_calls() -> Iterator[CodeType]:
     """The code of every function that the main thread is in, innermost first."""
-    return _calls(_main_frame())
+    return (frame.f_code for frame in _frames(_main_frame()))
 
 
-def _calls(frame: FrameType | None) -> Iterator[CodeType]:
+def place_of(frames: list[FrameType]) -> str:
+    """Says where in the user's code a thread is. `frames`: innermost first."""
+    for frame in frames:
+        if frame.f_code.co_name == "call_event" and _module(frame) == "transformers.trainer_callback":
+            names = frame.f_locals
+            callback = type(names.get("callback"))
+            if not callback.__module__.startswith("hf_longctx.") and names.get("event"):
+                return f"inside `{names['event']}` of {callback.__name__}"
+    number = next((number for number, frame in enumerate(frames) if _is_users(frame)), len(frames))
+    called = next((frame for frame in frames[:number] if _module(frame).partition(".")[0] in _TELLING), None)
+    call = f"`{called.f_code.co_name}` of {_module(called).partition('.')[0]}" if called is not None else ""
+    if number == len(frames):
+        return f"inside {call}" if call else "at its end"
+    code, name = frames[number].f_code, Path(frames[number].f_code.co_filename).name
+    if code.co_name != "<module>":
+        return f"inside `{code.co_qualname.replace('<locals>.', '')}` of {name}"
+    return f"at line {frames[number].f_lineno} of {name}" + (f", in {call}" if call else "")
+
+
+def place_of_error(error: BaseException) -> str:
+    """Says where in the user's code an error was raised."""
+    frames: list[FrameType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.insert(0, trace.tb_frame)
+        trace = trace.tb_next
+    return place_of(frames + list(_frames(frames[-1].f_back if frames else None)))
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame belongs neither to Python nor to a library."""
+    file = frame.f_code.co_filename
+    is_installed = file.startswith(("<", *_INSTALLED)) or "-packages" + os.sep in file
+    return not is_installed and _module(frame).partition(".")[0] not in _LIBRARIES
+
+
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        yield frame.f_code
+        yield frame
         frame = frame.f_back
 
 
@@ -177,9 +432,23 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
+def _main_thread_s() -> float:
+    """Seconds for which the main thread has used a processor."""
+    # not on every system
+    with suppress(AttributeError, OSError):
+        return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+    return 0.0
+
+
 def _writer_frame() -> FrameType | None:
     number = next((thread.ident for thread in threading.enumerate() if thread.name == WRITER_THREAD), None)
     return sys._current_frames().get(number or 0)
+
+
+def _receives(frames: list[FrameType]) -> bool:
+    """Whether the innermost function of a thread, apart from those of torch's that call operators, is for messages of ranks."""
+    inner = next((frame for frame in frames if _module(frame) != "torch._ops"), None)
+    return inner is not None and _module(inner).startswith(("torch.distributed.", *_RECEIVING))
 
 
 def _is_waiting() -> bool:
@@ -187,10 +456,14 @@ def _is_waiting() -> bool:
 
     While it waits for the thread that writes a checkpoint, that thread is meant.
     """
-    places = f"{os.sep}distributed{os.sep}", f"{os.sep}lost_ranks.py"
     waits_for_writer = any(code.co_name == _WAITS_FOR_WRITER for code in main_thread_calls())
-    calls = _calls(_writer_frame()) if waits_for_writer else main_thread_calls()
-    return any(place in code.co_filename for code in calls for place in places)
+    modules = map(_module, _frames(_writer_frame() if waits_for_writer else _main_frame()))
+    # a launcher's decorator is around all of a script
+    return any(
+        name == lost_ranks.__name__
+        or (name.startswith("torch.distributed.") and not name.startswith("torch.distributed.elastic"))
+        for name in modules
+    )
 
 
 def _is_writing() -> bool:
@@ -203,7 +476,3 @@ def _end(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     finally:
         os._exit(1)
-
-
-def _beat_key(rank: int) -> str:
-    return f"longctx/beat/{rank}"

@@ -1,17 +1,20 @@
-"""Names the ranks that died or stand still: those that do not report when a step fails.
+"""Names the ranks for which others waited in vain, and says what is known of each.
 
-`agreement.explain_lost_ranks` uses it. When a run starts, every rank learns host and process number of all others; when a step
-breaks, it writes a report to the store of the process group. A rank is lost if it does not report in time, if it is a process of
-this host that has ended, or if its heart stands still (`heartbeats.py`).
+`agreement.explain_lost_ranks` uses it. When a run starts, every rank learns host and process number of all others; when a
+collective breaks, it writes a report to the store of the process group. A rank is lost if it is a process of this host that has
+ended, if it raised an error or came to the end of its script, if its beats have stopped (`heartbeats.py`), or if it does not
+report in time.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +32,104 @@ _STEPS_APART = 1
 STORE_STAYS = 0.4
 
 
+# error of a rank whose own code met a collective that another rank broke
+BROKEN = "a broken connection to other ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank publishes about itself, several times in a time-out."""
+
+    # grows by one with every beat
+    number: int = 0
+    # what the main thread does, such as "inside `on_evaluate` of MyCallback", and for how long
+    doing: str = ""
+    since_s: float = 0.0
+    # whether the main thread is blocked in a collective
+    is_waiting: bool = False
+    # how many calls of the package the rank has begun
+    num_calls: int = 0
+    # the error with which the last of these calls, or the process, ended
+    error: str = ""
+    # whether the process has come to its end
+    has_left: bool = False
+    # differs between all starts of a rank; a launcher that restarts its ranks may keep the store
+    start: str = ""
+
+    def text(self) -> str:
+        """The beat as it is published."""
+        return json.dumps(astuple(self))
+
+    @classmethod
+    def of(cls, text: str) -> Beat:
+        """The beat that `text` publishes; an empty text is a rank that has not begun."""
+        return cls(*json.loads(text)) if text else cls()
+
+    def words(self, rank: int) -> str:
+        """Says what the rank does."""
+        return f"rank {rank}, which has been {self.doing} for {self.since_s:.0f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What is known when a collective broke. `ranks`: those that are lost; empty if all of them report the same."""
+
+    ranks: tuple[int, ...] = ()
+    # those that work and just do not come
+    late: tuple[int, ...] = ()
+    beats: Mapping[int, Beat] = field(default_factory=dict)
+    # where every rank waited that reports the same
+    places: Mapping[int, str] = field(default_factory=dict)
+
+    def message(self, what: str, rank: int, timeout_s: float, longest_s: float = 0.0) -> str:
+        """Says on `rank` why `what` could not finish. `longest_s`: the time that it waited in vain; 0 if a connection broke."""
+        head = f"{what} could not finish on rank {rank}" if what else f"rank {rank} cannot go on"
+        if self.late:
+            who = " and ".join(self.beats[one].words(one) for one in self.late)
+            if longest_s:
+                return f"{head}: it waited {longest_s:g} s for {who}; raise ddp_timeout if that may take so long"
+            return f"{head}: its connection to {who} broke; see what ended it, or check the network"
+        if self.places and not self.ranks:
+            where = ", ".join(f"rank {one} {place}" for one, place in sorted(self.places.items()))
+            if longest_s:
+                return (
+                    f"{head}: all ranks waited for each other for {longest_s:g} s ({where}); let every rank make the same calls "
+                    f"in the same order"
+                )
+            return f"{head}: a connection between ranks broke, although all of them are alive ({where}); check the network"
+        errors = {one: self._beat(one).error for one in self.ranks}
+        causes = [one for one in self.ranks if not _is_consequence(errors[one])] or list(self.ranks)
+        ended = [one for one in causes if errors[one] or self._beat(one).has_left]
+        silent = [one for one in causes if one not in ended]
+        parts = [
+            f"rank {one} ended with {errors[one]}" if errors[one] else f"rank {one} came to the end of its script"
+            for one in ended
+        ]
+        advice = "let every rank make the same calls"
+        if any(errors[one] for one in ended):
+            advice = "its own traceback, printed earlier, says more"
+        if silent or not ended:
+            who = " and ".join(f"rank {one}" for one in silent) or "another rank"
+            seen = ", ".join(f"rank {one} was last seen {doing}" for one in silent if (doing := self._beat(one).doing))
+            parts.insert(0, f"{who} died or did not answer within {timeout_s:g} s" + (f" ({seen})" if seen else ""))
+            advice = "its own traceback, if it printed one, says why. If it only hangs for a while, raise collective_timeout_s"
+        return f"{head}: {', '.join(parts)}; {advice}"
+
+    def _beat(self, rank: int) -> Beat:
+        return self.beats.get(rank, Beat())
+
+
+def _goes_on(before: Beat, after: Beat) -> bool:
+    return after.number > before.number and after.start == before.start
+
+
+def _is_consequence(error: str) -> bool:
+    """Whether a rank ended because of another."""
+    return any(words in error for words in (BROKEN, "could not finish on rank", "cannot go on: "))
+
+
 class RollCall:
-    """One rank's access to the reports of all ranks. `still`: returns the ranks whose hearts stand still.
+    """One rank's access to the reports of all ranks. `still`: returns the ranks whose beats have stopped.
 
     attempt: a name that the ranks of this start share, and ranks that used the store before a restart do not.
     """
@@ -38,7 +137,13 @@ class RollCall:
     def __init__(self, store: Any, rank: int, num_ranks: int, attempt: str) -> None:
         self.store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
         self.rank, self.num_ranks, self.attempt = rank, num_ranks, attempt
+        # of the beats of all ranks
+        self.start_ids: tuple[str, ...] = ()
         self.still: Callable[[], list[int]] = list
+        # the beats that were read last, those of the store now, and whether the rank of a beat will not come any more
+        self.beats: Callable[[], Mapping[int, Beat]] = dict
+        self.fresh_beats: Callable[[], Mapping[int, Beat]] = dict
+        self.is_over: Callable[[Beat], bool] = lambda beat: beat.has_left
         self.store.set(_process_key(rank), f"{host_identity()} {os.getpid()}")
         self._processes: dict[int, str] = {}
 
@@ -58,66 +163,87 @@ class RollCall:
         except RuntimeError:
             return
 
-    def lost(self, step: int, timeout_s: float) -> list[int]:
-        """Ranks that do not report within `timeout_s` that `step` broke for them too.
+    def lost(self, step: int, timeout_s: float, place: str = "") -> list[int]:
+        """Ranks that do not report within `timeout_s` that `step` broke for them too; see `search`."""
+        found = self.search(step, timeout_s, place)
+        return list(found.ranks or found.late)
+
+    def search(self, step: int, timeout_s: float, place: str = "") -> Lost:
+        """Finds out who is lost, waiting up to `timeout_s` for others' reports. `place`: where this rank waited.
 
         Rank 0 returns after the others know as well, if its process holds the store, which ends with it.
         """
-        lost = self._find_lost(step, timeout_s)
+        lost = self._search(step, timeout_s, place)
         try:
             tell_known(self.store, self.rank)
             until_s = time.monotonic() + STORE_STAYS * timeout_s
-            while self._is_needed(lost) and time.monotonic() < until_s:
+            while self._is_needed(lost.ranks) and time.monotonic() < until_s:
                 time.sleep(_POLL_S)
         except RuntimeError:
             # the store is gone
             pass
         return lost
 
-    def _is_needed(self, lost: list[int]) -> bool:
+    def _is_needed(self, lost: Sequence[int]) -> bool:
         """Whether this process holds the store, and another rank still has to learn there who is lost."""
         return not self.rank and rank_0_holds_store() and not all_know(self.store, self.num_ranks, lost, self._has_ended)
 
-    def _find_lost(self, step: int, timeout_s: float) -> list[int]:
+    def _search(self, step: int, timeout_s: float, place: str) -> Lost:
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         if rank_0_holds_store() and 0 in (still := self.still()):
             # the store would not answer
-            return still
+            return Lost(tuple(still), beats=self.beats())
         try:
-            self.store.set(report_key(self.rank), str(step))
+            self.store.set(report_key(self.rank), f"{step}\n{place}")
             if self.store.check([_process_key(rank) for rank in others]):
                 self.meet()
-            return self._missing(others, step, timeout_s)
+            before = self.fresh_beats()
+            missing = self._missing(others, step, timeout_s)
+            after = self.fresh_beats()
+            reports = {rank: self._report(rank)[1] for rank in range(self.num_ranks) if rank not in missing}
         except RuntimeError:
             # the store died with the process that held it: rank 0 without a launcher, which may have found a lost rank first
             if still := self.still():
-                return still
-            ended = [rank for rank in others if self._has_ended(rank)]
-            return ended or ([0] if rank_0_holds_store() and self.rank else [])
+                return Lost(tuple(still), beats=self.beats())
+            ended = [rank for rank in others if self._has_ended(rank)] or ([0] if rank_0_holds_store() and self.rank else [])
+            return Lost(tuple(ended), beats=self.beats())
+        late = [
+            rank for rank in missing if rank in after and _goes_on(before[rank], after[rank]) and not self.is_over(after[rank])
+        ]
+        lost = tuple(rank for rank in missing if rank not in late)
+        return Lost(lost, () if lost else tuple(late), after, {rank: text for rank, text in reports.items() if text})
 
     def _missing(self, missing: list[int], step: int, timeout_s: float) -> list[int]:
         until_s = time.monotonic() + timeout_s
         while True:
             missing = [rank for rank in missing if not self._has_reported(rank, step)]
-            still = self.still()
-            if all(rank in still or self._has_ended(rank) for rank in missing) or time.monotonic() > until_s:
+            still, beats = self.still(), self.fresh_beats()
+            if all(rank in still or self._has_ended(rank) or self.is_over(beats.get(rank, Beat())) for rank in missing):
+                return missing
+            if time.monotonic() > until_s:
                 return missing
             time.sleep(_POLL_S)
 
     def _has_reported(self, rank: int, step: int) -> bool:
-        key = report_key(rank)
-        return self.store.check([key]) and abs(int(self.store.get(key)) - step) <= _STEPS_APART
+        return self.store.check([report_key(rank)]) and abs(self._report(rank)[0] - step) <= _STEPS_APART
+
+    def _report(self, rank: int) -> tuple[int, str]:
+        step, _, place = self.store.get(report_key(rank)).decode().partition("\n")
+        return int(step), place
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the rank is a process of this host that has ended."""
-        host, _, number = self._processes.get(rank, "").rpartition(" ")
-        if host != host_identity():
-            return False
         try:
+            process = self.process_here(rank)
             # a zombie has ended, although nobody has read its exit code yet
-            return bool(psutil.Process(int(number)).status() == psutil.STATUS_ZOMBIE)
+            return process is not None and process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
+
+    def process_here(self, rank: int) -> psutil.Process | None:
+        """The rank's process, if it is one of this host. Raises psutil.NoSuchProcess if it has ended."""
+        host, _, number = self._processes.get(rank, "").rpartition(" ")
+        return psutil.Process(int(number)) if host == host_identity() else None
 
 
 def connect() -> Any:
@@ -140,15 +266,6 @@ def rank_0_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
-def lost_message(step: int, rank: int, lost: list[int], timeout_s: float) -> str:
-    """Says on `rank` which ranks were lost in `step`."""
-    who = " and ".join(f"rank {one}" for one in lost) or "another rank"
-    return (
-        f"step {step} could not finish on rank {rank}: {who} died or did not answer within {timeout_s:g} s; its own "
-        f"traceback, printed earlier, says why. If it is only slow, raise collective_timeout_s"
-    )
-
-
 def tell_known(store: Any, rank: int) -> None:
     """Tells the others that this rank knows who is lost."""
     store.set(_known_key(rank), "")
@@ -163,6 +280,11 @@ def all_know(store: Any, num_ranks: int, lost: Sequence[int], has_ended: Callabl
 def report_key(rank: int) -> str:
     """Key of the store under which a rank reports the step that broke."""
     return f"longctx/broken/{rank}"
+
+
+def beat_key(rank: int) -> str:
+    """Key of the store under which a rank publishes its beats."""
+    return f"longctx/beat/{rank}"
 
 
 def _process_key(rank: int) -> str:

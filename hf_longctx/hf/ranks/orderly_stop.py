@@ -37,6 +37,12 @@ class OrderlyStop(TrainerCallback):
         self._rank, num_ranks = (0, 1) if control is None else (dist.get_rank(), dist.get_world_size())
         self._signals = StopSignals(self._rank, num_ranks)
         self._saved_step = -1
+        self._finished_steps: Callable[[], int] = int
+
+    @property
+    def present_step(self) -> int:
+        """The number of the step that runs, if one does."""
+        return self._finished_steps() + 1
 
     @contextmanager
     def during_training(self, args: TrainingArguments, finished_steps: Callable[[], int]) -> Iterator[None]:
@@ -51,9 +57,10 @@ class OrderlyStop(TrainerCallback):
             undo.callback(lock.release)
             raise_together(lock.take() if args.process_index == 0 else [], self._control)
             undo.enter_context(self._signals)
-            undo.enter_context(beating(lambda: finished_steps() + _is_inside_a_step(), self._timeout_s))
             # outside steps, a broken collective belongs to the log, checkpoint or evaluation after the last finished step
             undo.enter_context(explain_lost_ranks(finished_steps, self._rank, self._timeout_s))
+            undo.enter_context(beating(lambda: finished_steps() + _is_inside_a_step(), self._timeout_s))
+            self._finished_steps = finished_steps
             try:
                 yield
             finally:

@@ -131,9 +131,9 @@ class StopSignals:
             if self._rank and heard is signal.SIGINT and os.isatty(_error_file()):
                 # Ctrl-C reaches all ranks of a terminal, and the first one says so
                 return
-            _say(f"rank {self._rank} got {heard.name}: the training finishes its step, saves and stops; again ends it at once")
+            say(f"rank {self._rank} got {heard.name}: the training finishes its step, saves and stops; again ends it at once")
         elif now_s - self._asked_s > _SAME_REQUEST_S:
-            _say(f"rank {self._rank} got {heard.name} after {self.asked.name}: it ends at once, without saving")
+            say(f"rank {self._rank} got {heard.name} after {self.asked.name}: it ends at once, without saving")
             if self._num_ranks == 1 and heard is signal.SIGINT:
                 # a notebook or debugger goes on
                 raise KeyboardInterrupt
@@ -163,7 +163,8 @@ def outlive_signals(is_listening: Any) -> None:
     threading.Thread(target=end_when_asked, name="longctx-worker-signals", daemon=True).start()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Writes a line to standard error, from any thread."""
     # written without the stream's lock, which the interrupted code may hold
     with suppress(OSError, ValueError):
         file = _error_file()

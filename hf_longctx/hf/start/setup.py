@@ -512,16 +512,15 @@ def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parame
 
 
 def open_plan_source(
-    config: LongContextConfig, setup: RunSetup, control: dist.ProcessGroup | None, device: torch.device, is_timed: bool = True
+    config: LongContextConfig, setup: RunSetup, control: dist.ProcessGroup | None, args: TrainingArguments
 ) -> PlanSource:
-    """Makes the group pool of a run and the source of its plans. Collective: every rank calls it at the same point.
-
-    is_timed: plans may follow seconds that are measured in the run.
-    """
+    """Makes the group pool of a run and the source of its plans. Collective: every rank calls it at the same point."""
+    # plans may follow seconds that are measured in the run
+    is_timed = not args.full_determinism
     blocks = block_sizes(setup.planner.degrees, setup.costs)
     lends = setup.planner.lend_stages
     sums_early = setup.costs.shard_ranks == 1 and not lends
-    pool = GroupPool(blocks, config.collective_timeout_s, control, setup.num_stages, lends, sums_early)
+    pool = GroupPool(blocks, args.ddp_timeout, control, setup.num_stages, lends, sums_early)
     # explore one step more than are fitted, since the first step includes start-up costs and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     alive_s = config.collective_timeout_s / 3
@@ -529,7 +528,7 @@ def open_plan_source(
     budget = setup.planner.activations
     if is_timed and budget is not None and budget.host_bytes and not setup.costs.cluster.hardware.source:
         # no profile gives the speed of the link, so measure it, with all ranks copying at once as they do in a step
-        source.set_copy_rate(copy_rate(pool, device))
+        source.set_copy_rate(copy_rate(pool, args.device))
     return source
 
 

@@ -60,12 +60,13 @@ class AttachedMixin(LongContextMixin):
         """
         callback = self._longctx_callback
         try:
-            output = super().train(*args, **kwargs)
-            callback.stopped_by = self.stopped_by
-            # other ranks may still read from the groups that are closed next
-            self.accelerator.wait_for_everyone()
-            if not self._is_loaded_stage:
-                self.give_back()
+            with self._explained("training"):
+                output = super().train(*args, **kwargs)
+                callback.stopped_by = self.stopped_by
+                # other ranks may still read from the groups that are closed next
+                self.accelerator.wait_for_everyone()
+                if not self._is_loaded_stage:
+                    self.give_back()
         except BaseException:
             callback.abandon()
             raise
@@ -111,6 +112,10 @@ class AttachedMixin(LongContextMixin):
         whole = self.longctx_run.whole
         if whole is None:
             return
+        with self._explained("making the model whole"):
+            self._give_back(whole)
+
+    def _give_back(self, whole: WholeModel) -> None:
         self._switch_optimizer("eval")
         nothing: Any = None
         self._executor = self.optimizer = self.lr_scheduler = nothing

@@ -33,7 +33,7 @@ from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.models.wrapped.text import freeze_towers, wrapper_of
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.planning.step_lines import plan_parts, seconds_part, speed_part
-from hf_longctx.hf.ranks.agreement import raise_together
+from hf_longctx.hf.ranks.agreement import START, begin_beats, joint_call, raise_together
 from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
@@ -110,7 +110,7 @@ class LongContextCallback(TrainerCallback):
             raise ValueError(f"{type(trainer).__name__} runs plans already, or this callback is attached; call detach() first")
         self.detach()
         take_back(trainer)
-        with ExitStack() as undo:
+        with ExitStack() as undo, joint_call(START, self.config.collective_timeout_s):
             lend_plans(trainer, self, token_loss, undo)
             self._trainer = trainer
             undo.callback(setattr, self, "_trainer", None)
@@ -143,7 +143,7 @@ class LongContextCallback(TrainerCallback):
         self.detach()
         lend(trainer, self)
         undo.callback(take_back, trainer)
-        self._control = meet(self.config)
+        self._control = meet(self.config, trainer.args)
         self._stop, self._undo, self.stopped_by = OrderlyStop(self.config.collective_timeout_s, self._control), undo, ""
         undo.callback(setattr, self, "_stop", None)
         self._console, self._seconds, self._num_steps = Console(self.config.report_steps), 0.0, 0
@@ -156,6 +156,7 @@ class LongContextCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         raise_together(separate_runs(args.world_size), None)
         lend(sender()[0], self)
+        begin_beats(self.config.collective_timeout_s, args.ddp_timeout)
 
     def on_train_begin(
         self,

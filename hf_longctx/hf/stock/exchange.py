@@ -29,7 +29,7 @@ from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import explain_lost_ranks
+from hf_longctx.hf.ranks.agreement import joint_call
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
@@ -190,7 +190,7 @@ class SequenceExchange:
         if not model.training:
             return None
         self.num_forwards += 1
-        with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
+        with joint_call("", self.timeout_s, self.stop.present_step):
             documents, owned = self._agree(args, kwargs, absent_token_ids(base_of(model)))
             plan = self._plan([length for lengths in owned for length in lengths])
             exchange = TokenExchange(plan, owned, self.pool.rank)
@@ -241,7 +241,7 @@ class SequenceExchange:
         """The output of a fused head as a forward of the rank's own batch would give it: [B, S - 1], zero without a label."""
         kept_BS = documents.kept_BS
         found: dict[str, Any] = {}
-        with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
+        with joint_call("", self.timeout_s, self.stop.present_step):
             for name in _PER_TOKEN:
                 if (values_1T := getattr(output, name, None)) is not None:
                     # backends do not send booleans

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -25,7 +26,7 @@ from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
 from hf_longctx.hf.checkpoints.optimizers.trained_weights import explained
 from hf_longctx.hf.checkpoints.sharded import load_whole_optimizer
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.ranks.agreement import explain_lost_ranks
+from hf_longctx.hf.ranks.agreement import joint_call
 from hf_longctx.hf.start.arguments import rounds_by_chance
 from hf_longctx.hf.start.setup import shared_parameters
 from hf_longctx.hf.start.trl import is_scored
@@ -49,6 +50,9 @@ from hf_longctx.runtime.parameters.sharded import layer_shards
 
 SCHEDULER_FILE = "scheduler.pt"
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class PlacedModel(nn.Module):
     """A wrapper that keeps accelerate from wrapping the model: `Trainer` prepares only its own model object, not this one."""
@@ -66,6 +70,20 @@ class PlacedModel(nn.Module):
         if name == "module" or name in vars(self)["_modules"]:
             return super().__getattr__(name)
         return getattr(self.module, name)
+
+
+def of_all_ranks(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorator for a method that all ranks call together; its errors name lost ranks, and say that `what` could not finish."""
+
+    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        @wraps(method)
+        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with self._explained(what):
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 class ParameterMixin(CheckpointMixin):
@@ -121,6 +139,7 @@ class ParameterMixin(CheckpointMixin):
             )
         step_on_whole_weights(plain)
 
+    @of_all_ranks("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as `Trainer` does; collective over all ranks if parameters are sharded or in stages.
 
@@ -153,10 +172,12 @@ class ParameterMixin(CheckpointMixin):
         self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         return model
 
-    def _explained(self) -> AbstractContextManager[None]:
-        """Context for the collectives of the present step; its errors name the ranks that were lost."""
-        timeout_s = self.longctx_config.collective_timeout_s
-        return explain_lost_ranks(self.state.global_step + 1, self.longctx_run.pool.rank, timeout_s)
+    def _explained(self, what: str = "") -> AbstractContextManager[None]:
+        """Context for the collectives of the present step, or of `what` after the last one; its errors name lost ranks."""
+        timeout_s, step = self.longctx_config.collective_timeout_s, self.state.global_step
+        if not what:
+            return joint_call("", timeout_s, step + 1)
+        return joint_call(f"{what} after step {step}" if step else what, timeout_s, step)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return model if isinstance(model, PlacedModel) else PlacedModel(self._placed_model())

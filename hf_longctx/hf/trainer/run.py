@@ -37,7 +37,16 @@ from hf_longctx.hf.models.parts.whole_again import WholeModel
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, differing_settings, raise_together
+from hf_longctx.hf.ranks.agreement import (
+    LONGEST_S,
+    START,
+    begin_beats,
+    control_group,
+    count_over_ranks,
+    differing_settings,
+    joint_call,
+    raise_together,
+)
 from hf_longctx.hf.ranks.heartbeats import follow_launcher
 from hf_longctx.hf.self_test.added_later import CodeAtStart
 from hf_longctx.hf.self_test.check import SelfTest, probed
@@ -192,18 +201,24 @@ class Run:
         self.undo.close()
 
 
-def meet(config: LongContextConfig, control: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+def meet(
+    config: LongContextConfig, args: TrainingArguments | None, control: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup | None:
     """Waits for all ranks; returns the process group over which they agree on things, made here unless `control` is one.
 
     Raises ValueError on every rank if a setting was changed to something that is not allowed.
     """
     follow_launcher()
-    # loading a model or tokenising may delay some ranks, so wait with the long time-out before the short ones begin
-    PartialState().wait_for_everyone()
     broken = _changed_settings(config)
-    if control is None:
-        control = control_group((LongContextConfig() if broken else config).collective_timeout_s)
-    raise_together(broken, control)
+    timeout_s = (LongContextConfig() if broken else config).collective_timeout_s
+    longest_s = LONGEST_S if args is None else float(args.ddp_timeout)
+    begin_beats(timeout_s, longest_s)
+    with joint_call(START, timeout_s):
+        # only the default group has a time-out before the first meeting
+        PartialState().wait_for_everyone()
+        if control is None:
+            control = control_group(timeout_s, longest_s)
+        raise_together(broken, control)
     return control
 
 
@@ -214,7 +229,9 @@ def start_run(request: RunRequest) -> Run:
     all problems, after giving the model its own attention back.
     """
     try:
-        return _started(request)
+        control = meet(request.config, request.args, request.control)
+        with joint_call(START, request.config.collective_timeout_s):
+            return _started(replace(request, control=control))
     except BaseException:
         if (ranges := loaded_ranges(request.model)) is not None:
             refuse_all(request.model, own_stage(len(ranges)), len(ranges))
@@ -236,7 +253,7 @@ def _started(request: RunRequest) -> Run:
     if request.datasets is None:
         # the optimizer of a stock trainer keeps its states beside the weights, so plans must count them there
         config = replace(config, optimizer_states="device")
-    control = meet(config, request.control)
+    control = request.control
     problems_of_stage = _lone_stage_problems(model)
     align_padding(request.task, model, request.processing_class)
     problems = request.problems + request.problems_of_loss(control) + problems_of_stage + request.problems_of_rows
@@ -290,7 +307,7 @@ def _started(request: RunRequest) -> Run:
             check_trained(stage, control)
         # every rank makes the process groups of shards before those of sequence groups
         mesh = _new_mesh(config, setup, args)
-        source = open_plan_source(config, setup, control, args.device, is_timed=not args.full_determinism)
+        source = open_plan_source(config, setup, control, args)
         undo.callback(source.pool.close)
         budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
         host_bytes = budget.host_bytes if budget is not None else 0
@@ -452,7 +469,7 @@ def _own_stage(setup: RunSetup, model: Any) -> StageModel:
 def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArguments) -> DeviceMesh | None:
     """The mesh over which parameters are sharded; None if every rank has them whole. Collective over all ranks."""
     if setup.costs.parameters != "replicated":
-        return shard_mesh(args.device.type, setup.costs.shard_ranks, config.collective_timeout_s, setup.num_stages)
+        return shard_mesh(args.device.type, setup.costs.shard_ranks, args.ddp_timeout, setup.num_stages)
     if config.parameters != "replicated":
         logger.warning("parameters=%r has no effect on one rank", config.parameters)
     return None

@@ -38,7 +38,7 @@ from hf_longctx.hf.models.dropout.keyed_modules import check_rates
 from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.wrapped.text import freeze_towers
-from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
+from hf_longctx.hf.ranks.agreement import START, gather_objects, joint_call, raise_together
 from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.ranks.refusals import RefusedRun, naming_errors
@@ -75,7 +75,7 @@ from hf_longctx.hf.trainer.classifiers.evaluation import classified
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin, check_planned
 from hf_longctx.hf.trainer.loaders import eval_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
-from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
+from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin, of_all_ranks
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, start_run
 from hf_longctx.hf.trainer.sets import evaluation_set_problems, named_sets
@@ -150,7 +150,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             args = TrainingArguments(output_dir="tmp_trainer")
         config, problems = self._translated(config, args)
         problems += evaluation_set_problems(eval_dataset)
-        with hidden_from_trainer(args), without_jit_checkpoint(args):
+        with joint_call(START, config.collective_timeout_s), hidden_from_trainer(args), without_jit_checkpoint(args):
             if trl_class(type(self)) is None:
                 assert args is not None
                 model_init = given.pop("model_init", None)
@@ -187,6 +187,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         self._log_to_output_dir()
         self._tell_settings()
 
+    @of_all_ranks("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as `Trainer.train` does, from the newest complete checkpoint for `resume_from_checkpoint=True`.
 
@@ -348,6 +349,10 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
             clear_device_cache()
         return self._guard.counted(result.loss)
 
+    @of_all_ranks("evaluation")
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return super().evaluate(*args, **kwargs)
+
     def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
@@ -367,7 +372,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         that classifies has its loss, and the metrics of `compute_metrics`, which gets the logits of all rows.
         """
         if self._two_passes is not None:
-            with self._explained(), self._evaluating():
+            with self._evaluating():
                 self._placed_model()
                 return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         _check_planned_set(dataloader, "get_eval_dataloader")
@@ -378,6 +383,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         no_predictions: Any = None
         return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
 
+    @of_all_ranks("scoring")
     def score_tokens(self, dataset: Any, name: str) -> RowScores:
         """Scores the label tokens of a set under plans; returns those that this rank holds. Collective over all ranks.
 
@@ -387,11 +393,12 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         dataloader = eval_loader(self.longctx_run, name, read_columns(type(self), dataset))
         index = dataloader.dataset.index  # type: ignore[attr-defined]
         parts = []
-        with self._explained(), self._evaluating():
+        with self._evaluating():
             for executor, forwards, batch in self._planned_forwards(dataloader):
                 parts.append(step_scores(batch["step"], batch["chunks"], executor.score(*forwards), index))
         return RowScores.joined(parts)
 
+    @of_all_ranks("prediction")
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
@@ -520,7 +527,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
 
         problems: those that were found before. Raises ValueError on every rank if there are any.
         """
-        control = meet(self.longctx_config)
+        control = meet(self.longctx_config, args)
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         if takes_metrics(type(self)):
             given = {name: value for name, value in given.items() if name not in OF_LOGITS}
@@ -610,7 +617,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
     def _classified(self, dataloader: DataLoader[Any], prefix: str) -> EvalLoopOutput:
         """Evaluates a set with a model that classifies."""
         user = self.compute_metrics, self.preprocess_logits_for_metrics
-        with self._explained(), self._evaluating():
+        with self._evaluating():
             return classified(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, *user)
 
     def _evaluated(
@@ -626,7 +633,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 "entropies"
             )
         metrics = None if compute is None else TokenMetrics(compute, form)
-        with self._explained(), self._evaluating():
+        with self._evaluating():
             return evaluated(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, metrics, wants_scores)
 
     @contextmanager

@@ -44,12 +44,10 @@ _SUM_CTAS = 8
 class GroupPool:
     """Owns the process groups of a run and makes contexts of chunks. Creates no group after construction.
 
-    A collective that waits longer than `timeout_s` (on NCCL: `group_limit`) fails on the waiting ranks. Gloo applies this limit
-    only to groups created with it, so plans, forwards, backwards and the gradient reduction all run on groups of the pool. (The
-    trainer's own gather of the logged loss runs on the default group, with its own time-out.) `lends`: stages may lend ranks to
-    slices of other stages; then there are also groups of equal positions, for the stages from any one to the last and from the
-    first to any one. `sums_early`: gradients of replicated weights are summed during the last backward of a step, in a group of
-    their own (`early`).
+    A collective that waits longer than `timeout_s` (on NCCL: `group_limit`) fails on the waiting ranks. `lends`: stages may lend
+    ranks to slices of other stages; then there are also groups of equal positions, for the stages from any one to the last and
+    from the first to any one. `sums_early`: gradients of replicated weights are summed during the last backward of a step, in a
+    group of their own (`early`).
     """
 
     def __init__(

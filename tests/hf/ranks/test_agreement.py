@@ -176,12 +176,13 @@ def test_without_an_error_nothing_happens() -> None:
 def meet_twice_on_rank() -> list[int]:
     """Imitate a trainer that tokenises between its two checks, on rank 1 for longer than a collective may wait."""
     # makes accelerate's state, as a trainer's arguments do
-    assert training_arguments("unused").world_size == 2
+    args = training_arguments("unused")
+    assert args.world_size == 2
     config = LongContextConfig(collective_timeout_s=1.0)
-    control = meet(config)
+    control = meet(config, args)
     if dist.get_rank() == 1:
         time.sleep(2.5)
-    assert meet(config, control) is control
+    assert meet(config, args, control) is control
     return gather_objects(dist.get_rank(), control)
 
 

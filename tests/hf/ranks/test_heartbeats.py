@@ -26,29 +26,35 @@ child.wait()
 """
 
 
-def test_a_heart_that_stopped_in_an_error_stands_still_and_one_that_left_does_not() -> None:
+def hang(hearts: Heartbeats) -> None:
+    """Stops the beats without a word, as if the process was stopped."""
+    hearts._ends.set()
+
+
+def test_a_rank_that_hangs_is_known_and_one_that_left_is_not_taken_for_it() -> None:
     store = dist.HashStore()
-    hearts = [Heartbeats(store, rank, 3, TIMEOUT_S, lambda: 1, in_rank_0=False) for rank in range(3)]
+    hearts = [Heartbeats(store, rank, 3, TIMEOUT_S, 60.0, in_rank_0=False) for rank in range(3)]
     for heart in hearts:
-        heart.__enter__()
+        heart.start()
     time.sleep(TIMEOUT_S / 2)
-    hearts[1].__exit__(None)
-    hearts[2].__exit__(RuntimeError)
+    hearts[1].leave()
+    hang(hearts[2])
     assert hearts[0].still() == []
     # a little over the time-out, and less than the time after which the process ends
     time.sleep(1.2 * TIMEOUT_S)
     assert hearts[0].still() == [2]
-    hearts[0].__exit__(None)
+    assert hearts[0].beats()[1].has_left
+    hearts[0].leave()
 
 
 def test_a_rank_that_stands_still_is_known_after_the_store_has_ended() -> None:
     server = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(3)]
-    hearts = [Heartbeats(store, rank, 3, 2 * TIMEOUT_S, lambda: 1, in_rank_0=True) for rank, store in enumerate(stores)]
+    hearts = [Heartbeats(store, rank, 3, 2 * TIMEOUT_S, 60.0, in_rank_0=True) for rank, store in enumerate(stores)]
     for heart in hearts:
-        heart.__enter__()
+        heart.start()
     time.sleep(0.5)
-    hearts[2].__exit__(RuntimeError)
+    hang(hearts[2])
     while hearts[1].still() != [2]:
         time.sleep(0.05)
     # less than the time after which the process ends
@@ -56,7 +62,7 @@ def test_a_rank_that_stands_still_is_known_after_the_store_has_ended() -> None:
     time.sleep(1.0)
     assert hearts[1].still() == [2]
     for heart in hearts[:2]:
-        heart.__exit__(None)
+        heart.leave()
 
 
 def test_ranks_end_when_their_launcher_has_died() -> None:

@@ -14,7 +14,7 @@ def test_a_terminal_that_nobody_has_sized_gets_the_text(monkeypatch: pytest.Monk
     own, theirs = pty.openpty()
     monkeypatch.setattr(stop_signals, "_error_file", lambda: theirs)
     assert os.get_terminal_size(theirs).columns == 0
-    stop_signals._say("the training finishes its step, saves and stops " * 3)
+    stop_signals.say("the training finishes its step, saves and stops " * 3)
     assert os.read(own, 4096).count(b"finishes") == 3
     os.close(own)
     os.close(theirs)

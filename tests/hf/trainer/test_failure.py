@@ -10,7 +10,7 @@ import pytest
 from helpers.ranks.forked import Program, free_port, rank_environment
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
 from helpers.trainers.trainer_runs import make_trainer
@@ -30,7 +30,7 @@ def training_step(*args, **kwargs):
             # behind the first of several forwards of the stage
             trainer.model.get_decoder().layers[-1].register_forward_hook(lambda *_: os.kill(os.getpid(), 9))
             return original(*args, **kwargs)
-        time.sleep(600)
+        os.kill(os.getpid(), signal.SIGSTOP)
     return original(*args, **kwargs)
 
 trainer.training_step = training_step
@@ -74,7 +74,8 @@ def test_the_other_rank_exits_and_says_why(tmp_path: Path, ways: tuple[str, ...]
             codes.append(ranks[1].wait(20))
             assert all(codes), how
             errors = (tmp_path / how / "stderr.txt").read_text()
-            consequence = errors.index("step 4 could not finish on rank 0: rank 1 died or did not answer within 4 s")
+            what = "ended with RuntimeError: planted" if how == "raise" else "died or did not answer within 4 s"
+            consequence = errors.index(f"step 4 could not finish on rank 0: rank 1 {what}")
             if how == "raise":
                 assert errors.index("planted failure on rank 1") < consequence
     finally:
