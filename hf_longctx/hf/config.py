@@ -262,8 +262,8 @@ class LongContextConfig:
     collective_timeout_s: float = field(
         default=60.0,
         metadata={
-            "help": "Seconds after which ranks that wait for a dead or hanging rank give up with an error (outside steps: up "
-            "to twice as many)."
+            "help": "Seconds within which a rank that died or hangs is named, and those that wait for it give up. A rank that "
+            "works is waited for, at most `ddp_timeout` of the training arguments."
         },
     )
     fp32_gradients: bool = field(

@@ -169,8 +169,6 @@ class Choice:
         return found
 
     def _joined(self, own: list[Finding]) -> list[Finding]:
-        # reading may take longer than the control group's time-out, so wait on the default group first
-        PartialState().wait_for_everyone()
         return sorted({each for found in gather_objects(own, self.control) for each in found})
 
     def _partly(self, folder: Path, found: list[Finding]) -> Chosen:

@@ -180,9 +180,6 @@ def save_configs(model: Any, folder: Path) -> None:
 
 def raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str) -> None:
     """Raises RuntimeError on every rank if there is an `error` on one, after waiting for the slowest. Collective."""
-    if control is not None:
-        # writing may take longer than the control group's time-out, so wait on the default group, whose time-out is long
-        dist.barrier()
     if errors := [found for found in gather_objects(error, control) if found]:
         raise RuntimeError(
             f"the checkpoint in {folder} could not be written, and the previous one is unchanged: {', '.join(errors)}; make "

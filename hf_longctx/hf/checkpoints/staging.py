@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from accelerate import PartialState
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -63,12 +62,10 @@ def step_of(folder: Path) -> int | None:
 class SavingRanks(NamedTuple):
     """How the ranks that write a checkpoint wait for each other and exchange values: over `group`.
 
-    is_patient: the group's time-out is long enough for a rank that writes for minutes; else they wait on the default group, whose
-    time-out is. A thread needs a patient group of its own, since the main thread uses the default group meanwhile.
+    A thread needs a group of its own, since the main thread uses the others meanwhile.
     """
 
     group: dist.ProcessGroup | None
-    is_patient: bool = False
 
     @property
     def rank(self) -> int:
@@ -76,9 +73,7 @@ class SavingRanks(NamedTuple):
 
     def wait(self) -> None:
         """Waits until every rank is here."""
-        if not self.is_patient:
-            PartialState().wait_for_everyone()
-        elif self.group is not None:
+        if self.group is not None:
             dist.barrier(self.group)
 
     def gather(self, value: Any) -> list[Any]:

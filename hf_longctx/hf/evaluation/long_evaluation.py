@@ -16,7 +16,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -91,13 +90,13 @@ class LongContextEvaluation(TrainerCallback):
         self.runs.append(self._evaluated())
         metrics = self.runs[-1].metrics()
         self.trainer.log(dict(metrics))
-        self._write_and_wait()
+        self._write()
         return metrics
 
     def measure(self, model: PreTrainedModel, name: str) -> dict[str, float]:
         """Evaluates another model for comparison, which every rank holds whole; results go to files and pictures, not to logs."""
         self.runs.append(self._evaluated(model, name))
-        self._write_and_wait()
+        self._write()
         return self.runs[-1].metrics()
 
     def _evaluated(self, model: PreTrainedModel | None = None, name: str = "") -> EvaluationRun:
@@ -165,10 +164,7 @@ class LongContextEvaluation(TrainerCallback):
         args, model = self.trainer.args, self.trainer.model if other is None else other
         assert model is not None
         model.to(args.device)
-        scores = plain_scores(model, dataset, args.process_index, args.world_size, args.device)
-        # ranks may finish minutes apart, so wait here, on the group with the long time-out, before short time-outs apply
-        PartialState().wait_for_everyone()
-        return scores
+        return plain_scores(model, dataset, args.process_index, args.world_size, args.device)
 
     def _over_ranks(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sums over ranks, in the order of ranks, so that all ranks get exactly the same result."""
@@ -230,14 +226,6 @@ class LongContextEvaluation(TrainerCallback):
             free = next(name for name in names if not name.exists())
             path.rename(free)
             logger.warning("%s is kept as %s: %s", path, free.name, why)
-
-    def _write_and_wait(self) -> None:
-        """Writes the files while all ranks wait.
-
-        Pictures may take a minute on a busy machine, and the next step's collectives have shorter time-outs than this wait.
-        """
-        self._write()
-        PartialState().wait_for_everyone()
 
     def _write(self) -> None:
         """Writes the record and, if matplotlib is installed, the pictures; only the rank that saves does it."""

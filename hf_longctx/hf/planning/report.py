@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
@@ -79,8 +78,6 @@ class RunReport(TrainerCallback):
         # a training that stopped inside a step may have left plans here
         self._pending = []
         self._journal.begin(args, state, kwargs.get("model"), self.opening)
-        # ranks need different times to read checkpoints and open trackers, so all of them wait here, as in on_save
-        PartialState().wait_for_everyone()
         self.open(args, kwargs.get("train_dataloader"))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -125,11 +122,6 @@ class RunReport(TrainerCallback):
         """Prints a line between those of the logs, on one rank; nothing for an empty one."""
         if line and self.config.report_steps and self.source.pool.rank == 0:
             self.console.say(line)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # one rank writes the checkpoint, which may take longer than the time-out of a step's collectives; so all ranks wait
-        # for it here, on the default group, whose time-out is long
-        PartialState().wait_for_everyone()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._errors:

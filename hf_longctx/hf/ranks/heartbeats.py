@@ -59,12 +59,12 @@ _LAUNCHER = "torch.distributed.elastic"
 _LIBRARIES = ("accelerate", "datasets", "hf_longctx", "huggingface_hub", "peft", "tokenizers", "torch", "transformers", "trl")
 # those whose functions say what a script is at
 _TELLING = ("hf_longctx", "peft", "transformers", "trl")
-# modules of this package that wait for messages of other ranks
-_RECEIVING = ("hf_longctx.hf.data.streams.exchange", "hf_longctx.hf.ranks", "hf_longctx.runtime")
+# modules that wait for messages of other ranks
+_RECEIVING = ("torch.distributed.", "hf_longctx.runtime.", "hf_longctx.hf.ranks.")
 
 
 class Doing(NamedTuple):
-    """What the main thread does in step `number`. `since_s`: when it began to."""
+    """Activity of the main thread in step `number`. `since_s`: when it began."""
 
     words: str = ""
     is_waiting: bool = False
@@ -315,7 +315,7 @@ class Heartbeats:
         before_s, self._main_s = self._main_s, _main_thread_s()
         is_waiting = self._main_s - before_s < _BLOCKED_S and _receives(frames)
         words = f"waiting for other ranks {place_of(frames)}" if is_waiting else place_of(frames)
-        # the same words in another step are another stay
+        # time is counted anew in every step
         calls = list(self._calls)
         number = calls[-1][0]() if calls else 0
         if (words, is_waiting, number) != self._doing[:3]:
@@ -448,7 +448,7 @@ def _writer_frame() -> FrameType | None:
 def _receives(frames: list[FrameType]) -> bool:
     """Whether the innermost function of a thread, apart from those of torch's that call operators, is for messages of ranks."""
     inner = next((frame for frame in frames if _module(frame) != "torch._ops"), None)
-    return inner is not None and _module(inner).startswith(("torch.distributed.", *_RECEIVING))
+    return inner is not None and (_module(inner).startswith(_RECEIVING) or _module(inner).endswith(".streams.exchange"))
 
 
 def _is_waiting() -> bool:

@@ -38,11 +38,11 @@ BROKEN = "a broken connection to other ranks"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank publishes about itself, several times in a time-out."""
+    """A rank's news of itself, published several times in a time-out."""
 
     # grows by one with every beat
     number: int = 0
-    # what the main thread does, such as "inside `on_evaluate` of MyCallback", and for how long
+    # activity of the main thread, such as "inside `on_evaluate` of MyCallback", and for how long
     doing: str = ""
     since_s: float = 0.0
     # whether the main thread is blocked in a collective
@@ -72,7 +72,10 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What is known when a collective broke. `ranks`: those that are lost; empty if all of them report the same."""
+    """Ranks for which others waited in vain when a collective broke.
+
+    `ranks`: those that are lost; empty if all of them report the same.
+    """
 
     ranks: tuple[int, ...] = ()
     # those that work and just do not come
@@ -137,7 +140,7 @@ class RollCall:
     def __init__(self, store: Any, rank: int, num_ranks: int, attempt: str) -> None:
         self.store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
         self.rank, self.num_ranks, self.attempt = rank, num_ranks, attempt
-        # of the beats of all ranks
+        # ids of the beats of all ranks
         self.start_ids: tuple[str, ...] = ()
         self.still: Callable[[], list[int]] = list
         # the beats that were read last, those of the store now, and whether the rank of a beat will not come any more

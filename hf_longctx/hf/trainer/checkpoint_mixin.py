@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
-from accelerate import PartialState
 from torch import nn
 from transformers import TrainerControl
 from transformers.trainer_utils import SaveStrategy
@@ -91,8 +90,6 @@ class CheckpointMixin(FlowMixin):
             self._push_from_checkpoint(str(staged.final))
         if self.args.should_save:
             rotate(staged.final, self.args.save_total_limit, state.best_model_checkpoint)
-        # one rank alone deletes and uploads, which may take longer than the others' next exchange would wait
-        PartialState().wait_for_everyone()
 
     def _switch_optimizer(self, mode: str) -> None:
         """Switches schedule-free optimizers to "train" or "eval", since they hold two sets of weights; ignores all others.
@@ -118,8 +115,6 @@ class CheckpointMixin(FlowMixin):
                     state.save_to_json(str(staged.folder / STATE_FILE))
         finally:
             self._staged = None
-        # one rank may have written for longer than the control group's time-out, so wait on the default group first
-        PartialState().wait_for_everyone()
         record = gather_objects(run.recorder.record(state.global_step, self.control.should_epoch_stop), run.control)[0]
         trained = self._trained_weights(run.control)
         with staged.holding():
@@ -138,7 +133,7 @@ class CheckpointMixin(FlowMixin):
 
     def _rest_of_save(self, staged: StagedCheckpoint, contents: Contents) -> Callable[[], None]:
         """Returns the work of the thread for a checkpoint in memory; it reads nothing that training changes."""
-        ranks, join = SavingRanks(self._writers, is_patient=True), self.longctx_run.placement.join
+        ranks, join = SavingRanks(self._writers), self.longctx_run.placement.join
         is_deleting, limit, best = self.args.should_save, self.args.save_total_limit, self.state.best_model_checkpoint
 
         def write() -> None:
@@ -158,16 +153,12 @@ class CheckpointMixin(FlowMixin):
         if saving is None:
             return
         error = saving.wait_for_writer()
-        # another rank's thread may need much longer
-        PartialState().wait_for_everyone()
         if errors := [found for found in gather_objects(error, self.longctx_run.control) if found]:
             raise RuntimeError(f"the checkpoint of step {saving.state.global_step}, written behind training: {errors[0]}")
         should_save, handler = self.control.should_save, self.callback_handler
         self.control = type(handler).on_save(handler, self.args, saving.state, self.control)
         # the event resets it, but that of the present step may be still to come
         self.control.should_save = should_save
-        # callbacks of one rank may take long, and the step's collectives wait for less
-        PartialState().wait_for_everyone()
 
     def _open_saving(self) -> None:
         """Makes what saving behind training needs, if that is asked for. Collective."""

@@ -153,7 +153,7 @@ class ParameterMixin(CheckpointMixin):
         super().save_model(output_dir, _internal_call)
         if self._whole_weights is not None:
             self._whole_weights = None
-            # wait, since writing may take longer than the time-out of the next collective of the other ranks
+            # the files are there when any rank goes on
             PartialState().wait_for_everyone()
 
     @property

@@ -189,7 +189,7 @@ SETTINGS: dict[str, Setting] = {
     "ddp_broadcast_buffers": _idle(_NO_DDP, "batches"),
     "ddp_static_graph": _idle(_NO_DDP, "batches"),
     "ddp_backend": _own(),
-    "ddp_timeout": _own("of the process group with all ranks; `collective_timeout_s` bounds a step"),
+    "ddp_timeout": _own("for a rank that works, in any collective; `collective_timeout_s` names one that died or hangs"),
     "fsdp": _translated("`parameters` and `shard_ranks`; a line says which"),
     "fsdp_config": _translated(
         "`parameters` and `shard_ranks`; a line says which; `cpu_offload`, `xla` and unknown strategies are refused, and "
