@@ -99,6 +99,9 @@ def _process_here(rank: int) -> psutil.Process | None:
 
 def _leave(hearts: Heartbeats) -> None:
     """Tells the others that this process ends, and why."""
+    if hearts is not _hearts:
+        # of process groups that have ended
+        return
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if error is not None and _is_broken_collective(error) and _roll_call is not None:
         # raised outside of the package, so its own words are all that was said

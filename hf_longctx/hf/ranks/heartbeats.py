@@ -100,7 +100,7 @@ class Heartbeats:
         # seconds that the judge has run; a clock would go on while this process itself is stopped
         self._lived_s = self._read_s = 0.0
         self.is_blind = self._has_left = False
-        self.num_calls, self._error = 0, ""
+        self.num_calls, self._error, self._has_failed = 0, "", False
         # the calls of the package that the main thread is in: the number of the step, and words for other work
         self._calls: list[tuple[Callable[[], int], str]] = []
         self._verdict: tuple[int, list[int]] | None = None
@@ -113,6 +113,8 @@ class Heartbeats:
         self._doing, self._has_told, self._main_s = Doing(), False, 0.0
         # seconds of processor of silent ranks' main threads
         self._worked: dict[int, float] = {}
+        # when this rank learned that others will not come any more
+        self._over_s: dict[int, float] = {}
         self._threads = [
             threading.Thread(target=target, name=f"longctx-{target.__name__.strip('_')}", daemon=True)
             for target in (self._beat, self._judge)
@@ -153,13 +155,13 @@ class Heartbeats:
         """
         is_outermost = not self._calls
         if is_outermost:
-            self.num_calls, self._error = self.num_calls + 1, ""
+            self.num_calls, self._error, self._has_failed = self.num_calls + 1, "", False
         self._calls.append((number, what))
         try:
             yield
         except BaseException as error:
             if is_outermost:
-                self._error = described(error)
+                self._error, self._has_failed = described(error), True
                 self._is_due.set()
             raise
         finally:
@@ -177,9 +179,8 @@ class Heartbeats:
             # the store ended with rank 0, which was perhaps the first to find out
             return found
         if self.is_blind or is_silent:
-            return (
-                [0] if is_silent and _is_waiting() and self._in_rank_0 and self._rank and not self._beats[0][0].has_left else []
-            )
+            is_needed = self._in_rank_0 and self._rank and not self._beats[0][0].has_left
+            return [0] if is_silent and is_needed and _is_waiting() else []
         return self._unchanged(limit_s)
 
     def _unchanged(self, limit_s: float) -> list[int]:
@@ -229,6 +230,7 @@ class Heartbeats:
             doing.is_waiting,
             self.num_calls,
             self._error,
+            self._has_failed,
             self._has_left,
             self.start_id,
         )
@@ -300,14 +302,17 @@ class Heartbeats:
         doing = self._doing
         if (self._calls or doing.is_waiting) and (found := self.still(_PATIENCE)):
             return found
-        if not doing.is_waiting or self._lived_s - doing.since_s < self.timeout_s:
-            return []
-        # ranks that ended in good order, or left this call with an error, which others may not notice
-        return [rank for rank, beat in self.beats().items() if rank != self._rank and self.is_over(beat)]
+        over = {rank: beat for rank, beat in self.beats().items() if rank != self._rank and self.is_over(beat)}
+        self._over_s = {rank: self._over_s.get(rank, self._lived_s) for rank in over}
+        known = [rank for rank, since_s in self._over_s.items() if self._lived_s - since_s > _PATIENCE * self.timeout_s]
+        if doing.is_waiting and self._lived_s - doing.since_s > _PATIENCE * self.timeout_s:
+            return known
+        # this rank may wait for a device, which looks like work; one that has done its part of this call is not needed
+        return [rank for rank in known if self._calls and (over[rank].has_failed or over[rank].num_calls < self.num_calls)]
 
     def is_over(self, beat: Beat) -> bool:
         """Whether a rank will not come any more, since its process or its part of the present call has ended."""
-        return beat.has_left or (bool(beat.error) and beat.num_calls >= self.num_calls)
+        return beat.has_left or (beat.has_failed and beat.num_calls >= self.num_calls)
 
     def _look(self) -> None:
         """Takes a look at what the main thread does."""
@@ -339,7 +344,9 @@ class Heartbeats:
 
     def _excuse_busy(self) -> None:
         """Takes work of a silent rank's process on this host for a beat: its thread cannot beat while another never pauses."""
-        for rank in self._unchanged(self.timeout_s / 2):
+        silent = self._unchanged(self.timeout_s / 2)
+        self._worked = {rank: seconds for rank, seconds in self._worked.items() if rank in silent}
+        for rank in silent:
             try:
                 process = self._process_here(rank)
                 threads = [] if process is None else process.threads()

@@ -49,8 +49,9 @@ class Beat:
     is_waiting: bool = False
     # how many calls of the package the rank has begun
     num_calls: int = 0
-    # the error with which the last of these calls, or the process, ended
+    # the error with which the last of these calls, or the script after it, ended; whether it was the call
     error: str = ""
+    has_failed: bool = False
     # whether the process has come to its end
     has_left: bool = False
     # differs between all starts of a rank; a launcher that restarts its ranks may keep the store

@@ -9,10 +9,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from helpers.ranks.forked import FORKED, free_port, rank_environment
 
-from hf_longctx.hf.ranks.lost_ranks import RollCall, host_identity, report_key
+from hf_longctx.hf.ranks.lost_ranks import Beat, Lost, RollCall, host_identity, report_key
 
 
 def answer_on_rank(rank: int, port: int, file: str, pipe: Connection) -> None:
@@ -87,3 +88,36 @@ def test_a_report_from_before_a_restart_does_not_count() -> None:
     RollCall(store, 1, 2, "first").store.set(report_key(1), "5")
     again, _ = (RollCall(store, rank, 2, "second") for rank in range(2))
     assert again.lost(step=5, timeout_s=0.5) == [1]
+
+
+BEATS = {
+    0: Beat(number=9, doing="inside `on_evaluate` of MyCallback", since_s=70.4),
+    1: Beat(error="ValueError: no room", has_failed=True),
+    2: Beat(error="RuntimeError: step 3 could not finish on rank 2: rank 1 ended with ValueError: no room", has_failed=True),
+    3: Beat(has_left=True),
+    4: Beat(number=5, doing="inside `rows` of data.py"),
+}
+SLOW = "rank 0, which has been inside `on_evaluate` of MyCallback for 70 s"
+PLACES = {0: "at line 3 of a.py", 5: "at line 4 of a.py"}
+# what is lost, seconds of the wait, and the words for it
+WORDS = {
+    "works": (Lost(late=(0,), beats=BEATS), 60.0, f"it waited 60 s for {SLOW}"),
+    "cut off": (Lost(late=(0,), beats=BEATS), 0.0, f"its connection to {SLOW} broke"),
+    "raised": (Lost((1,), beats=BEATS), 0.0, "rank 1 ended with ValueError: no room; its own traceback, printed earlier"),
+    "raised, and another for that": (Lost((1, 2), beats=BEATS), 0.0, "on rank 5: rank 1 ended with ValueError: no room; its"),
+    "left": (Lost((3,), beats=BEATS), 0.0, "rank 3 came to the end of its script; let every rank make the same calls"),
+    "died": (
+        Lost((4,), beats=BEATS),
+        0.0,
+        "rank 4 died or did not answer within 8 s (rank 4 was last seen inside `rows` of",
+    ),
+    "nobody": (Lost(places=PLACES), 60.0, "all ranks waited for each other for 60 s (rank 0 at line 3 of a.py, rank 5 at line 4"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_message_says_what_is_known_of_each_rank(name: str) -> None:
+    lost, longest_s, words = WORDS[name]
+    message = lost.message("step 3", 5, 8.0, longest_s)
+    assert message.startswith("step 3 could not finish on rank 5: ") and words in message
+    assert ("raise ddp_timeout" in message) == (name == "works")
