@@ -35,6 +35,8 @@ TIMEOUT_S = 8.0
 STOPPED_KINDS = ("replicated", "sharded", "stages")
 PHASES = ("save", "logging", "evaluation", "callbacks", "reading data", "training")
 _POLL_S = 0.05
+# share of a phase's moments after which no collective comes: the events after the last log, in which nobody waits for a rank
+_NEEDED = {"callbacks": 0.95}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class Soak:
     def run(self, trial: Trial) -> Noticed | None:
         """How the stop of a trial was noticed; None if the training ended before it. Raises AssertionError if it was not."""
         known = self.undisturbed.known(trial.kind, trial.num_ranks)
-        return self.run_at(trial, *known.timeline.place(trial.phase, trial.share))
+        share = trial.share * _NEEDED.get(trial.phase, 1.0)
+        return self.run_at(trial, *known.timeline.place(trial.phase, share))
 
     def run_at(self, trial: Trial, number: int, delay_s: float) -> Noticed | None:
         """How a stop was noticed that comes so long after the rank has entered the phase for the `number`th time."""

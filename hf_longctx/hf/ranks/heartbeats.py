@@ -171,8 +171,8 @@ class Heartbeats:
         """The beats that were read last, by rank."""
         return {rank: beat for rank, (beat, _) in enumerate(self._beats)}
 
-    def still(self, patience: float = 1.0) -> list[int]:
-        """Ranks that have not beaten for `patience` times the time-out."""
+    def still(self, patience: float = _PATIENCE) -> list[int]:
+        """Ranks that have not beaten for this share of the time-out."""
         limit_s = patience * self.timeout_s
         is_silent = self._lived_s - self._read_s > limit_s
         if self.is_blind and (found := self._unchanged(limit_s - 2 * self._interval_s)):
@@ -300,7 +300,7 @@ class Heartbeats:
     def _lost(self) -> list[int]:
         """Ranks because of which this process has to end."""
         doing = self._doing
-        if (self._calls or doing.is_waiting) and (found := self.still(_PATIENCE)):
+        if (self._calls or doing.is_waiting) and (found := self.still()):
             return found
         over = {rank: beat for rank, beat in self.beats().items() if rank != self._rank and self.is_over(beat)}
         self._over_s = {rank: self._over_s.get(rank, self._lived_s) for rank in over}

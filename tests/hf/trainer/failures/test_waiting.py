@@ -19,6 +19,7 @@ PROGRAM = """
 import math, os, re, signal, sys, time
 from pathlib import Path
 import datasets
+import torch
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.trainers.stock_runs import make_stock_trainer
@@ -100,6 +101,8 @@ def in_step(module, *args):
         at("forward")
 
 trainer.model.model.layers[0].register_forward_pre_hook(in_step)
+# both ranks have begun to beat, also where only their callbacks know of each other
+torch.distributed.barrier()
 at("before train")
 trainer.train()
 at("after train")
@@ -196,7 +199,7 @@ ENDS = [
         1,
         "evaluation after step 2 could not finish on rank 0: rank {} came to the end of its script",
     ),
-    ("sharded", "on_save: kill", 1, "step 1 could not finish on rank 0: " + DIED),
+    ("sharded", "on_save: kill", 1, "step [12] could not finish on rank 0: " + DIED),
     # a stock trainer's own collective
     ("attached", "after train: kill", 0, "rank 1 cannot go on: " + DIED),
     ("alone", "on_step_end: stop", 1, "step 1 could not finish on rank 0: " + DIED),
