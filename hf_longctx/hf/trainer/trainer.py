@@ -156,7 +156,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 model_init = given.pop("model_init", None)
                 unusable: list[str] = []
                 model = self._first_model(model, model_init, args, unusable)
-                control = meet(config)
+                control = meet(config, args)
                 raise_together(unusable, control)
                 self._given = {"data_collator": data_collator, **given}
                 problems += run_problems(type(self), config, model, args, self._given)
