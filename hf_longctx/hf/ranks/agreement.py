@@ -100,7 +100,7 @@ def _process_here(rank: int) -> psutil.Process | None:
 def _leave(hearts: Heartbeats) -> None:
     """Tells the others that this process ends, and why."""
     if hearts is not _hearts:
-        # of process groups that have ended
+        # their process groups have ended
         return
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if error is not None and _is_broken_collective(error) and _roll_call is not None:
