@@ -99,7 +99,7 @@ BEATS = {
 }
 SLOW = "rank 0, which has been inside `on_evaluate` of MyCallback for 70 s"
 PLACES = {0: "at line 3 of a.py", 5: "at line 4 of a.py"}
-# what is lost, seconds of the wait, and the words for it
+# loss, seconds of the wait, and the words for them
 WORDS = {
     "works": (Lost(late=(0,), beats=BEATS), 60.0, f"it waited 60 s for {SLOW}"),
     "cut off": (Lost(late=(0,), beats=BEATS), 0.0, f"its connection to {SLOW} broke"),
