@@ -91,6 +91,9 @@ class Soak:
                 assert not _are_alive(others), f"no end within {LONGEST_S:g} s"
                 return None
             seconds = end_s - float(stopped.read_text())
+            if "train_runtime" in log.read_text() and not _are_alive(others):
+                # it came when nobody needed the rank any more
+                return None
             step = max((step for what, step, _ in journals(case, folder)[trial.rank] if what == "loss"), default=0)
             assert not _are_alive(others), f"not noticed within {seconds:.1f} s after step {step}"
             found = Noticed(trial, step, seconds)

@@ -180,7 +180,7 @@ class Heartbeats:
             return found
         if self.is_blind or is_silent:
             is_needed = self._in_rank_0 and self._rank and not self._beats[0][0].has_left
-            return [0] if is_silent and is_needed and _is_waiting() else []
+            return [0] if is_silent and is_needed and (self._doing.is_waiting or _is_waiting()) else []
         return self._unchanged(limit_s)
 
     def _unchanged(self, limit_s: float) -> list[int]:
@@ -280,7 +280,7 @@ class Heartbeats:
             self._excuse_busy()
             lost = self._lost()
             # a checkpoint of this rank alone is worth finishing
-            if not lost or _is_writing():
+            if not lost or (_is_writing() and not self._doing.is_waiting):
                 continue
             calls = list(self._calls)
             number, what = calls[-1] if calls else (int, "")
