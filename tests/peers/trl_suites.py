@@ -124,7 +124,8 @@ def _page(rows: Rows) -> str:
         if each["outcome"] != "passed":
             for problem in _problems(each["said"]) if each["outcome"] == "refused" else ["failed otherwise"]:
                 link = next((text for pattern, text in headings if pattern.match(problem)), f"`{problem[:90]}`")
-                reasons.setdefault(link, []).append(f"{suite}: `{name.split('::')[-1]}`")
+                listed = reasons.setdefault(link, [])
+                listed += [text for text in (f"{suite}: `{name.split('::')[-1]}`",) if text not in listed]
     entries = [f"- {link}\n" + "\n".join(f"    - {name}" for name in names) for link, names in reasons.items()]
     return f"{_HEAD}\n" + "\n".join(table) + "\n\n## What is refused\n\n" + "\n".join(entries) + "\n"
 
