@@ -98,7 +98,7 @@ class _Seen:
             is_ours(forward) and PUT not in own if forward is not None else False
             for own, forward in zip(self._own, self._forwards, strict=True)
         ]
-        self._of_class: dict[type, Any] = {kind: kind.forward for kind in dict.fromkeys(self._kinds)}
+        self._of_class: dict[type[nn.Module], Any] = {kind: kind.forward for kind in dict.fromkeys(self._kinds)}
         self._parents = [place for place, own in enumerate(self._own) if own["_modules"]]
         self._inner = [self._own[place]["_modules"] for place in self._parents]
         self._before, self._children = [dict(children) for children in self._inner], self._children_now()
