@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,68 @@ def test_a_second_process_finds_the_tokens_of_the_first(tmp_path: Path, monkeypa
     tokenizer.chat_template = BARE_TEMPLATE
     with pytest.raises(BaseException, match="tokenised again"):
         tokenise_chat(rows, tokenizer)
+
+
+KWARGS_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if quiet is defined and quiet %}quiet{% endif %}"
+    + TEMPLATE.replace(
+        "{{ message.content + '<|end|>' }}{% endgen",
+        "{{ message.content or '' }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>{% endgen",
+    )
+)
+
+
+def test_variables_and_nulls_of_a_file_are_rendered_as_the_template_gets_them_from_transformers(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": {"default": None}}}}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": value, "n": 1}}]},
+            ],
+            "tools": [tool],
+            "chat_template_kwargs": {"quiet": quiet},
+        }
+        for value, quiet in ((None, True), ("s", False))
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    read = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path))
+    tokenizer = byte_tokenizer(KWARGS_TEMPLATE)
+    for row, found in zip(rows, tokenise_chat(read, tokenizer), strict=True):
+        # as TRL calls it
+        expected = tokenizer.apply_chat_template(
+            row["messages"],
+            tools=row["tools"],
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            **row["chat_template_kwargs"],
+        )
+        assert found["input_ids"] == expected["input_ids"]
+        pairs = zip(expected["input_ids"], expected["assistant_masks"], strict=True)
+        assert found["labels"] == [token if is_learnt else -100 for token, is_learnt in pairs]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"prompt_mask": [[0, 1]]}, "a column 'prompt_mask', which is not read"),
+        ({"weight": [0.5]}, "a column 'weight', which is not read"),
+        ({"loss_mask": ["0 1"]}, "a column 'loss_mask', which is not read"),
+        ({"label": [False]}, "a column 'label', which is not read"),
+        ({"quiet": [True]}, "a column 'quiet', and the chat template reads a variable of this name"),
+        ({"turns": [[0, 1]]}, "a column 'turns' with one number per message"),
+        ({"system": ["be kind"]}, "row 0 has 'system': 'be kind', which is not read"),
+        ({"images": [["a.png"]]}, r"row 0 has 'images': \['a.png'\], which is not read"),
+        ({"chat_template": ["x"]}, "row 0 has 'chat_template': 'x', which is not read"),
+    ],
+)
+def test_columns_that_would_change_the_text_or_the_mask_are_refused(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        tokenise_chat(chats(conversation("a", "b"), **columns), byte_tokenizer(KWARGS_TEMPLATE))
+
+
+def test_columns_that_describe_a_row_are_named_once(caplog: Any) -> None:
+    harmless = {"id": [3], "source": ["web"], "score": [0.5], "label_text": ["good"], "system": [None], "images": [[]]}
+    rows = chats(conversation("a", "b"), **harmless)
+    assert tokenise_chat(rows, byte_tokenizer())[:] == tokenise_chat(chats(conversation("a", "b")), byte_tokenizer())[:]
+    assert [record.getMessage() for record in caplog.records] == ["columns not read: id, source, score, label_text"]
