@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.models.tiny_models import ModelCase, build_model
 from transformers import (
     AutoModelForCausalLM,
@@ -230,3 +231,11 @@ def test_a_model_that_was_cast_as_a_whole_is_refused_and_one_loaded_in_half_prec
     assert rope_problems(model_of(config_of(), dtype=torch.bfloat16)) == []
     assert len(rope_problems(model_of(config_of()).to(torch.bfloat16))) == 1
     assert rope_problems(model_of(config_of()).to(torch.float64)) == []
+
+
+@pytest.mark.parametrize("family", ["GPTNeoX", "Phi"])
+def test_a_rotated_share_of_no_dimension_is_no_problem(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    share = {"rotary_pct": 0.1} if family == "GPTNeoX" else {"partial_rotary_factor": 0.1}
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes, **share))
+    assert rope_problems(model) == []
