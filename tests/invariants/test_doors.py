@@ -12,6 +12,7 @@ OFF = {
     "helpers/trainers/stock_runs.py": "compares trainings with stock ones; test_callback.py starts one of each door with it",
     "soak/constructors.py": "makes thousands of trainers; some draws switch it on",
     "hf/self_test/test_self_test.py": "tests the setting itself",
+    "hf/self_test/test_added_later.py": "tests what becomes of a user's code with and without a self-test",
     "hf/test_config.py": "tests the setting itself",
 }
 
