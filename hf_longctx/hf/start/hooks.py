@@ -41,7 +41,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "_track_num_input_tokens": ("_run_epoch",),
     "_wrap_model": ("_prepare_for_training", "evaluation_loop"),
     "create_optimizer": ("_prepare_for_training", "create_optimizer_and_scheduler"),
-    "evaluate": ("_evaluate",),
+    "evaluate": ("_evaluate", "evaluate"),
     "evaluation_loop": ("evaluate", "predict"),
     "get_batch_samples": ("_run_epoch",),
     "get_eval_dataloader": ("evaluate",),
