@@ -140,6 +140,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
         "_keys_to_ignore_on_save": (),
         "_loss_function": (),
         "_no_split_modules": (),
+        "_supports_sdpa": (),
         "_tied_weights_keys": (),
     },
     "transformers.trainer:Trainer": {
