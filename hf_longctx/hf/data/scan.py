@@ -220,7 +220,7 @@ def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
     """Explains why the rows of a dataset cannot be read, or returns None."""
     if isinstance(dataset, dict):
         return f"{name} is a dict ({', '.join(map(str, dataset))}), and only eval_dataset may be a dict of sets; pass one of them"
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or isinstance(dataset, str | bytes):
+    if isinstance(dataset, str | bytes | type) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (
             f"{name} is a {type(dataset).__name__}, expected rows that can be read by number: a datasets.Dataset, a list of rows "
             f"or an object with __len__ and __getitem__; make one with datasets.Dataset.from_list(list(rows)), or give an "
@@ -236,12 +236,15 @@ def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
         return _listed_problem(dataset, unread_columns(columns), name)
     if not isinstance(row := dataset[0], Mapping):
         return f"{name} row 0 {_no_mapping(row)}"
+    if odd := [column for column in row if not isinstance(column, str)]:
+        return f"{name} row 0 has a column {odd[0]!r} ({type(odd[0]).__name__}); name columns by texts such as 'input_ids'"
     return column_problem({column: is_text(value) for column, value in row.items()}, name, task)
 
 
 def is_empty(dataset: Any) -> bool:
     """Whether a dataset that is read by number has no rows."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) == 0
+    has_rows = not isinstance(dataset, type) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return has_rows and len(dataset) == 0
 
 
 def _listed_problem(dataset: datasets.Dataset, columns: list[str], name: str) -> str | None:

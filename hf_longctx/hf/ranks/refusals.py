@@ -34,6 +34,10 @@ class RefusedRun(ValueError):
         return cls(f"{headline}:\n" + "\n".join(f"- {line}" for line in lines))
 
 
+# errors that libraries raise for code of others, without a word about what to change
+_UNMEANT = (AttributeError, KeyError, StopIteration, NotImplementedError)
+
+
 @contextmanager
 def naming_errors(name: str) -> Iterator[None]:
     """Context of other packages' code that makes `name`: says what failed in errors that they did not raise on purpose.
@@ -44,7 +48,9 @@ def naming_errors(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        is_meant = "raise " in (frames[-1].line or "") or "unexpected keyword argument" in str(error)
+        # torch raises AttributeError for every name that a module does not have
+        is_meant = "raise " in (frames[-1].line or "") and not isinstance(error, _UNMEANT)
+        is_meant = is_meant or "unexpected keyword argument" in str(error)
         if is_meant or not all(map(_is_of_library, frames)):
             raise
         where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
