@@ -113,7 +113,7 @@ class Bench:
         return cls(model=model, args=args, **given, **ours)
 
     def trained(self, args: Any = None, resume: Any = None, **given: Any) -> dict[str, Any]:
-        """What a whole training leaves behind."""
+        """State that a whole training leaves behind."""
         trainer = self.trainer(args, **given)
         output = trainer.train(resume_from_checkpoint=resume)
         return self.record(trainer) | {"output": (output.global_step, output.training_loss)}

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.parts.refusing import refuses
 from hf_longctx.hf.self_test.reduced_copy import is_user_function, package_of, user_functions
 from hf_longctx.hf.start.losses import model_loss_problems
 from hf_longctx.runtime.core.binding import HOOKS, PUT, global_hooks, is_ours, lost_method, own_forward, runs_inside
@@ -93,10 +94,10 @@ class _Seen:
         self._own = [vars(module) for module in self.modules]
         self._forwards = self._forwards_now()
         self._kinds: list[type[nn.Module]] = [type(module) for module in self.modules]
-        # forwards of ours that stay for the whole run, unlike those that `put` has put there
+        # forwards of ours that stay for the whole run, unlike those that `put` has put there, and those of stages out of use
         self._is_kept = [
-            is_ours(forward) and PUT not in own if forward is not None else False
-            for own, forward in zip(self._own, self._forwards, strict=True)
+            forward is not None and is_ours(forward) and PUT not in own and not refuses(module)
+            for module, own, forward in zip(self.modules, self._own, self._forwards, strict=True)
         ]
         self._of_class: dict[type[nn.Module], Any] = {kind: kind.forward for kind in dict.fromkeys(self._kinds)}
         self._parents = [place for place, own in enumerate(self._own) if own["_modules"]]

@@ -33,7 +33,7 @@ _BATCH_ROWS = 1000
 _PADDING = (transformers.DataCollatorWithPadding, transformers.DefaultDataCollator)
 # TRL's collator: takes labels from the row's column `labels`, or else the token ids, just as plans do
 _TRL = ("trl.trainer.sft_trainer", "DataCollatorForLanguageModeling")
-# what a batch of a user's collator may hold
+# names that a batch of a user's collator may have
 _READ = ("input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", LOSS_WEIGHTS)
 # rows of a set that a user's collator is tried on, and first rows of a stream
 _TRIED_ROWS = 5
@@ -42,7 +42,7 @@ Row = Mapping[str, Any]
 
 
 class Collation:
-    """What a collator makes of the rows of a run.
+    """A collator, and what it makes of the rows of a run.
 
     kind_of_head: what the model's head predicts. columns: those that reach the collator, as `Trainer` removes others; None for
     all.
@@ -230,7 +230,7 @@ class CollatedRows:
 
 
 class _CollatorProblem(Exception):
-    """What is wrong with a batch that a collator makes, and what to do."""
+    """Raised for a batch that a collator makes and plans cannot read; says what to do."""
 
 
 def forward_columns(model: Any, args: transformers.TrainingArguments) -> list[str] | None:

@@ -403,7 +403,7 @@ class _SetupBasis:
         if fitting < 1 and (config.tokens_per_rank is None or activations is not None):
             gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
             missing = f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB"
-            # of pipelines nothing is tried
+            # settings of pipelines are not tried
             found = "" if config.stages != 1 else settings_for(config, costs, self.degrees, activations, 1)
             if found:
                 raise ValueError(f"{missing}; what would fit, by formula: {found}")

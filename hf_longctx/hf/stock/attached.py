@@ -166,7 +166,9 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         if run.whole is not None:
             run.whole.release()
     finally:
-        lent |= set(vars(trainer)) - own
+        # trainings set those that our classes have defaults for
+        ours = [cls for cls in AttachedMixin.__mro__ if cls.__module__.startswith("hf_longctx.")]
+        lent |= {*vars(trainer), *(name for cls in ours for name in cls.__annotations__ if name in vars(cls))} - own
 
 
 def _bind_again(trainer: Trainer, whole: WholeModel) -> None:

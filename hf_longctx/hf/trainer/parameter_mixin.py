@@ -10,7 +10,7 @@ count of floating point operations, since every rank counts those of its own par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
@@ -234,7 +234,8 @@ class ParameterMixin(CheckpointMixin):
         Plans have no padding, so a token that is also the tokenizer's padding token counts like any other.
         """
         before = self.state.num_input_tokens_seen
-        if (num_dummies := inputs.get("num_dummies")) is not None:
+        # a trainer of TRL may load lists of rows
+        if isinstance(inputs, Mapping) and (num_dummies := inputs.get("num_dummies")) is not None:
             ones = torch.ones(inputs["input_ids"].numel() - num_dummies, dtype=torch.int64)
             inputs = {"input_ids": ones, "attention_mask": ones}
         super()._track_num_input_tokens(inputs)

@@ -232,7 +232,7 @@ def test_variables_and_nulls_of_a_file_are_rendered_as_the_template_gets_them_fr
     read = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path))
     tokenizer = byte_tokenizer(KWARGS_TEMPLATE)
     for row, found in zip(rows, tokenise_chat(read, tokenizer), strict=True):
-        # as TRL calls it
+        # the name that TRL gives it
         expected = tokenizer.apply_chat_template(
             row["messages"],
             tools=row["tools"],

@@ -162,7 +162,7 @@ def test_what_needs_logits_or_batches_is_refused(tmp_path: Path, arguments: Any,
 
 
 def _likeliest(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    # as in scripts for models that return more than logits
+    # scripts for models that return more than logits have this
     logits = logits[0] if isinstance(logits, tuple) else logits
     return logits.argmax(dim=-1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import datasets
@@ -27,26 +28,26 @@ MAX_NORM, NUM_STEPS, ROW_TOKENS = 50.0, 4, 12
 LAYOUTS: list[tuple[int, Any]] = [(2, "gathered_per_round"), (4, "replicated"), (2, "replicated")]
 
 
-class RandomGradients(LongContextTrainer):
-    """A trainer whose gradients come from the parameters' names, so that the model's whole training is known without a run."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        stage = self.longctx_run.stage
-        # a plan's tokens pass all stages
-        inputs["input_ids"] = torch.zeros(1, ROW_TOKENS, dtype=torch.int64)
-        for name, parameter in stage.model.named_parameters():
-            gradient = random_gradient(name, parameter.shape, self.state.global_step)
-            parameter.grad = sharded_like(parameter, gradient)
-        tied = TiedWeight(stage.model.get_parameter(stage.tied), self.longctx_run.pool.links.ends) if stage.tied else None
-        GradientSum(list(stage.model.parameters())).reduce(None, tied)
-        return torch.tensor(1.0 + self.state.global_step)
+def random_step(trainer: LongContextTrainer, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    """A step whose gradients come from the parameters' names, so that the model's whole training is known without a run."""
+    stage = trainer.longctx_run.stage
+    # a plan's tokens pass all stages
+    inputs["input_ids"] = torch.zeros(1, ROW_TOKENS, dtype=torch.int64)
+    for name, parameter in stage.model.named_parameters():
+        gradient = random_gradient(name, parameter.shape, trainer.state.global_step)
+        parameter.grad = sharded_like(parameter, gradient)
+    tied = TiedWeight(stage.model.get_parameter(stage.tied), trainer.longctx_run.pool.links.ends) if stage.tied else None
+    GradientSum(list(stage.model.parameters())).reduce(None, tied)
+    return torch.tensor(1.0 + trainer.state.global_step)
 
 
-def trainer_of(folder: str, layout: tuple[int, Any], is_tied: bool, self_test: bool = False, **changes: Any) -> RandomGradients:
+def trainer_of(
+    folder: str, layout: tuple[int, Any], is_tied: bool, self_test: bool = False, **changes: Any
+) -> LongContextTrainer:
     num_stages, parameters = layout
     settings = {"max_steps": NUM_STEPS, "max_grad_norm": MAX_NORM, "weight_decay": 0.0, "warmup_steps": 0, "logging_steps": 1}
     more = {"lr_scheduler_type": "constant", "include_num_input_tokens_seen": "all", "per_device_train_batch_size": 2}
-    return RandomGradients(
+    trainer = LongContextTrainer(
         model=family_model("llama", is_tied),
         args=training_arguments(folder, **{**settings, **more, **changes}),
         train_dataset=datasets.Dataset.from_list(random_rows([ROW_TOKENS] * 64)),
@@ -59,6 +60,8 @@ def trainer_of(folder: str, layout: tuple[int, Any], is_tied: bool, self_test: b
             self_test=self_test,
         ),
     )
+    trainer.training_step = MethodType(random_step, trainer)  # type: ignore[method-assign]
+    return trainer
 
 
 def run(

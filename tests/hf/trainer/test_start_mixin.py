@@ -109,7 +109,7 @@ def test_overrides_that_may_call_ours_start() -> None:
     def logged(method: Any) -> Any:
         return lambda self, *args: method(self, *args)
 
-    # what a wrapper calls is unknown
+    # a wrapper may call anything
     Mine.training_step = logged(LongContextTrainer.training_step)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Mine(

@@ -257,7 +257,7 @@ def test_default_config_needs_nothing(rows) -> None:
         trainer = make_trainer(ModelCase(), rows, folder, {"report_steps": True, "timeline_steps": 3}, {"max_steps": 2})
         assert isinstance(trainer.longctx_config, LongContextConfig)
         metrics = trainer.train().metrics
-        # what is logged last, with what the log adds
+        # the last log, with what it adds
         assert metrics | {"step": 2} == trainer.state.log_history[-1] and metrics["epoch"] == trainer.state.epoch
 
 

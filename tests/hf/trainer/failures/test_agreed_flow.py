@@ -158,7 +158,7 @@ def test_one_ranks_wish_counts_for_all_when_it_would_on_one_process(ranks, stock
 
 
 def metrics_by_rank(folder: str, door: str, strategy: str) -> Any:
-    """What is reached with a metric of each rank's own, which gets worse on one rank and better on the other."""
+    """State that is reached with a metric of each rank's own, which gets worse on one rank and better on the other."""
     calls = []
 
     def compute(_: Any) -> dict[str, float]:
