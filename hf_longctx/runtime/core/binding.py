@@ -18,6 +18,8 @@ from torch.nn.modules import module as torch_modules
 _MARK = "_longctx_bound"
 # libraries that wrap methods without changing what they do to tokens
 _WRAPPING = ("accelerate", "torch", "transformers", "hf_longctx")
+# attribute of a function that refuses calls for a while: what it calls otherwise, or None for the method of the class
+HIDDEN = "_longctx_hidden"
 # attribute of a module: the methods that `put` has put there, the topmost last
 PUT = "_longctx_put"
 # attributes of a module that hold hooks
@@ -99,7 +101,7 @@ def wrapped(function: Any) -> Iterator[Any]:
             continue
         function = getattr(function, "__func__", function)
         yield function
-        function = getattr(function, "__wrapped__", None)
+        function = getattr(function, HIDDEN, None) or getattr(function, "__wrapped__", None)
 
 
 def is_written_by(function: Any, *packages: str) -> bool:
@@ -114,7 +116,10 @@ def is_ours(function: Any) -> bool:
 
 def _package(function: Any) -> str:
     # by its globals, since a wrapper may have taken the name of the module that it wraps
-    return str(getattr(function, "__globals__", {}).get("__name__", "")).split(".")[0]
+    known = getattr(function, "__globals__", None)
+    # an object that is called, such as accelerate's that casts outputs, has the package of its class
+    name = type(function).__module__ if known is None else known.get("__name__", "")
+    return str(name).split(".")[0]
 
 
 def own_forward(module: nn.Module) -> Any:

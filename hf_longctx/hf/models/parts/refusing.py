@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.runtime.core.binding import HIDDEN
 
-# attribute of a refusing function: the instance's own function that it hides, or None
-_HIDDEN = "_longctx_hidden"
 # attribute of a module: its refusing functions, also those that others have wrapped
 _REFUSALS = "_longctx_refusals"
 
@@ -51,7 +50,7 @@ def refuse_all(model: nn.Module, stage: int, num_stages: int) -> None:
 
 def refuses(module: nn.Module, name: str = "forward") -> bool:
     """Whether this function of a module refuses every call."""
-    return hasattr(getattr(vars(module).get(name), "__func__", None), _HIDDEN)
+    return hasattr(getattr(vars(module).get(name), "__func__", None), HIDDEN)
 
 
 def allow_all(model: nn.Module) -> None:
@@ -65,7 +64,7 @@ def allow_all(model: nn.Module) -> None:
         for name in ("save_pretrained", "forward"):
             if not refuses(module, name):
                 continue
-            hidden = getattr(vars(module).pop(name).__func__, _HIDDEN)
+            hidden = getattr(vars(module).pop(name).__func__, HIDDEN)
             if hidden is not None:
                 vars(module)[name] = hidden
 
@@ -103,5 +102,5 @@ def _hide(module: nn.Module, name: str, refusal: Callable[..., Any]) -> None:
         return refusal(this, *args, **keywords)
 
     refusals.append(refuse)
-    vars(refuse)[_HIDDEN] = hidden
+    vars(refuse)[HIDDEN] = hidden
     vars(module)[name] = MethodType(refuse, module)
