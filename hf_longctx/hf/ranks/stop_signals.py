@@ -54,6 +54,7 @@ class StopSignals:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.asked: signal.Signals | None = None
+        self._handled: signal.Signals | None = None
         self._rank, self._num_ranks = rank, num_ranks
         self._asked_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}
@@ -61,11 +62,13 @@ class StopSignals:
 
     def counts(self) -> list[int]:
         """For every signal of `SIGNALS`, 1 if it asked this rank to stop and 0 if not; sums over ranks name the signal."""
-        return [int(self.asked is each) for each in SIGNALS]
+        # the thread that reads signals may be late, so count what the main thread has handled, too
+        asked = self.asked or self._handled
+        return [int(asked is each) for each in SIGNALS]
 
     def __enter__(self) -> StopSignals:
         global _listening
-        self.asked = None
+        self.asked = self._handled = None
         if threading.current_thread() is not threading.main_thread():
             return self
         if self._num_ranks > 1:
@@ -120,7 +123,8 @@ class StopSignals:
                     self._hear(signal.Signals(heard[0]))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # with a wake-up descriptor the thread has heard it
+        self._handled = self._handled or signal.Signals(number)
+        # with a wake-up descriptor the thread hears it
         if self._wakeup < 0:
             self._hear(signal.Signals(number))
 
