@@ -304,14 +304,12 @@ def class_problem(model: nn.Module) -> str:
 
 def code_of(cls: type) -> type:
     """The class whose code an instance of `cls` runs: `cls`, or the class of transformers that it inherits all functions from."""
-    kinds = (FunctionType, classmethod, staticmethod, property)
-    while (
-        cls.__module__.split(".")[0] != "transformers"
-        and len(cls.__bases__) == 1
-        and not any(isinstance(value, kinds) for value in vars(cls).values())
-    ):
-        (cls,) = cls.__bases__
-    return cls
+    kinds, found = (FunctionType, classmethod, staticmethod, property), cls
+    while found.__module__.split(".")[0] != "transformers":
+        if len(found.__bases__) != 1 or any(isinstance(value, kinds) for value in vars(found).values()):
+            return cls
+        (found,) = found.__bases__
+    return found
 
 
 def _decoder_problem(model: nn.Module) -> str:

@@ -508,7 +508,9 @@ def test_adapters_that_are_not_trained_say_how_they_would_be(tmp_path, name: str
 
 @pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.1-8B", torch.nn.Linear(2, 2)], ids=["nothing", "name", "module"])
 def test_what_is_no_loaded_model_is_refused_with_its_type(model: Any) -> None:
-    assert problems_at_start(model) == [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
+    remedy = "pass a loaded transformers model (PreTrainedModel), or its folder or name as text"
+    nothing = "the trainer has no model and no model_init; pass one of them, as model=... a loaded model or its name"
+    assert problems_at_start(model) == [nothing if model is None else f"model is {type(model).__name__}; {remedy}"]
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_and_the_remedy_works() -> None:

@@ -30,6 +30,7 @@ _LOADER = "test_a_loader_has_the_settings_of_the_arguments"
 # field -> the test that shows what the table says of it
 SHOWN_BY = {
     "output_dir": "test_curves_and_every_evaluation_go_into_one_folder_of_the_run",
+    "full_determinism": "test_equal_runs_have_equal_bits_at_any_speed",
     "per_device_train_batch_size": "test_accumulated_plans_follow_one_plain_process",
     "num_train_epochs": "test_token_budget_makes_the_steps",
     "max_steps": _STEPS,
