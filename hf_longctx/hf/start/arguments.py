@@ -25,7 +25,7 @@ from hf_longctx.hf.models.states.functions import family_of
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, separate_runs
 from hf_longctx.hf.start.hooks import read_problems
-from hf_longctx.hf.start.model_checks import model_problems
+from hf_longctx.hf.start.model_checks import lacking_problems, model_problems
 from hf_longctx.hf.start.settings.fields import refused_values
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, takes_metrics, trainer_problems, trl_class
@@ -671,6 +671,9 @@ def setup_problems(
     if problems := kind_of_model_problems(model):
         return problems
     problems = model_problems(model)
+    # a calibration also measures a model without layers
+    if not problems and (lacking := lacking_problems(model)):
+        return lacking
     if problems and problems[0].startswith(("model class", "adapters")):
         return problems
     problems += user_code_problems(model, config)

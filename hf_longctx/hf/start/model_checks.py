@@ -48,12 +48,11 @@ _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _lacking_problems(model: PreTrainedModel) -> list[str]:
+def lacking_problems(model: PreTrainedModel) -> list[str]:
     """Problems of a model that has nothing to train, since its config or the way in which it was loaded left that out."""
     if not decoder_layers(model)[1]:
-        return [
-            f"{type(base_of(model)).__name__} has no decoder layers (num_hidden_layers=0); give its config at least one layer"
-        ]
+        name = type(base_of(model)).__name__
+        return [f"{name} has no decoder layers (num_hidden_layers=0); give its config at least one layer"]
     empty = [name for name, weight in model.named_parameters() if weight.is_meta]
     if empty and source_of(model) is None and not hasattr(model, RANGES):
         return [
@@ -78,8 +77,6 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if quantised := quantised_problems(model):
         # all other problems would only be consequences of these
         return quantised
-    if lacking := _lacking_problems(model):
-        return lacking
     text = text_part(base)
     problems = [*attention_problems(base), *adapter_problems(model), *_pattern_problems(base)]
     problems += [*own_attention_problems(text), *state_problems(text), *router_problems(base)]

@@ -194,7 +194,7 @@ def test_hybrids_are_calibrated(ranks, tmp_path: Path, model_type: str) -> None:
 
 
 REFUSED = {
-    "unknown": ("gpt-9", "model 'gpt-9' is neither a config.json, nor a folder with one, nor one of gpt-7b, "),
+    "unknown": ("gpt-9", "model 'gpt-9' is neither a config.json, nor a folder with one, nor a name that "),
     "another kind of layers": ("gpt-7b", "model 'gpt-7b' does not have the layers of a Llama"),
 }
 

@@ -21,7 +21,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.start.arguments import setup_problems
-from hf_longctx.hf.start.model_checks import model_problems
+from hf_longctx.hf.start.model_checks import lacking_problems
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
@@ -534,10 +534,10 @@ def test_max_length_above_the_positions_is_refused_with_both() -> None:
 
 
 def test_models_with_nothing_to_train_are_refused_by_name() -> None:
-    assert model_problems(tiny_llama(num_hidden_layers=0)) == [
+    assert lacking_problems(tiny_llama(num_hidden_layers=0)) == [
         "LlamaForCausalLM has no decoder layers (num_hidden_layers=0); give its config at least one layer"
     ]
-    (problem,) = model_problems(tiny_llama().to("meta"))
+    (problem,) = lacking_problems(tiny_llama().to("meta"))
     assert "have no values, since they are on torch's meta device (first model.embed_tokens.weight)" in problem
 
 
