@@ -123,7 +123,8 @@ def test_a_hybrid_model_is_refused_by_its_first_layer_with_a_state(name: str, la
 
 def test_an_unknown_class_is_refused_with_what_its_layers_do() -> None:
     class NewForCausalLM(transformers.MambaForCausalLM):
-        pass
+        def added(self) -> None:
+            """Code of its own; a class without any is taken for the one that it inherits from."""
 
     model = NewForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8, state_size=4))
     problem = class_problem(model)
