@@ -28,7 +28,7 @@ from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.routers import balance_problems
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
-from hf_longctx.plan.core.messages import listed, shown
+from hf_longctx.plan.core.messages import listed
 from hf_longctx.runtime.core.loss import TemperedCrossEntropy, TokenLoss
 from hf_longctx.runtime.core.value_losses import OwnLogit
 
@@ -110,21 +110,18 @@ _COLUMNS = {
 _MAKES_ROWS = ("formatting_func", "environment_factory", "rollout_func")
 
 
-def unprepared_problems(trainer: type, model: Any, args: Any, sets: dict[str, Any], given: dict[str, Any]) -> list[str]:
-    """Problems with what a trainer of TRL is given, in which its own constructor would end in an error of Python's.
+def unprepared_problems(trainer: type, args: Any, sets: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    """Problems with the sets that a trainer of TRL is given, in which its own constructor would end in an error of Python's.
 
     given: its other arguments.
     """
     name, problems = getattr(trl_class(trainer), "__name__", ""), []
-    if model is None:
-        problems.append(f"{name} was given no model; pass a model, or its name")
-    elif not (isinstance(model, str | nn.Module) and (isinstance(model, str) or hasattr(model, "config"))):
-        problems.append(f"model is {shown(model)} ({type(model).__name__}); pass a model of transformers or PEFT, or its name")
+    if any(given.get(each) is not None for each in _MAKES_ROWS):
+        return []
     groups = (((args.dataset_text_field,),) if hasattr(args, "dataset_text_field") else ()) + _COLUMNS.get(name, ())
     for which, dataset in sets.items():
         columns = getattr(dataset, "column_names", None)
-        makes_rows = any(given.get(each) is not None for each in _MAKES_ROWS)
-        if isinstance(columns, list) and groups and not makes_rows and not any(set(group) <= set(columns) for group in groups):
+        if isinstance(columns, list) and groups and not any(set(group) <= set(columns) for group in groups):
             wanted = ", or ".join(" and ".join(group) for group in dict.fromkeys(groups))
             problems.append(f"{which} has the columns {listed(columns) or '(none)'}, and {name} reads {wanted}; rename them")
     return problems

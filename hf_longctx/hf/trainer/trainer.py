@@ -47,6 +47,7 @@ from hf_longctx.hf.start.arguments import (
     argument_problems,
     async_problems,
     config_problems,
+    kind_of_model_problems,
     kind_problems,
     likeliest_form,
     override_problems,
@@ -173,7 +174,10 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
                 self.model_init = model_init
             else:
                 self.longctx_config = config
-                problems += unprepared_problems(type(self), model, args, sets, kwargs)
+                problems += unprepared_problems(type(self), args, sets, kwargs)
+                if not isinstance(model, str):
+                    # TRL loads a model by its name
+                    problems += kind_of_model_problems(model)
                 control = self._check_early(args, {"data_collator": data_collator, **kwargs}, problems)
                 # a trainer of TRL makes the model and the sets ready itself
                 with naming_errors(type(self).__name__):
