@@ -89,8 +89,8 @@ class LongContextConfig:
     lookahead_batches: int | None = field(
         default=None,
         metadata={
-            "help": "Needed for an iterable `train_dataset`, and only there: how many global batches may be read ahead of the "
-            "running step. Default: none."
+            "help": "For an iterable `train_dataset` only: how many global batches may be read ahead of the running step. "
+            "Default: 4."
         },
     )
     stream_readers: int = field(

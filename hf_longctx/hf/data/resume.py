@@ -170,8 +170,7 @@ def check_resumed(args: TrainingArguments, state: TrainerState, train_dataloader
     if not has_length(train_dataloader):
         raise ValueError(
             f"the checkpoint is at step {state.global_step} of a dataset without a length, so the sequence where it stopped is "
-            f"not known; use attach(trainer) with lookahead_batches, which records it in checkpoints, or set "
-            f"ignore_data_skip=True"
+            f"not known; use attach(trainer), which records it in checkpoints, or set ignore_data_skip=True"
         )
     if not state.epoch:
         return

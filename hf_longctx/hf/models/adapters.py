@@ -36,8 +36,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 TESTED_KINDS = ("LORA",)
 # name of an adapter that PEFT saves in the model's folder itself; others get a folder inside
 _UNNAMED = "default"
-# the copy of the adapters that TRL makes
-_REFERENCE = "ref"
 # settings of LoraConfig that may have any value, since every value is tested or none affects the computation
 _FREE_SETTINGS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -70,13 +68,6 @@ def kind_problems(model: Any) -> list[str]:
         if hasattr(model, "peft_config"):
             return [f"adapters of {type(model).__name__} are not in the tested list; use get_peft_model(model, LoraConfig(...))"]
         return []
-    names = [str(name) for name in model.peft_config]
-    if _REFERENCE in names and len(names) > 1:
-        return [
-            f"TRL added an adapter named {_REFERENCE!r} as the reference to a model that had adapters already, and plans run no "
-            f"other adapters for a reference; call model.merge_and_unload(), pass the merged model to the trainer, and new "
-            f"adapters as peft_config"
-        ]
     for name, config in model.peft_config.items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind not in TESTED_KINDS or type(config) is not LoraConfig:

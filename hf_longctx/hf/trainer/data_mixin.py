@@ -14,7 +14,7 @@ from hf_longctx.hf.data.collator import PlannedDataset
 from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT
 from hf_longctx.hf.data.resume import sequences_per_step
 from hf_longctx.hf.data.streams.planned_stream import PlannedStream
-from hf_longctx.hf.data.streams.sources import is_stream
+from hf_longctx.hf.data.streams.sources import is_stream, whole
 from hf_longctx.hf.ranks.agreement import raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
 from hf_longctx.hf.start.trl import is_scored, read_columns
@@ -96,17 +96,18 @@ class PlannedDataMixin(_TrainerBase):
         """
         if is_scored(type(self)):
             return super().get_eval_dataloader(eval_dataset)
-        name, dataset = chosen_evaluation_set(eval_dataset, self.eval_dataset)
+        given, known = (read_columns(type(self), each) for each in (eval_dataset, self.eval_dataset))
+        name, dataset = chosen_evaluation_set(given, known)
         # metrics of a classifier need the logits of all rows, also of those without a label
         marks = self.longctx_run.task.kind != "next_token" and self.compute_metrics is not None
-        return eval_loader(self.longctx_run, name, read_columns(type(self), dataset), marks)
+        return eval_loader(self.longctx_run, name, dataset, marks)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Planned steps of a set to predict, in its order; its rows need no labels if the model classifies."""
         if is_scored(type(self)):
             return super().get_test_dataloader(test_dataset)
         marks = self.longctx_run.task.kind != "next_token"
-        return eval_loader(self.longctx_run, TEST_SET, read_columns(type(self), test_dataset), marks)
+        return eval_loader(self.longctx_run, TEST_SET, whole(read_columns(type(self), test_dataset)), marks)
 
     def _check_loader(self, loader: Any) -> None:
         """Raises ValueError for a loader of the user's own, whose batches have no plans; looked at when a training begins."""

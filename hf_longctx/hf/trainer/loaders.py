@@ -24,6 +24,9 @@ from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.trainer.run import Run
 from hf_longctx.plan.core.messages import listed
 
+# global batches that are read ahead if the settings name no number
+_LOOKAHEAD_BATCHES = 4
+
 
 class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
     """A `DataLoader` over planned steps that passes the epoch on to its sampler, as the trainer expects."""
@@ -118,9 +121,9 @@ def _check_labels(run: Run, sampler: LengthAwareSampler, index: SequenceIndex) -
 def _stream_loader(run: Run, stream: Any, global_step: Callable[[], int]) -> DataLoader[Any]:
     """Planned steps of an iterable training set."""
     args, config = run.args, run.config
-    assert config.lookahead_batches is not None
     _check_resumed(run, "stream", None, config.long_sequences != "error")
-    source = StreamSource(stream, run.sets.stream_rules(stream), config.stream_readers, config.lookahead_batches)
+    lookahead = config.lookahead_batches if config.lookahead_batches is not None else _LOOKAHEAD_BATCHES
+    source = StreamSource(stream, run.sets.stream_rules(stream), config.stream_readers, lookahead)
     start, per_step = run.recorder.start(config.stream_readers), args.gradient_accumulation_steps
     # the last step of an epoch may have had fewer batches than others
     num_skipped = -(-start.batches // per_step) * per_step

@@ -25,7 +25,7 @@ from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streams.rows import StreamRules
-from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems
+from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.start.collators import Collation
 from hf_longctx.hf.start.setup import RunSetup, settings_for
@@ -38,15 +38,18 @@ TEST_SET = "test_dataset"
 
 
 def named_sets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    """The sets of a trainer by their names in messages; `eval_dataset` may be a dict of sets, each of which gets a name."""
+    """The sets of a trainer by their names in messages; `eval_dataset` may be a dict of sets, each of which gets a name.
+
+    Iterable evaluation sets become wholes, whose rows can be looked up.
+    """
     return {"train_dataset": train_dataset, **evaluation_sets(eval_dataset)}
 
 
 def evaluation_sets(eval_dataset: Any) -> dict[str, Any]:
     """The evaluation sets by their names in messages: one, or those of a dict."""
     if not isinstance(eval_dataset, dict):
-        return {"eval_dataset": eval_dataset}
-    return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+        return {"eval_dataset": whole(eval_dataset)}
+    return {f"eval_dataset[{name!r}]": whole(dataset) for name, dataset in eval_dataset.items()}
 
 
 def evaluation_set_problems(eval_dataset: Any) -> list[str]:
@@ -78,8 +81,8 @@ def chosen_evaluation_set(given: Any, eval_dataset: Any) -> tuple[str, Any]:
             raise ValueError(
                 f"evaluation was asked for the set {given!r}, but eval_dataset {known}; pass one of its keys, or a set"
             )
-        return f"eval_dataset[{given!r}]", eval_dataset[given]
-    dataset = eval_dataset if given is None else given
+        return f"eval_dataset[{given!r}]", whole(eval_dataset[given])
+    dataset = whole(eval_dataset if given is None else given)
     if dataset is None:
         raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
     if isinstance(dataset, dict):

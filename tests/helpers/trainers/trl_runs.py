@@ -103,9 +103,11 @@ def trainer_name(kind: str) -> str:
     return {**names, "prompt, rollout": "GRPO"}.get(kind, "SFT")
 
 
-def models_of(kind: str, case: ModelCase, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a trainer of TRL that name its models; the trainer itself adds the adapters of the case."""
+def models_of(kind: str, case: ModelCase, arguments: dict[str, Any], has_own: bool = False) -> dict[str, Any]:
+    """Arguments of a trainer of TRL that name its models; the trainer itself adds the adapters of the case, unless `has_own`."""
     head = (("num_labels", 1),) if kind == "reward" else ()
+    if has_own:
+        return {"model": build_model(replace(case, head=head))}
     models: dict[str, Any] = {"model": build_model(replace(case, lora=(), head=head))}
     if case.lora:
         models["peft_config"] = peft.LoraConfig(task_type="SEQ_CLS" if head else "CAUSAL_LM", **dict(case.lora))
@@ -120,10 +122,12 @@ def train_trl(
     """Trains on this rank; returns the losses of all steps, the log, and the weights.
 
     kind: kind of rows, see `rows_of`. how: "stock", "mixin", "attached" or "alone". case: the model; the trainer itself adds the
-    adapters. config: settings of the plans.
+    adapters, unless arguments have "own_adapters". config: settings of the plans.
     """
     import trl
 
+    arguments = dict(arguments)
+    has_own = arguments.pop("own_adapters", False)
     losses: list[float] = []
     name = trainer_name(kind)
     base: Any = getattr(trl, f"{name}Trainer")
@@ -143,7 +147,7 @@ def train_trl(
     settings: dict[str, Any] = {"longctx_config": quiet_config(**{"self_test": True, **config})} if how == "mixin" else {}
     callback = LongContextCallback(quiet_config(**{"self_test": True, **config})) if how in ("attached", "alone") else None
     trainer_class = {"mixin": Planned, "attached": base}.get(how, Kept)
-    settings |= models_of(kind, case, arguments)
+    settings |= models_of(kind, case, arguments, has_own)
     if name in ("GRPO", "RLOO"):
         settings["reward_funcs"] = reward
     if kind == "prompt, rollout":

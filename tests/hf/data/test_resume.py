@@ -166,7 +166,7 @@ def test_how_a_step_is_divided_matters_only_where_plans_end_an_epoch(tmp_path: P
 
 def test_a_stock_loader_without_a_length_is_not_resumed(tmp_path) -> None:
     state, stream = TrainerState(global_step=7, epoch=0.0), iter(())
-    with pytest.raises(ValueError, match=r"step 7 of a dataset without a length.*attach\(trainer\) with lookahead_batches"):
+    with pytest.raises(ValueError, match=r"step 7 of a dataset without a length.*attach\(trainer\), which records it"):
         check_resumed(arguments(tmp_path), state, stream)
     check_resumed(arguments(tmp_path, ignore_data_skip=True), state, stream)
     check_resumed(arguments(tmp_path), TrainerState(), stream)

@@ -365,12 +365,6 @@ def added_by_transformers() -> Any:
     return model
 
 
-def with_reference() -> Any:
-    model = lora()
-    model.add_adapter("ref", LoraConfig(target_modules=["q_proj"]))
-    return model
-
-
 def with_other_kind() -> Any:
     model = lora()
     model.peft_config["other"] = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
@@ -425,7 +419,6 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         added_by_transformers,
         "adapters of LlamaForCausalLM are not in the tested list; use get_peft_model",
     ),
-    "reference": (with_reference, "TRL added an adapter named 'ref' as the reference to a model that had adapters already"),
     "other kind": (with_other_kind, "adapters of kind IA3 (IA3Config, named 'other') are not in the tested list (LORA)"),
     "merged": (merged, "the adapters are merged into the weights; call model.unmerge_adapter()"),
     "disabled": (disabled, "the adapters are disabled; call model.base_model.enable_adapter_layers()"),

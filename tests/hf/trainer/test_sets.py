@@ -45,19 +45,28 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"rows": float(len(found.predictions["log_prob"]))}
 
 
+class Failing(torch.utils.data.IterableDataset):
+    """Rows that end in an error."""
+
+    def __iter__(self) -> Any:
+        yield from ROWS["a"]
+        raise KeyError("shard 7 is gone")
+
+
 def evaluated_on_rank(
-    folder: str, config: dict[str, Any], arguments: dict[str, Any], metric: bool = False
+    folder: str, config: dict[str, Any], arguments: dict[str, Any], metric: bool = False, streams: bool = False
 ) -> tuple[list[dict[str, float]], str | None, dict[str, float], float, float]:
     """Trains with two evaluation sets; the losses of each evaluation, the best checkpoint, and evaluations by hand."""
     kwargs = {"compute_metrics": accuracy} if metric else {}
     num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     settings = {**ARGUMENTS, "per_device_eval_batch_size": 4 // num_ranks, **arguments}
-    trainer = make_trainer(CASE, TRAINED, folder, config, settings, eval_dataset=SETS, **kwargs)
+    sets = {**SETS, "b": SETS["b"].to_iterable_dataset()} if streams else SETS
+    trainer = make_trainer(CASE, TRAINED, folder, config, settings, eval_dataset=sets, **kwargs)
     trainer.train()
     history = [{k: v for k, v in log.items() if "loss" in k or "rows" in k} for log in trainer.state.log_history]
     history = [log for log in history if any(name.startswith("eval") for name in log)]
-    by_hand = trainer.evaluate({"c": SETS["b"], "d": {"e": SETS["a"]}})
-    alone = trainer.evaluate("a")["eval_loss"], trainer.evaluate(SETS["b"], metric_key_prefix="mine")["mine_loss"]
+    by_hand = trainer.evaluate({"c": sets["b"], "d": {"e": SETS["a"]}})
+    alone = trainer.evaluate("a")["eval_loss"], trainer.evaluate(sets["b"], metric_key_prefix="mine")["mine_loss"]
     best = trainer.state.best_model_checkpoint
     return history, best and Path(best).name, {k: v for k, v in by_hand.items() if k.endswith("loss")}, *alone
 
@@ -79,18 +88,21 @@ def stock() -> tuple[list[dict[str, float]], str, dict[str, float], float, float
 
 
 @pytest.mark.parametrize(
-    "world,config,arguments",
+    "world,config,arguments,streams",
     [
-        (1, {}, {}),
-        (2, {}, {}),
-        (2, {"parameters": "sharded"}, {}),
-        (2, {"stages": 2}, {}),
+        (1, {}, {}, False),
+        (2, {}, {}, False),
+        (2, {"parameters": "sharded"}, {}, False),
+        (2, {"stages": 2}, {}, False),
+        (2, {}, {"dataloader_num_workers": 1}, True),
     ],
-    ids=["alone", "replicated", "sharded", "staged"],
+    ids=["alone", "replicated", "sharded", "staged", "streams"],
 )
-def test_each_of_several_sets_has_the_values_of_a_stock_trainer(ranks, stock, tmp_path: Path, world, config, arguments) -> None:
+def test_each_of_several_sets_has_the_values_of_a_stock_trainer(
+    ranks, stock, tmp_path: Path, world, config, arguments, streams
+) -> None:
     expected, best, by_hand, first, second = stock
-    for found in ranks(world).run(evaluated_on_rank, str(tmp_path / "out"), config, arguments, world == 1):
+    for found in ranks(world).run(evaluated_on_rank, str(tmp_path / "out"), config, arguments, world == 1, streams):
         losses = [{k: v for k, v in log.items() if k.endswith("_loss")} for log in found[0]]
         assert [sorted(log) for log in losses] == [sorted(log) for log in expected]
         for log, other in zip(losses, expected, strict=True):
@@ -140,8 +152,10 @@ def test_every_set_is_checked_at_the_start(ranks) -> None:
     sets = {**SETS, "long": datasets.Dataset.from_list(random_rows([40, 60]))}
     for message in ranks(2).run(refused_on_rank, sets, {"max_length": 50}):
         assert "eval_dataset['long'] row 1 has 60 tokens, above max_length 50" in message
-    stream = {"a": SETS["a"], "s": SETS["b"].to_iterable_dataset()}
-    assert "eval_dataset['s'] is an iterable dataset, which cannot be evaluated as a whole" in refused_on_rank(stream, {})
+    streams = {name: each.to_iterable_dataset() for name, each in sets.items()}
+    assert "eval_dataset['long'] row 1 has 60 tokens, above max_length 50" in refused_on_rank(streams, {"max_length": 50})
+    failed = "row 3 of an iterable dataset that is evaluated cannot be read (KeyError: 'shard 7 is gone')"
+    assert failed in refused_on_rank(Failing(), {})
 
 
 @pytest.mark.parametrize(

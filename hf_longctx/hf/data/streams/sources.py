@@ -7,8 +7,10 @@ Reader r of n reads shard r of the dataset: `shard(num_shards=n, index=r)`, a me
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import datasets
 import torch
@@ -17,6 +19,11 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.states import counts_samples, keeps_state, steps_of
+
+
+logger = logging.getLogger(__name__)
+
+_MANY_ROWS = 100_000
 
 
 class ShardedStream(torch.utils.data.IterableDataset[Any]):
@@ -40,6 +47,65 @@ class ShardedStream(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.make(0, 1))
+
+
+class WholeStream:
+    """The rows of an iterable dataset by their numbers. It is read to its end when a row is first asked for, and rows are kept.
+
+    An evaluation takes an average over a whole set, so a set without an end has none; a line says so after 100,000 rows.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._rows: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __getitem__(self, number: int) -> Any:
+        return self._read()[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # workers of a loader need rows alone
+        return {"stream": None, "_rows": self._read()}
+
+    def _read(self) -> list[Any]:
+        if self._rows is None:
+            self._rows = self._read_rows()
+        return self._rows
+
+    def _read_rows(self) -> list[Any]:
+        rows: list[Any] = []
+        is_told = False
+        try:
+            for item in reader_stream(self.stream, 0, 1):
+                rows += item if isinstance(item, list) else [item]
+                if len(rows) > _MANY_ROWS and not is_told:
+                    is_told = True
+                    logger.warning(
+                        "an iterable dataset that is evaluated has more than %s rows, which stay in memory; if it has no end, "
+                        "pass its first ones, for example stream.take(1000)",
+                        f"{_MANY_ROWS:,}",
+                    )
+        except Exception as error:
+            raise ValueError(
+                f"row {len(rows)} of an iterable dataset that is evaluated cannot be read ({type(error).__name__}: {error})"
+            ) from error
+        return rows
+
+
+# by the id of the stream, which lives as long as its value
+_WHOLE: WeakValueDictionary[int, WholeStream] = WeakValueDictionary()
+
+
+def whole(dataset: Any) -> Any:
+    """The dataset as one whose rows can be looked up by number: the same object for the same iterable dataset."""
+    if not is_stream(dataset):
+        return dataset
+    found = _WHOLE.get(id(dataset))
+    if found is None:
+        found = _WHOLE[id(dataset)] = WholeStream(dataset)
+    return found
 
 
 def is_stream(dataset: Any) -> bool:
@@ -107,24 +173,13 @@ def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: Train
     """Problems with settings under which the streams among the named datasets cannot be used, and look-ahead without a stream."""
     problems = []
     for name, stream in sets.items():
-        if not is_stream(stream):
-            continue
-        if name != "train_dataset":
+        source = stream.stream if isinstance(stream, WholeStream) else stream
+        if getattr(source, "_distributed", None) is not None:
             problems.append(
-                f"{name} is an iterable dataset, which cannot be evaluated as a whole; pass a map-style one, for example "
-                f"datasets.Dataset.from_list(list(stream.take(1000)))"
-            )
-        elif config.lookahead_batches is None:
-            problems.append(
-                f"{name} is an iterable dataset and lookahead_batches is not set; set it to the number of global batches that "
-                f"may be read ahead of training (for example 4), or pass a map-style dataset with a length"
-            )
-        if getattr(stream, "_distributed", None) is not None:
-            problems.append(
-                f"{name} is split over nodes (split_dataset_by_node), but readers divide it themselves (stream_readers), so the "
+                f"{name} is split over nodes (split_dataset_by_node), but rows are divided here, among ranks and readers, so the "
                 f"other nodes' rows would be lost; pass the stream before it is split"
             )
-        if name == "train_dataset" and config.stream_readers > 1:
+        if is_stream(stream) and config.stream_readers > 1:
             problems += _shard_problems(name, stream, config.stream_readers)
     if "train_dataset" not in sets:
         return problems

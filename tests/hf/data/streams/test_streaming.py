@@ -435,13 +435,15 @@ def test_a_source_slower_than_the_time_out_is_waited_for_and_never_read_further(
 
 def refusal(kind: str) -> str:
     rows = random_rows([5] * 9)
-    stream: Any = Stream(rows) if kind != "huggingface" else datasets.Dataset.from_list(rows).to_iterable_dataset()
-    config = {} if kind in ("no look-ahead", "huggingface") else {"lookahead_batches": 2}
+    stream: Any = Stream(rows)
     arguments = {"max_steps": -1} if kind == "no steps" else {}
-    others = {"eval_dataset": Stream(rows)} if kind == "evaluation" else {}
-    if kind == "split":
+    if kind.startswith("split"):
         whole = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
         stream = split_dataset_by_node(whole, rank=dist.get_rank(), world_size=2)
+    config: dict[str, Any] = {"lookahead_batches": 2}
+    others = {}
+    if kind == "split evaluation":
+        stream, others, config = rows, {"eval_dataset": stream}, {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             make_trainer(CASE, rows if kind == "map-style" else stream, folder, config, arguments, **others)
@@ -451,12 +453,10 @@ def refusal(kind: str) -> str:
 
 
 REFUSALS = {
-    "no look-ahead": "train_dataset is an iterable dataset and lookahead_batches is not set; set it to the number of global",
-    "huggingface": "train_dataset is an iterable dataset and lookahead_batches is not set",
     "no steps": "set max_steps",
-    "evaluation": "eval_dataset is an iterable dataset, which cannot be evaluated as a whole; pass a map-style one",
     "map-style": "lookahead_batches=2 has no effect unless train_dataset is iterable; leave it out",
     "split": "train_dataset is split over nodes (split_dataset_by_node)",
+    "split evaluation": "eval_dataset is split over nodes (split_dataset_by_node)",
 }
 
 
@@ -470,7 +470,8 @@ def own_tokens_on_rank() -> tuple[int, list[list[int]], int]:
     """Number of tokens that this rank got, token ids of every step, and number of rows it read."""
     stream = Stream(random_rows([5] * 40))
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(CASE, stream, folder, CONFIG, {"max_steps": 4})
+        # four batches ahead, as nothing is set
+        trainer = make_trainer(CASE, stream, folder, {"tokens_per_rank": 64}, {"max_steps": 4})
         batches = list(itertools.islice(trainer.get_train_dataloader(), 4))
     return sum(batch["input_ids"].numel() for batch in batches), [b["input_ids"][0].tolist() for b in batches], stream.num_read
 
