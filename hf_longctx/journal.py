@@ -28,7 +28,7 @@ Line = dict[str, Any]
 class Journal:
     """Lines of one training from its first step to the last, with those of earlier processes that it goes on from.
 
-    num_unreadable: lines that are no JSON objects, for example one that a kill cut off.
+    num_unreadable: lines that are none of a journal, for example one that a kill cut off or that an editor changed.
     """
 
     lines: tuple[Line, ...]
@@ -51,9 +51,10 @@ def append_lines(folder: Path, lines: list[Line]) -> None:
         file.write(text.encode())
 
 
-def read_journal(folder: Path) -> Journal:
+def read_journal(folder: Path, is_full: bool = False) -> Journal:
     """Reads the journal in `folder`, without steps that a resumed training ran again, and without earlier trainings.
 
+    is_full: lines are also unreadable if they lack a value that a report needs, not only if one is of a wrong kind.
     Raises FileNotFoundError if there is none, and ValueError if it has no line of a training.
     """
     kept: list[Line] = []
@@ -61,7 +62,7 @@ def read_journal(folder: Path) -> Journal:
     for text in (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines():
         if not text.strip():
             continue
-        line = _parsed(text)
+        line = _parsed(text, is_full)
         if line is None:
             num_unreadable += 1
             continue
@@ -81,14 +82,86 @@ def _before(lines: list[Line], start: Line) -> list[Line]:
     return [line for line in lines if line["training"] != own and line["step"] <= step]
 
 
-def _parsed(text: str) -> Line | None:
+def _parsed(text: str, is_full: bool) -> Line | None:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict) or not isinstance(line.get("step"), int) or not {"kind", "training"} <= set(line):
+    if not _fits(line, {"kind": str, "training": str, "step": _is_count}, True):
         return None
-    return line
+    return line if _fits(line, _SHAPES.get(line["kind"], {}), is_full) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that sums and products of a report stay finite with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int) and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_time(value: Any) -> bool:
+    """Whether it is a number of seconds since 1970, before the year 5138."""
+    return _is_number(value) and 0 <= value < 1e11
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+_BYTES = dict.fromkeys(("device_peak", "saved", "kv_book", "host"), _is_number)
+_EVENT = (_is_count, str, str, _is_number, _is_number, str)
+# What readers rely on, by kind of line: the type or a test of a value, the shape of a list's items, the values of an object by
+# their names (with "?": may be missing or null), by any text or by whole numbers. Tuples are lists of so many items.
+_SHAPES: dict[str, Any] = {
+    "start": {
+        **{"time": _is_time, "opening": str, "versions": {str: str}, "arguments": {str: object}},
+        **{"settings": {str: object}, "changed": [str]},
+        "machine": {"ranks": _is_positive, "device": str, "device_type": str, "device_bytes": _is_number, "command": [str]},
+        "model": {"class": str, "precision": str, "parameters": _is_number},
+    },
+    "step": {
+        **{"loss?": _is_number, "measured_s": _is_positive, "predicted_s?": _is_positive, "tokens": _is_number},
+        **{"operations": _is_number, "padding_share": _is_share, "layout": str, "group_tokens": {int: _is_number}},
+        **{"lengths": {int: _is_number}, "sequences?": [_is_positive], "solve_s": _is_number, "seconds": {str: _is_number}},
+        **{"bytes": _BYTES, "predicted_bytes": _BYTES, "idle_share?": _is_number, "predicted_idle?": _is_number},
+        "rank_seconds?": dict.fromkeys(("compute", "exchange", "idle", "copies"), _is_number),
+        **{"labels?": _is_number, "wall_s?": _is_number, "plan_wait_s?": _is_number},
+    },
+    "log": {"logs": {str: _is_number}},
+    "end": {"timeline": {"steps": [_is_count], "panels": {str: [_EVENT]}}},
+}
+
+
+def _fits(value: Any, shape: Any, is_full: bool) -> bool:
+    """Whether a value has a shape of `_SHAPES`; is_full: with everything that may not be missing."""
+    if isinstance(shape, type):
+        return isinstance(value, shape)
+    if isinstance(shape, tuple):
+        return isinstance(value, list) and len(value) == len(shape) and all(map(_fits, value, shape, [is_full] * len(shape)))
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(each, shape[0], is_full) for each in value)
+    if not isinstance(shape, dict):
+        return bool(shape(value))
+    return isinstance(value, dict) and all(_has(value, name, own, is_full) for name, own in shape.items())
+
+
+def _has(value: dict[str, Any], name: Any, shape: Any, is_full: bool) -> bool:
+    if name is str or name is int:
+        return all((name is str or _is_whole(key)) and _fits(each, shape, is_full) for key, each in value.items())
+    key = name.removesuffix("?")
+    if key not in value or (value[key] is None and key != name):
+        return key != name or not is_full
+    return _fits(value[key], shape, is_full)
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20
 
 
 def _plain(value: Any) -> Any:

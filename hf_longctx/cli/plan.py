@@ -348,6 +348,10 @@ def run_simulate(options: argparse.Namespace) -> int:
         _simulate(options)
     except (OSError, ValueError) as error:
         return say_refusal("simulate", error, options.plan)
+    except ArithmeticError as error:
+        # sizes of a file that was changed by hand, such as an index that chooses 0 tokens
+        why = f"seconds cannot be computed from its cost model ({error}); write it again with hf-longctx plan --json"
+        return say_refusal("simulate", ValueError(why), options.plan)
     return 0
 
 

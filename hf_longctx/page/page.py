@@ -40,7 +40,7 @@ def write_page(folder: Path, output: Path | None = None, peak_flops: float | Non
     """
     if not (folder / JOURNAL).is_file():
         raise ValueError(f"{folder} has no {JOURNAL}, which every training writes; give the output_dir of a training")
-    journal = read_journal(folder)
+    journal = read_journal(folder, is_full=True)
     steps = steps_of(journal)
     if not steps:
         raise ValueError(f"{folder / JOURNAL} has no finished step yet; wait for the first one")
@@ -137,7 +137,7 @@ def _rendered(folder: Path, journal: Journal, charts: list[Chart], numbers: dict
         plotly=get_plotlyjs(),
         formula=OPERATIONS_FORMULA,
         tables={
-            "Settings that were changed": {name: start["settings"][name] for name in start["changed"]},
+            "Settings that were changed": {name: value for name, value in start["settings"].items() if name in start["changed"]},
             "Other settings": {name: value for name, value in start["settings"].items() if name not in start["changed"]},
             "Training arguments": start["arguments"],
         },

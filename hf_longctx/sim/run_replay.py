@@ -69,7 +69,7 @@ def read_run(folder: Path, num_plans: int) -> Replay:
     steps = journal.of("step")
     if not steps:
         raise ValueError(f"{folder / JOURNAL} has no step yet; replay the run when it has trained some")
-    if any("sequences" not in line for line in steps):
+    if any({"sequences", "layout", "measured_s"} - line.keys() for line in steps):
         raise ValueError(
             f"{folder / JOURNAL} was written by an earlier version, which kept no lengths of sequences; train some steps with "
             f"this version, or give the lengths to hf-longctx plan --lengths"
@@ -110,7 +110,7 @@ def _planned(number: int, lengths: Sequence[int], scenario: Scenario) -> NewPlan
 
 
 def _past(line: Line) -> PastPlan:
-    predicted_s = line["predicted_s"]
+    predicted_s = line.get("predicted_s")
     return PastPlan(
         line["step"],
         tuple(int(length) for length in line["sequences"]),

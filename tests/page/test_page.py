@@ -14,6 +14,7 @@ import pytest
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
 from helpers.trainers.trainer_runs import make_trainer
+from soak.mutated_files import START
 
 from hf_longctx import LongContextEvaluation, NeedleTask
 from hf_longctx.cli.main import main
@@ -136,7 +137,7 @@ def test_a_browser_draws_every_chart_without_errors(page: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
-    [([], "has no journal.jsonl"), ([{"kind": "start", "training": "a", "step": 0}], "has no finished step yet")],
+    [([], "has no journal.jsonl"), ([START], "has no finished step yet")],
 )
 def test_a_folder_without_steps_is_refused(tmp_path: Path, capsys, lines, message: str) -> None:
     if lines:

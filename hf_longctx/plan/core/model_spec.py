@@ -260,6 +260,11 @@ class ModelSpec:
         windows = with_states(config_windows(config, num_layers), states)
         if heads := config_heads(config, windows):
             num_kv_heads, head_dim, _ = largest_heads(heads)
+        if num_kv_heads > num_heads:
+            raise ValueError(
+                f"num_key_value_heads is {num_kv_heads}, but there are num_attention_heads={num_heads}; queries share keys and "
+                f"values, so give at most as many"
+            )
         is_gated, is_gemma4 = (config.get("model_type") in types for types in (_GATED_TYPES, _GEMMA4_TYPES))
         own_input_size = int(config.get("hidden_size_per_layer_input") or 0) if is_gemma4 else 0
         spec = cls(

@@ -230,12 +230,15 @@ def _fields(kind: type, data: Any, path: str, leave: tuple[str, ...] = ()) -> di
     """The fields of `data` for a `kind`, except `leave`; ValueError if one is missing, unknown or of the wrong type."""
     record = dict(_object(data, path))
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name not in leave}
+    lists = {field.name for field in dataclasses.fields(kind) if isinstance(field.default, tuple)}
     for name in (*fields, *record):
         if name not in record or name not in fields:
             problem = "missing" if name not in record else "unknown"
             raise ValueError(f"{path}.{name} is {problem}; write the file again with hf-longctx plan --json")
         if (kinds := _PLAIN.get(fields[name])) is not None and type(record[name]) not in kinds:
             raise ValueError(f"{path}.{name} is {record[name]!r}; a value of type {fields[name]} is needed")
+        if name in lists and not isinstance(record[name], list):
+            raise ValueError(f"{path}.{name} is {record[name]!r}; a list is needed")
     return record
 
 

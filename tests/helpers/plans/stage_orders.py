@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.pipeline.orders import Schedule, pipelined
 from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 
@@ -37,7 +37,8 @@ def plan_of(chunks: Sequence[Chunk], num_stages: int, schedule: Schedule, num_pa
     for chunk in chunks:
         stops.update({span.sequence: span.stop for span in chunk.spans})
     lengths = tuple(stops[sequence] for sequence in sorted(stops))
-    return StepPlan(0, lengths, num_stages, 1, "gathered_per_round", (MicroBatch((group,)),))
+    parameters: Parameters = "replicated" if num_parts > 1 else "gathered_per_round"
+    return StepPlan(0, lengths, num_stages, 1, parameters, (MicroBatch((group,)),))
 
 
 def family_shapes(most_slices: int = 5, most_families: int = 5) -> st.SearchStrategy[list[FamilyShape]]:

@@ -54,6 +54,8 @@ def rows_read_on_rank(num_workers: int, folder: str) -> list[tuple[list[int], li
     """For every step of an epoch: the rows of this rank's spans; with them, once, what it read in all."""
     dataset = Watched(random_rows(LENGTHS))
     trainer = make_trainer(ModelCase(), dataset, folder, CONFIG, workers(num_workers))
+    # reads the first row again for the columns that a line names
+    trainer.longctx_run.sets.index("train_dataset", dataset)
     dataset.diary = str(Path(folder, f"rank{dist.get_rank()}"))
     own, everyone = [], []
     for batch in trainer.get_train_dataloader():

@@ -20,7 +20,6 @@ from transformers import TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.states import counts_samples, keeps_state, steps_of
 
-
 logger = logging.getLogger(__name__)
 
 _MANY_ROWS = 100_000

@@ -44,7 +44,7 @@ SHOWN_BY = {
     "average_tokens_across_devices": _REFUSED,
     "max_grad_norm": _STEPS,
     "label_smoothing_factor": "test_smoothed_labels_train_as_in_stock_transformers",
-    "bf16": "test_bf16_training_follows_fp32",
+    "bf16": "test_training_in_half_precision_follows_fp32",
     "fp16": _REFUSED,
     "bf16_full_eval": _REFUSED,
     "fp16_full_eval": _REFUSED,
