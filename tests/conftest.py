@@ -15,10 +15,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from helpers.launchers.warm_python import warm_python
 from helpers.ranks.rank_pool import RankPool
-from hypothesis import settings
+from hypothesis import Phase, settings
 
-# no deadline, since a busy machine is not a failure; derandomized, since a failing run must fail again
-settings.register_profile("longctx", deadline=None, derandomize=True)
+# no deadline, since a busy machine is not a failure; derandomized, since a failing run must fail again; no explanations, which trace
+# every line of a test that has failed once: a slow test then takes longer than its time-out, whose error hypothesis shrinks like others
+_PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
+settings.register_profile("longctx", deadline=None, derandomize=True, phases=_PHASES)
 settings.load_profile("longctx")
 
 

@@ -35,10 +35,14 @@ GIB = 1 << 30
 SHAPES = [(2, 1, "elastic", 1), (2, 2, "1f1b", 1), (4, 1, "elastic", 1), (3, 1, "gpipe", 1), (2, 1, "interleaved", 2)]
 
 
-def costs_of(model: ModelSpec, num_stages: int, degree: int, copy_bytes_per_s: float = 2e10) -> CostModel:
+def costs_of(model: ModelSpec, num_stages: int, degree: int, copy_bytes_per_s: float = 2e10, num_parts: int = 1) -> CostModel:
     hardware = replace(GENERIC_GPU, copy_bytes_per_s=copy_bytes_per_s)
     cluster = ClusterSpec(num_stages * degree, degree, hardware)
-    return CostModel(model, cluster, default_coefficients(model, cluster), parameters="sharded", shard_ranks=degree)
+    coefficients = default_coefficients(model, cluster)
+    if num_parts > 1:
+        # shards are gathered for whole stages
+        return CostModel(model, cluster, coefficients, parameters="replicated")
+    return CostModel(model, cluster, coefficients, parameters="sharded", shard_ranks=degree)
 
 
 def plan_of(
@@ -52,7 +56,8 @@ def plan_of(
     degree = costs.cluster.num_ranks // num_stages
     group = SequenceGroup(tuple(range(degree)), "local" if degree == 1 else "ulysses", chunks, ())
     group = pipelined(group, layer_ranges(costs.model.num_layers, num_stages, num_parts), schedule)
-    return StepPlan(0, tuple(lengths), num_stages, degree, "sharded", (MicroBatch((group,)),), shard_ranks=degree)
+    shard_ranks = 0 if costs.parameters == "replicated" else degree
+    return StepPlan(0, tuple(lengths), num_stages, degree, costs.parameters, (MicroBatch((group,)),), shard_ranks=shard_ranks)
 
 
 def limit_of(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> int:
@@ -105,7 +110,7 @@ def test_plans_fit_by_the_judge_or_raise(
     tiles_mlps: bool,
 ) -> None:
     num_stages, degree, schedule, num_parts = shape
-    costs = costs_of(replace(MODEL, can_keep_qkv=can_keep_qkv, tiles_mlps=tiles_mlps), num_stages, degree)
+    costs = costs_of(replace(MODEL, can_keep_qkv=can_keep_qkv, tiles_mlps=tiles_mlps), num_stages, degree, num_parts=num_parts)
     plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_parts)
     budget = ActivationBudget(0, device_bytes, host_bytes, tile_tokens)
     limit, before = limit_of(plan, costs, budget), judged(plan, costs)
@@ -286,7 +291,7 @@ def test_no_policy_fits_a_group_that_is_called_hopeless(
     lengths: list[int], num_slices: int, shape: tuple[int, int, Schedule, int], host_bytes: int, share: float
 ) -> None:
     num_stages, degree, schedule, num_parts = shape
-    costs = costs_of(LARGE, num_stages, degree)
+    costs = costs_of(LARGE, num_stages, degree, num_parts=num_parts)
     plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_parts)
     (group,) = plan.micro_batches[0].groups
     # the budget at which every layer recomputed just fits, or does not
