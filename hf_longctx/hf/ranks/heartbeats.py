@@ -31,6 +31,9 @@ from hf_longctx.hf.ranks.stop_signals import say
 _BEATS = 10
 _LONGEST_S, _SHORTEST_S = 5.0, 0.2
 
+# beats that a rank may miss whatever the time-out
+_LEAST_BEATS = 3
+
 # share of a time-out without a beat after which the verdict comes, so that the process ends within the time-out
 _PATIENCE = 0.7
 
@@ -95,8 +98,8 @@ class Heartbeats:
         # where ranks report lost ones, once they have met
         self.reports: Any = None
         self._keys = [beat_key(each) for each in range(num_ranks)]
-        self.limit(timeout_s, longest_s)
         self._ends, self._is_due = threading.Event(), threading.Event()
+        self.limit(timeout_s, longest_s)
         # seconds that the judge has run; a clock would go on while this process itself is stopped
         self._lived_s = self._read_s = 0.0
         self.is_blind = self._has_left = False
@@ -124,6 +127,8 @@ class Heartbeats:
         """Sets both limits anew, for a run with other settings."""
         self.timeout_s, self.longest_s = timeout_s, longest_s
         self._interval_s = min(_LONGEST_S, max(_SHORTEST_S, timeout_s / _BEATS))
+        # the others learn the new interval at once
+        self._is_due.set()
 
     def know(self, start_ids: Sequence[str], reports: Any) -> None:
         """Takes the ids of all ranks' beats, which have met, and the store for reports."""
@@ -187,7 +192,10 @@ class Heartbeats:
         return [
             rank
             for rank, (beat, changed_s) in enumerate(self._beats)
-            if rank != self._rank and beat.number and not beat.has_left and self._read_s - changed_s > limit_s
+            if rank != self._rank
+            and beat.number
+            and not beat.has_left
+            and self._read_s - changed_s > max(limit_s, _LEAST_BEATS * beat.interval_s)
         ]
 
     def _beat(self) -> None:
@@ -233,6 +241,7 @@ class Heartbeats:
             self._has_failed,
             self._has_left,
             self.start_id,
+            self._interval_s,
         )
         self._store.set(self._keys[self._rank], beat.text())
 

@@ -56,6 +56,8 @@ class Beat:
     has_left: bool = False
     # differs between all starts of a rank; a launcher that restarts its ranks may keep the store
     start: str = ""
+    # seconds until the next beat; a rank that has not begun a run with a shorter time-out beats as slowly as before
+    interval_s: float = 0.0
 
     def text(self) -> str:
         """The beat as it is published."""

@@ -47,6 +47,27 @@ def test_a_rank_that_hangs_is_known_and_one_that_left_is_not_taken_for_it() -> N
     hearts[0].leave()
 
 
+def test_a_rank_that_has_not_begun_a_run_with_a_shorter_time_out_is_not_taken_for_one_that_hangs() -> None:
+    store = dist.HashStore()
+    hearts = [Heartbeats(store, rank, 2, 60.0, 60.0, in_rank_0=False) for rank in range(2)]
+    for heart in hearts:
+        heart.start()
+    time.sleep(0.5)
+    hearts[0].limit(0.5 * TIMEOUT_S, 60.0)
+    until_s = time.monotonic() + 1.5 * TIMEOUT_S
+    while time.monotonic() < until_s:
+        assert hearts[0].still() == []
+        time.sleep(0.1)
+    hearts[1].limit(0.5 * TIMEOUT_S, 60.0)
+    time.sleep(0.5)
+    hang(hearts[1])
+    until_s = time.monotonic() + 10 * TIMEOUT_S
+    while hearts[0].still() != [1]:
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    hearts[0].leave()
+
+
 def test_a_rank_that_stands_still_is_known_after_the_store_has_ended() -> None:
     server = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(3)]
