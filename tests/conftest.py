@@ -17,7 +17,7 @@ from helpers.launchers.warm_python import warm_python
 from helpers.ranks.rank_pool import RankPool
 from hypothesis import Phase, settings
 
-# no deadline, since a busy machine is not a failure; derandomized, since a failing run must fail again; no explanations, which trace
+# no deadline, since a busy machine is no failure; derandomized, since a failing run must fail again; no explanations, which trace
 # every line of a test that has failed: a slow one then outlives its time-out, whose error hypothesis takes for one more to shrink
 _PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 settings.register_profile("longctx", deadline=None, derandomize=True, phases=_PHASES)
