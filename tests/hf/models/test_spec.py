@@ -160,7 +160,13 @@ def test_a_projection_of_another_make_is_told_to_the_planner() -> None:
 
 def test_head_size_is_the_configs_not_a_quotient() -> None:
     config = transformers.Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=16
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
     )
     model = transformers.Qwen3ForCausalLM(config)
     spec = model_spec(model)
