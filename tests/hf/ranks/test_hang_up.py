@@ -12,7 +12,7 @@ from hf_longctx.hf.ranks.stop_signals import SIGNALS, StopSignals
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_every_signal_asks_once_and_handlers_come_back(number: signal.Signals) -> None:
-    # what began the tests may ignore it
+    # ignored already if the tests were started under nohup
     before = signal.signal(number, signal.SIG_DFL)
     try:
         with StopSignals(0, 1) as signals:
