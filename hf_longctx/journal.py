@@ -87,6 +87,9 @@ def _parsed(text: str, is_full: bool) -> Line | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    if isinstance(line, dict) and isinstance(logs := line.get("logs"), dict):
+        # no chart shows these: a loss that is not finite is null, and callbacks log what they like
+        line["logs"] = {name: value for name, value in logs.items() if isinstance(value, str | list | dict) or _is_number(value)}
     if not _fits(line, {"kind": str, "training": str, "step": _is_count}, True):
         return None
     return line if _fits(line, _SHAPES.get(line["kind"], {}), is_full) else None

@@ -62,6 +62,13 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     assert (line["loss"], line["all"], line["at"]) == (None, [None, 1.5], {"2": 3})
 
 
+def test_a_log_is_read_without_the_values_that_no_chart_shows(tmp_path: Path) -> None:
+    logs = {"loss": 2.0, "grad_norm": float("nan"), "eval_perplexity": 1e40, "is_best": True}
+    append_lines(tmp_path, [start("a", 0), {"kind": "log", "training": "a", "step": 1, "logs": logs}])
+    journal = read_journal(tmp_path)
+    assert [line["logs"] for line in journal.of("log")] == [{"loss": 2.0}] and journal.num_unreadable == 0
+
+
 @pytest.mark.parametrize("text", ["", "[]\n", '{"kind": "step", "training": "a", "step": 1}\n', "\xff{"])
 def test_a_file_without_a_training_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / JOURNAL).write_text(text)
