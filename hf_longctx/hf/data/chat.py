@@ -37,7 +37,7 @@ from hf_longctx.hf.data.assistant_turns import (
     learnt_spans,
     marked_template,
 )
-from hf_longctx.hf.data.fields import argument_problem, field_problem, teaches, template_problem
+from hf_longctx.hf.data.fields import argument_problem, field_problem, part_problem, teaches, template_problem
 from hf_longctx.hf.ranks.launch import on_first_rank
 from hf_longctx.hf.ranks.refusals import RefusedRun
 
@@ -270,7 +270,7 @@ def _learnt_turns(messages: list[Message], template: str, row: str) -> list[bool
     are_learnt = []
     for number, message in enumerate(messages):
         where = f"{row} message {number}"
-        if problem := field_problem(message, template, where):
+        if problem := field_problem(message, template, where) or part_problem(message, where):
             raise DataError(problem)
         is_learnt, problem = teaches(message, where)
         if problem:

@@ -206,6 +206,20 @@ def field_problem(message: Mapping[str, Any], template: str, where: str) -> str:
     return ""
 
 
+def part_problem(message: Mapping[str, Any], where: str) -> str:
+    """Why parts of a message's content have flags, which say that a part of a turn is not learnt; "" if they have none."""
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        for name, value in part.items():
+            field = MESSAGE_FIELDS.get(name)
+            if field is not None and field.use in ("flag", "refused") and value is not None:
+                return (
+                    f"{where} has a part of its content with {name!r}: {value!r:.60}, but flags belong to whole turns; give "
+                    f"tokens with labels of your own"
+                )
+    return ""
+
+
 def chat_columns(columns: Mapping[str, bool], read: Collection[str], template: str, name: str) -> tuple[str | None, list[str]]:
     """The problem with the columns of conversations, if there is one, and the columns that nobody reads.
 

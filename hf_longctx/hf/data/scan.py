@@ -6,7 +6,7 @@ Called at start-up by trainer and callback (through `scan_cache`); `streaming` c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,7 +238,8 @@ def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
         return f"{name} row 0 {_no_mapping(row)}"
     if odd := [column for column in row if not isinstance(column, str)]:
         return f"{name} row 0 has a column {odd[0]!r} ({type(odd[0]).__name__}); name columns by texts such as 'input_ids'"
-    return column_problem({column: is_text(value) for column, value in row.items()}, name, task)
+    problem = column_problem({column: is_text(value) for column, value in row.items()}, name, task)
+    return problem or listed_in_rows((dataset[number] for number in range(min(len(dataset), _FIRST_BATCH_ROWS))), name)
 
 
 def is_empty(dataset: Any) -> bool:
@@ -260,6 +261,34 @@ def _listed_problem(dataset: datasets.Dataset, columns: list[str], name: str) ->
         return None
     lengths = {column: list_lengths(first[column]).tolist() for column in first.column_names}
     return listed_column_problem(name, lengths.pop("input_ids"), lengths, "token")
+
+
+def listed_in_rows(rows: Iterable[Any], name: str) -> str | None:
+    """Refuses a column of numbers that nobody reads and that has one per token in each of some rows."""
+    found: list[dict[str, int | None]] = []
+    for row in rows:
+        if not isinstance(row, Mapping):
+            break
+        counts = {column: _num_numbers(row.get(column)) for column in ("input_ids", *unread_columns(row))}
+        kept = {column for column, count in counts.items() if count is not None and count == counts["input_ids"]}
+        if len(kept) < 2:
+            # no column has one per token in every row
+            return None
+        found.append(counts)
+    if not found:
+        return None
+    lengths = {column: [counts.get(column) for counts in found] for column in found[0]}
+    return listed_column_problem(name, [int(count or 0) for count in lengths.pop("input_ids")], lengths, "token")
+
+
+def _num_numbers(value: Any) -> int | None:
+    """How many numbers a list has; None for another value."""
+    try:
+        found = np.asarray(value)
+    # lists of lists of different lengths, or what numpy cannot take
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return len(found) if found.ndim == 1 and found.dtype.kind in "biuf" else None
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -313,6 +342,8 @@ def row_tokens(
         raise ValueError(f"{name} row {number} {_no_mapping(row)}")
     if (unusable := column_problem({column: is_text(value) for column, value in row.items()}, name)) is not None:
         raise ValueError(unusable)
+    if problem := _other_columns([row], columns, number, NEXT_TOKEN):
+        raise ValueError(f"{name} {problem}")
     read = [column for column in _READ if column in columns]
     padded = _plain_table([row], read, number)
     table = unpadded(padded)
@@ -384,12 +415,21 @@ def _other_columns(rows: list[Any], first: Collection[str], first_row: int, task
     """The first row with columns that the first row of the dataset has not, and that change what is trained; "" without one."""
     for number, row in enumerate(rows, start=first_row):
         if isinstance(row, Mapping) and (others := [column for column in row if column not in first]):
-            if MASK in others and unpadded(row, task.kind != "document") is not row:
+            if MASK in others and not _is_whole(row[MASK]):
                 return f"row {number} has {MASK!r} with padding, but the first row has none; give every row the same columns"
             columns = {column: is_text(row[column]) for column in ("input_ids", *others) if column in row}
             if problem := token_column_problem(columns, f"row {number}"):
                 return problem
     return ""
+
+
+def _is_whole(mask: Any) -> bool:
+    """Whether a mask leaves nothing out."""
+    try:
+        return mask is None or bool((np.asarray(mask) == 1).all())
+    # lists of lists of different lengths, or what numpy cannot take
+    except (ValueError, TypeError, OverflowError):
+        return False
 
 
 def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: HeadTask = NEXT_TOKEN) -> pa.Table | str:
@@ -482,6 +522,12 @@ def _table_problems(
 
 def mask_problems(name: str, column: pa.ChunkedArray, lengths: IntArray, first_row: int = 0) -> list[str]:
     """Reports masks of other lengths than their rows, with zeros between tokens, and such as number documents."""
+    if (
+        not hasattr(column.type, "value_type")
+        or not _is_number(column.type.value_type)
+        or pa.types.is_floating(column.type.value_type)
+    ):
+        return [f"{name} column {MASK!r} holds {column.type}, expected a list of integers per row"]
     mask_lengths = list_lengths(column)
     if len(wrong := np.flatnonzero(mask_lengths != lengths)):
         return [

@@ -146,13 +146,24 @@ def _as_tuple(row_numbers: Sequence[int] | None) -> tuple[int, ...] | None:
 
 def _check_columns(dataset: Dataset, read: Sequence[str], allowed: Sequence[str] = ()) -> None:
     """Raises DataError for a column of texts that would be ignored although it masks or weighs what is learnt."""
+    _check_present(dataset, read)
     columns = {name: is_text for name, is_text in text_columns(dataset).items() if name not in read}
     if problem := named_column_problem(columns, "the dataset", allowed):
         raise DataError(problem)
 
 
+def _check_present(dataset: Dataset, read: Sequence[str]) -> None:
+    """Raises DataError for a column that is to be read and is not there."""
+    if missing := [name for name in read if name not in dataset.column_names]:
+        raise DataError(
+            f"the dataset has no column {missing[0]!r} (it has {', '.join(dataset.column_names)}); give the name of the column "
+            f"that holds it"
+        )
+
+
 def _check_chat_columns(dataset: Dataset, messages_column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """The columns of conversations that are read. Raises DataError for others that may change the text or what is learnt."""
+    _check_present(dataset, [messages_column])
     read = tuple(name for name in dataset.column_names if name == messages_column or name in CHAT_COLUMNS)
     columns = text_columns(dataset)
     template = tokenizer.get_chat_template(None, [] if "tools" in columns else None)

@@ -223,6 +223,9 @@ def test_fields_that_nothing_reads_are_refused_unless_they_are_notes() -> None:
     messages[1] = {**conversation("a", "b")[1], "train_detail": [{"begin_offset": 0}]}
     with pytest.raises(DataError, match=r"row 7 message 1 has 'train_detail': \[\{.*which is not supported"):
         render_chat(byte_tokenizer(), messages, None, "row 7")
+    messages[1] = {"role": "assistant", "content": [{"type": "text", "text": "b", "weight": 0}]}
+    with pytest.raises(DataError, match="row 7 message 1 has a part of its content with 'weight': 0"):
+        render_chat(byte_tokenizer(), messages, None, "row 7")
 
 
 def test_a_template_that_prints_one_turn_for_two_messages_cannot_say_what_a_flag_means() -> None:

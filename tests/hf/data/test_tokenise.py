@@ -269,3 +269,16 @@ def test_columns_that_describe_a_row_are_named_once(caplog: Any) -> None:
     rows = chats(conversation("a", "b"), **harmless)
     assert tokenise_chat(rows, byte_tokenizer())[:] == tokenise_chat(chats(conversation("a", "b")), byte_tokenizer())[:]
     assert [record.getMessage() for record in caplog.records] == ["columns not read: id, source, score, label_text"]
+
+
+@pytest.mark.parametrize("make", [tokenise_chat, tokenise_text, tokenise_completions])
+def test_a_column_that_is_not_there_is_named(make: Any) -> None:
+    with pytest.raises(DataError, match=r"the dataset has no column '\w+' \(it has said\)"):
+        make(datasets.Dataset.from_dict({"said": ["a"]}), byte_tokenizer())
+
+
+@pytest.mark.parametrize("mask", [[1.0, 1.0, 0.0], ["1", "1", "0"], 1, None])
+def test_masks_that_are_no_integers_are_refused_before_mixing(mask: Any) -> None:
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "attention_mask": mask}])
+    with pytest.raises(DataError, match=r"a dataset column 'attention_mask' holds .*, expected a list of integers per row"):
+        uniform(rows, False)

@@ -20,7 +20,7 @@ from hf_longctx.hf.data.collator import TokenSequence, shift
 from hf_longctx.hf.data.fields import unread_columns
 from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import RowTokens, row_tokens, too_long
+from hf_longctx.hf.data.scan import RowTokens, listed_in_rows, row_tokens, too_long
 from hf_longctx.hf.data.streams.place import Anchor, Cursor
 from hf_longctx.hf.data.streams.sources import begin_epoch
 from hf_longctx.hf.data.streams.states import keeps_state, load_state, take_state
@@ -209,6 +209,8 @@ class SequenceReader:
                         self._columns = sorted(row)
                         if unread := unread_columns(self._columns):
                             logger.warning("%s: columns not read: %s", rules.name, ", ".join(unread))
+                        if problem := listed_in_rows([row], rules.name):
+                            raise ValueError(problem)
                     tokens = row_tokens(row, self._columns or (), self.num_rows, rules.name, rules.vocab_size, rules.placeholders)
                     self._tell_padding(tokens)
                     yield tokens, number == len(rows)

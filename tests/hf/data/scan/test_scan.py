@@ -435,3 +435,18 @@ def test_good_weights_have_no_problem_and_count_in_the_digest(make) -> None:
 def test_other_weights_are_refused_with_the_column_that_is_read(make, column: str) -> None:
     _, (problem,) = dataset_problems(make([{"input_ids": [1, 2], column: [1.0, 2.0]}]), "train", VOCAB_SIZE)
     assert f"has a column '{column}'" in problem and "in a column 'loss_weights'" in problem
+
+
+def test_plain_rows_with_one_number_per_token_are_refused() -> None:
+    rows = [{"input_ids": [1, 2], "importance": [0.5, 1.0]}, {"input_ids": [1, 2, 3], "importance": [1, 0, 1], "scores": [1.0]}]
+    (problem,) = scan_dataset(rows, "train_dataset", VOCAB_SIZE).problems
+    assert problem.startswith("train_dataset has a column 'importance' with one number per token, which is not read")
+    rows[1]["importance"] = [0.5]
+    assert scan_dataset(rows, "train_dataset", VOCAB_SIZE).problems == []
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1], [1, 1, 2], [0, 1, 1]])
+def test_a_mask_that_the_first_row_has_not_is_refused(mask: list[int]) -> None:
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3], "attention_mask": mask}]
+    (problem,) = scan_dataset(rows, "train_dataset", VOCAB_SIZE).problems
+    assert "row 1 has 'attention_mask' with padding, but the first row has none" in problem

@@ -189,6 +189,7 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "no mapping": ([1, 2], r"no column 'input_ids' \(it has list\).*\(row 5 of epoch 0"),
     "fractions": ({"input_ids": [1.5], "labels": [1]}, "train_dataset row 5 column 'input_ids' holds"),
     "padding": ({"input_ids": [1], "labels": [1], "attention_mask": [0]}, "row 5"),
+    "padding, later": ({**good(0), "attention_mask": [1, 1, 0]}, "row 5 has 'attention_mask' with padding, but the first row"),
     "other columns": ({"input_ids": [1]}, "row 5 has no 'labels', but the first row has"),
     "packed": (
         {**good(0), "position_ids": [0, 1, 2]},
@@ -484,3 +485,9 @@ def test_a_rank_gets_its_own_tokens_only(ranks) -> None:
     for step, (left, right) in enumerate(zip(ours, theirs, strict=True)):
         expected = sorted(i for row in rows[8 * step : 8 * step + 8] for i in row["input_ids"])
         assert sorted(left + right) == expected
+
+
+def test_a_column_with_one_number_per_token_is_refused() -> None:
+    rows = [{**good(number), "importance": [0.5, 1.0, 0.0]} for number in range(4)]
+    with pytest.raises(ValueError, match="train_dataset has a column 'importance' with one number per token"):
+        some_batches(Stream(rows), 1)
