@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import transformers
@@ -54,7 +55,12 @@ class Collation:
         self._name = getattr(collator, "__name__", type(collator).__name__)
         self._is_known = _is_known(collator, kind_of_head)
         # first rows of a stream, as they were made
-        self._seen: list[tuple[Row, Row]] = []
+        self._seen: list[tuple[Any, Row]] = []
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether it is a user's, and gets all columns of rows."""
+        return self.collator is not None and not self._is_known and self.columns is None
 
     def problems(self, dataset: Any, name: str = "train_dataset") -> list[str]:
         """Why plans would learn other tokens than batches of the collator over `dataset`; empty if they would learn the same.
@@ -70,7 +76,7 @@ class Collation:
             return []
         with _kept_random_states():
             try:
-                self._try([dict(dataset[number]) for number in _tried(len(dataset))])
+                self._try([dataset[number] for number in _tried(len(dataset))])
             except _CollatorProblem as error:
                 return [f"data_collator {self._name} on {name}: {error}"]
         return []
@@ -90,16 +96,23 @@ class Collation:
     @property
     def stream_row(self) -> Callable[[Any], Any] | None:
         """Makes a row of a stream, and tries the collator on the first ones; None if rows stay as they are."""
-        if self.collator is None or (self._is_known and _pad_token(self.collator) is None):
+        if self.collator is None:
             return None
-        return self._masked if self._is_known else self._tried_row
+        return self._known_row if self._is_known else self._tried_row
+
+    def _known_row(self, row: Any) -> Any:
+        """A row of a stream, of which the start knew no columns. Raises ValueError for one that plans would divide."""
+        if isinstance(row, Mapping) and (found := _known_problems(self.collator, self._name, [row], self.kind_of_head)):
+            raise ValueError(found[0])
+        return row if _pad_token(self.collator) is None else self._masked(row)
 
     def _masked(self, row: Any) -> Any:
         """The row with its token ids as labels, and none for the padding token, as DataCollatorForLanguageModeling makes it."""
         if not isinstance(row, Mapping) or "input_ids" not in row:
             return row
-        ids = np.asarray(row["input_ids"])
-        return {**row, "labels": np.where(ids == _pad_token(self.collator), IGNORE_INDEX, ids)}
+        ids = _integers(row["input_ids"])
+        # rows without token ids are left to the scan of the dataset, which names them
+        return row if ids is None else {**row, "labels": np.where(ids == _pad_token(self.collator), IGNORE_INDEX, ids)}
 
     def _made(self, row: Any) -> Row:
         """The row that the collator makes of one row alone. Raises ValueError for one that cannot be read."""
@@ -120,9 +133,9 @@ class Collation:
         return made
 
     def _called(self, rows: Sequence[Any]) -> Any:
-        columns = self.columns
-        given = [dict(row) if columns is None else {name: row[name] for name in row if name in columns} for row in rows]
-        if not given[0]:
+        # `Trainer` hands rows of other kinds on as they are, such as the tuples of a TensorDataset
+        given = [self._reaching(row) if isinstance(row, Mapping) else row for row in rows]
+        if given[0] == {}:
             raise _CollatorProblem(
                 f"the model's forward takes none of the columns {', '.join(map(str, rows[0]))}, so that no row is left for it; "
                 f"set remove_unused_columns=False"
@@ -135,7 +148,11 @@ class Collation:
                 f"one row at a time: let it take a list of rows of any length, or do its work with dataset.map"
             ) from error
 
-    def _try(self, rows: Sequence[Row]) -> None:
+    def _reaching(self, row: Row) -> dict[str, Any]:
+        """The columns of a row that reach the collator."""
+        return {name: value for name, value in row.items() if self.columns is None or name in self.columns}
+
+    def _try(self, rows: Sequence[Any]) -> None:
         """Tries the collator on single rows, each twice, and on the shortest and the longest of them together."""
         made = [self._read(self._called([row])) for row in rows]
         for row, found in zip(rows, made, strict=True):
@@ -144,14 +161,14 @@ class Collation:
         first, last = order[0], order[-1]
         self._try_pair(rows[first], made[first], rows[last], made[last])
 
-    def _compare(self, row: Row, made: Row) -> None:
+    def _compare(self, row: Any, made: Row) -> None:
         if not _are_equal(made, self._read(self._called([row]))):
             raise _CollatorProblem(
                 "two calls on the same row gave different tokens or labels, so it draws random numbers, but every rank reads "
                 "rows by itself; draw them once with dataset.map, or by a seed from the row"
             )
 
-    def _try_pair(self, first: Row, made_first: Row, second: Row, made_second: Row) -> None:
+    def _try_pair(self, first: Any, made_first: Row, second: Any, made_second: Row) -> None:
         """Compares the rows that the collator makes of two together with those that it makes of each alone."""
         try:
             batch = self._called([first, second])
@@ -338,6 +355,8 @@ def _label_problems(name: str, dataset: Any) -> list[str]:
 
 def _packing_problems(name: str, dataset: Any) -> list[str]:
     columns = getattr(dataset, "column_names", None) or ()
+    if not columns and _is_readable(dataset) and isinstance(row := dataset[0], Mapping):
+        columns = list(row)
     return [
         f"train_dataset has a column {column!r}, by which plans would divide rows into documents, but {name} does not; remove "
         f"the column, or leave data_collator out of LongContextTrainer"
@@ -391,7 +410,10 @@ def _padding_side_problems(collator: Any) -> list[str]:
 
 def _is_readable(dataset: Any) -> bool:
     """Whether rows can be looked up by number; other datasets are refused later, when row lengths are read."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict) and len(dataset) > 0
+    # iterable datasets of torch inherit a __getitem__ that always fails
+    if is_stream(dataset) or isinstance(dataset, dict):
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) > 0
 
 
 def _has_labels(dataset: Any) -> bool:
@@ -403,9 +425,22 @@ def _has_labels(dataset: Any) -> bool:
 
 def _has_token(dataset: Any, token: int) -> bool:
     if isinstance(dataset, datasets.Dataset):
-        if "input_ids" not in dataset.column_names:
+        kind = dataset.data.schema.field("input_ids").type if "input_ids" in dataset.column_names else pa.null()
+        # other columns are left to the scan of the dataset, which names them
+        if not hasattr(kind, "value_type") or not pa.types.is_integer(kind.value_type):
             return False
         tables = dataset.select_columns(["input_ids"]).with_format("arrow").iter(_BATCH_ROWS)
         return any(pc.any(pc.equal(pc.list_flatten(table["input_ids"]), token)).as_py() for table in tables)
     rows = (dataset[i] for i in range(len(dataset)))
-    return any(isinstance(row, Mapping) and bool(np.isin(token, np.asarray(row["input_ids"]))) for row in rows)
+    found = (_integers(row["input_ids"]) for row in rows if isinstance(row, Mapping) and "input_ids" in row)
+    return any(ids is not None and bool(np.isin(token, ids)) for ids in found)
+
+
+def _integers(value: Any) -> NDArray[Any] | None:
+    """A list of integers as an array; None for anything else."""
+    try:
+        found = np.asarray(value)
+    # lists of lists of different lengths, or what numpy cannot take
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return found if found.ndim == 1 and found.dtype.kind in "iu" else None

@@ -116,7 +116,8 @@ def unprepared_problems(trainer: type, args: Any, sets: dict[str, Any], given: d
     given: its other arguments.
     """
     name, problems = getattr(trl_class(trainer), "__name__", ""), []
-    if any(given.get(each) is not None for each in _MAKES_ROWS):
+    is_prepared = (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if is_prepared or any(given.get(each) is not None for each in _MAKES_ROWS):
         return []
     groups = (((args.dataset_text_field,),) if hasattr(args, "dataset_text_field") else ()) + _COLUMNS.get(name, ())
     for which, dataset in sets.items():
@@ -335,13 +336,15 @@ def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
     return problems
 
 
-def read_columns(trainer: type, dataset: Any) -> Any:
+def read_columns(trainer: type, dataset: Any, reads_all: bool) -> Any:
     """The dataset with weights and the columns that a collator of TRL reads; the same object if it has no others.
 
-    dataset: also a dict of several.
+    dataset: also a dict of several. reads_all: the collator is a user's, which may read any column.
     """
+    if reads_all:
+        return dataset
     if isinstance(dataset, dict):
-        read = {name: read_columns(trainer, each) for name, each in dataset.items()}
+        read = {name: read_columns(trainer, each, reads_all) for name, each in dataset.items()}
         return dataset if all(read[name] is each for name, each in dataset.items()) else read
     is_known = isinstance(dataset, datasets.Dataset | datasets.IterableDataset) and dataset.column_names is not None
     if not is_planned(trainer) or not is_known or "input_ids" not in dataset.column_names:

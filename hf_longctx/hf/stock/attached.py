@@ -140,15 +140,15 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
     try:
         planned._longctx_callback, planned.plans_evaluation = callback, config.stages != 1
         planned._first_collator = trainer.data_collator
-        trainer.train_dataset = read_columns(stock, trainer.train_dataset)
-        sets = {"train_dataset": trainer.train_dataset}
-        if planned.plans_evaluation:
-            undo.callback(setattr, trainer, "eval_dataset", trainer.eval_dataset)
-            trainer.eval_dataset = read_columns(stock, trainer.eval_dataset)
-            sets |= evaluation_sets(trainer.eval_dataset)
         args, processing_class = trainer.args, trainer.processing_class
         model = cast(Any, trainer.model)
         collation = Collation(trainer.data_collator, head_kind(model), forward_columns(model, args))
+        trainer.train_dataset = read_columns(stock, trainer.train_dataset, collation.reads_all)
+        sets = {"train_dataset": trainer.train_dataset}
+        if planned.plans_evaluation:
+            undo.callback(setattr, trainer, "eval_dataset", trainer.eval_dataset)
+            trainer.eval_dataset = read_columns(stock, trainer.eval_dataset, collation.reads_all)
+            sets |= evaluation_sets(trainer.eval_dataset)
         request = RunRequest(config, model, args, processing_class, problems, sets, None, token_loss, None, True, collation)
         planned._start(request)
         run = planned.longctx_run

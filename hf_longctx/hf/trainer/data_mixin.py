@@ -96,7 +96,8 @@ class PlannedDataMixin(_TrainerBase):
         """
         if is_scored(type(self)):
             return super().get_eval_dataloader(eval_dataset)
-        given, known = (read_columns(type(self), each) for each in (eval_dataset, self.eval_dataset))
+        reads_all = self.longctx_run.sets.collation.reads_all
+        given, known = (read_columns(type(self), each, reads_all) for each in (eval_dataset, self.eval_dataset))
         name, dataset = chosen_evaluation_set(given, known)
         # metrics of a classifier need the logits of all rows, also of those without a label
         marks = self.longctx_run.task.kind != "next_token" and self.compute_metrics is not None
@@ -107,7 +108,8 @@ class PlannedDataMixin(_TrainerBase):
         if is_scored(type(self)):
             return super().get_test_dataloader(test_dataset)
         marks = self.longctx_run.task.kind != "next_token"
-        return eval_loader(self.longctx_run, TEST_SET, whole(read_columns(type(self), test_dataset)), marks)
+        dataset = read_columns(type(self), test_dataset, self.longctx_run.sets.collation.reads_all)
+        return eval_loader(self.longctx_run, TEST_SET, whole(dataset), marks)
 
     def _check_loader(self, loader: Any) -> None:
         """Raises ValueError for a loader of the user's own, whose batches have no plans; looked at when a training begins."""

@@ -181,7 +181,8 @@ class SequenceSets:
             self._told.add(name)
             _tell_cuts(name, scan.sequence_lengths, index, self.longest_sequence)
             _tell_unlabelled(name, self._labelled[name])
-            _tell_left_out(name, dataset, scan)
+            # a user's collator may read columns that are in none of the rows that it makes
+            _tell_left_out(name, self._rows[name], scan)
         return index
 
     def rows(self, name: str) -> Any:

@@ -249,9 +249,10 @@ class StartMixin(_TrainerBase):
         self, given: dict[str, Any], control: dist.ProcessGroup | None, token_loss: TokenLoss | None
     ) -> RunRequest:
         """The request of a trainer of TRL, with the model, the arguments and the sets that the trainer has made ready."""
-        self.train_dataset = read_columns(type(self), self.train_dataset)
-        self.eval_dataset = read_columns(type(self), self.eval_dataset)
         model: Any = self.model
+        collation = Collation(given.get("data_collator"), head_kind(model), forward_columns(model, self.args))
+        self.train_dataset = read_columns(type(self), self.train_dataset, collation.reads_all)
+        self.eval_dataset = read_columns(type(self), self.eval_dataset, collation.reads_all)
         problems = run_problems(type(self), self.longctx_config, model, self.args, given) + prepared_model_problems(model)
         datasets = named_sets(self.train_dataset, self.eval_dataset)
         reference = None
@@ -262,8 +263,7 @@ class StartMixin(_TrainerBase):
             # the trainer's own loader reads its rows
             datasets, reference, token_loss = {}, getattr(self, "ref_model", None), scored_loss(self)
         request = RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
-        if datasets and (collator := given.get("data_collator")) is not None:
-            collation = Collation(collator, head_kind(model), forward_columns(model, self.args))
+        if datasets:
             request = replace(request, collation=collation)
         return replace(request, token_loss=token_loss, reference=reference)
 

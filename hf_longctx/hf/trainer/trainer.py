@@ -394,7 +394,9 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         `name`: the name of the set in messages. Long rows are cut like those of an evaluation set. Losses are cross-entropy,
         without weights, whatever loss is trained.
         """
-        dataloader = eval_loader(self.longctx_run, name, read_columns(type(self), dataset))
+        dataloader = eval_loader(
+            self.longctx_run, name, read_columns(type(self), dataset, self.longctx_run.sets.collation.reads_all)
+        )
         index = dataloader.dataset.index  # type: ignore[attr-defined]
         parts = []
         with self._evaluating():

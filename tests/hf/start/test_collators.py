@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, default_data_collator
 
 from hf_longctx import LongContextCallback, LongContextTrainer
+from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.start.collators import Collation, collator_problems
 from hf_longctx.hf.stock.exchange import read_documents
 
@@ -66,6 +67,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "separator": (transformers.DataCollatorWithFlattening(separator_id=0), LABELLED, "separator_id=0"),
     "packed": (default_data_collator, PACKED_ROWS, "has a column 'seq_lengths', by which plans would divide rows"),
     "packed, flattened": (transformers.DataCollatorWithFlattening(), PACKED_ROWS, "has a column 'seq_lengths'"),
+    "packed, plain rows": (
+        default_data_collator,
+        list(PACKED_ROWS),
+        "has a column 'seq_lengths', by which plans would divide rows",
+    ),
     "no positions": (
         transformers.DataCollatorWithFlattening(return_position_ids=False),
         LABELLED,
@@ -79,6 +85,24 @@ def test_a_collator_that_teaches_something_else_is_refused(name: str) -> None:
     collator, dataset, message = REFUSED[name]
     (problem,) = collator_problems(collator, dataset)
     assert message in problem
+    # rows of a stream are looked at as they come
+    with pytest.raises(ValueError) as refused:
+        Collation(collator).stream_row(next(iter(dataset)))
+    assert message.split(" on train_dataset: ")[-1] in str(refused.value)
+
+
+class Sized(torch.utils.data.IterableDataset):
+    """A stream that knows its length."""
+
+    def __iter__(self) -> Any:
+        return iter(LABELLED)
+
+    def __len__(self) -> int:
+        return len(LABELLED)
+
+
+def test_rows_of_a_sized_stream_are_not_looked_up() -> None:
+    assert collator_problems(default_data_collator, Sized()) == []
 
 
 def test_masked_language_modelling_is_refused() -> None:
@@ -124,6 +148,11 @@ class Subclass(transformers.DataCollatorForSeq2Seq):
 def random_labels(rows: list[dict[str, Any]]) -> dict[str, Any]:
     made = padded(rows)
     return {**made, "labels": made["labels"].where(torch.rand(made["labels"].shape) < 0.5, -100)}
+
+
+def of_tuples(rows: list[tuple[torch.Tensor]]) -> dict[str, Any]:
+    ids = torch.stack([row[0] for row in rows])
+    return {"input_ids": ids, "labels": ids.where(torch.arange(6) > 1, -100)}
 
 
 def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,6 +227,7 @@ FOUND: dict[str, tuple[Any, Any]] = {
     "a function": (padded, UNLABELLED),
     "a mask of prompts": (prompt_masked, UNLABELLED),
     "text": (tokenised, WORDS),
+    "tuples": (of_tuples, torch.utils.data.TensorDataset(torch.tensor(EQUAL["input_ids"])[:, :6].repeat(2, 1))),
     "a subclass": (Subclass(tokenizer("0")), LABELLED),
 }
 
@@ -211,7 +241,9 @@ def losses(trainer: Any, callback: LongContextCallback | None = None) -> list[fl
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", FOUND)
-def test_a_collator_has_the_effect_on_losses_that_it_has_in_a_stock_trainer(tmp_path: Path, name: str, door: str) -> None:
+def test_a_collator_has_the_effect_on_losses_that_it_has_in_a_stock_trainer(
+    tmp_path: Path, name: str, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
     collator, rows = FOUND[name]
     is_lone = name == "text"
     arguments = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"}
@@ -226,6 +258,8 @@ def test_a_collator_has_the_effect_on_losses_that_it_has_in_a_stock_trainer(tmp_
     else:
         found = losses(Trainer(build_model(CASE), args, **sets), LongContextCallback(quiet_config()))
     assert found == pytest.approx(expected, abs=2e-5)
+    # columns that a collator reads are not named as unread
+    assert "columns not read" not in caplog.text
 
 
 def stream_on_rank(folder: str) -> list[float]:
@@ -253,3 +287,23 @@ def test_a_set_that_comes_late_is_tried_too(tmp_path: Path) -> None:
 def test_a_row_that_no_column_reaches_is_explained() -> None:
     (problem,) = Collation(tokenised, columns=["input_ids"]).problems(datasets.Dataset.from_list([{"words": [1, 2]}]))
     assert "the model's forward takes none of the columns words" in problem and "remove_unused_columns=False" in problem
+
+
+BAD_ROWS: dict[str, tuple[Any, str]] = {
+    "no token ids": ([{"text": "a"}], "has no column 'input_ids' (it has text)"),
+    "lists in lists": ([{"input_ids": [[1], [2, 3]]}], "row 0 column 'input_ids' holds [[1], [2, 3]]"),
+    "nothing": ([{"input_ids": [1, 0]}, None], "row 1 is None"),
+    "text": (datasets.Dataset.from_dict({"input_ids": ["ab"]}), "column 'input_ids' holds string"),
+    "texts": (datasets.Dataset.from_dict({"input_ids": [["ab"]]}), "column 'input_ids' holds list<item: string>"),
+    "numbers": (datasets.Dataset.from_dict({"input_ids": [3]}), "column 'input_ids' holds int"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_rows_that_are_no_tokens_are_refused_by_name(name: str) -> None:
+    rows, message = BAD_ROWS[name]
+    known = Collation(transformers.DataCollatorForLanguageModeling(tokenizer("0"), mlm=False))
+    (problem,) = scan_dataset(known.rows(rows), "train_dataset", 64).problems
+    assert message in problem
+    (problem,) = Collation(padded).problems(rows)
+    assert problem.startswith("data_collator padded on train_dataset: it ")

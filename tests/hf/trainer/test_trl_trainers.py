@@ -337,3 +337,24 @@ def test_columns_that_trl_makes_into_text_are_read(tmp_path: Path) -> None:
         found = make(trl.SFTTrainer, tmp_path, {}, {}, train_dataset=rows, **more)
         expected = make(trl.SFTTrainer, tmp_path, None, {}, train_dataset=rows, **more)
         assert found.train_dataset["input_ids"] == expected.train_dataset["input_ids"]
+
+
+@pytest.mark.parametrize("door", ["mixin", "attached"])
+@pytest.mark.parametrize("column", ["input_ids", "said"])
+def test_a_users_collator_reads_all_columns_where_trl_leaves_them(tmp_path: Path, column: str, door: str) -> None:
+    import trl
+
+    def mask_prompts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        ids = torch.tensor([row[column] for row in rows])
+        num_prompt = torch.tensor([[row.get("num_prompt", 0)] for row in rows])
+        labels = ids.where(torch.arange(ids.shape[1]) >= num_prompt, -100)
+        return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+    rows = datasets.Dataset.from_dict({column: [[i, 7, 8, i + 1, 9] for i in range(16)], "num_prompt": [1, 3] * 8})
+    arguments = {"remove_unused_columns": False, "max_steps": 2, "dataset_kwargs": {"skip_prepare_dataset": column == "said"}}
+    given: dict[str, Any] = {"train_dataset": rows, "data_collator": mask_prompts}
+    expected = make(trl.SFTTrainer, tmp_path, None, arguments, **given).train().training_loss
+    trainer = make(trl.SFTTrainer, tmp_path, {} if door == "mixin" else None, arguments, **given)
+    if door == "attached":
+        LongContextCallback(quiet_config()).attach(trainer)
+    assert trainer.train().training_loss == pytest.approx(expected, rel=TOLERANCE)
