@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -34,9 +35,10 @@ START = "the start"
 # time-out of a `Trainer`'s collectives by default
 LONGEST_S = 1800.0
 
-# roll call and beats of this launch, shared by all runs of the process
+# roll call and beats of this launch, shared by all runs of the process, and how many process groups of all ranks it has had
 _roll_call: RollCall | None = None
 _hearts: Heartbeats | None = None
+_num_groups = 0
 
 
 def control_group(timeout_s: float, longest_s: float = LONGEST_S) -> dist.ProcessGroup | None:
@@ -73,10 +75,10 @@ def begin_beats(timeout_s: float, longest_s: float) -> None:
 
     Does nothing for a single rank, or if no process serves the store of the process group. No other rank needs to take part.
     """
-    global _hearts
+    global _hearts, _num_groups
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if _hearts is not None and not _hearts.is_blind:
+    if _hearts is not None and _hearts.is_needed() and not _hearts.is_blind:
         _hearts.limit(timeout_s, longest_s)
         return
     try:
@@ -85,8 +87,23 @@ def begin_beats(timeout_s: float, longest_s: float) -> None:
         return
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    _hearts = Heartbeats(store, rank, num_ranks, timeout_s, longest_s, rank_0_holds_store(), _process_here)
+    if _hearts is None or not _hearts.is_needed():
+        _num_groups += 1
+    if _hearts is not None:
+        _hearts.leave()
+    # a launcher may keep the store of a group that has ended
+    store = dist.PrefixStore(str(_num_groups), store)  # type: ignore[attr-defined]
+    rank, num_ranks, group = dist.get_rank(), dist.get_world_size(), weakref.ref(dist.group.WORLD)
+    _hearts = Heartbeats(
+        store,
+        rank,
+        num_ranks,
+        timeout_s,
+        longest_s,
+        rank_0_holds_store(),
+        _process_here,
+        is_needed=lambda: dist.is_initialized() and dist.group.WORLD is group(),
+    )
     _hearts.start()
     # unlike `atexit`, it also runs where a process was started by `multiprocessing`
     Finalize(None, _leave, (_hearts,), exitpriority=100)

@@ -80,7 +80,8 @@ class Heartbeats:
 
     Two threads: one talks to the store, and one judges, since a store whose process was stopped never answers. `timeout_s`: after
     so long without a beat a rank is lost. `longest_s`: how long collectives wait for a rank that works. `in_rank_0`: rank 0's
-    process holds the store, not a launcher. `process_here`: a rank's process if it is one of this host.
+    process holds the store, not a launcher. `process_here`: a rank's process if it is one of this host. `is_needed`: whether the
+    process group still lasts; when it has ended, so do the beats, and this rank has left the others.
     """
 
     def __init__(
@@ -92,9 +93,11 @@ class Heartbeats:
         longest_s: float,
         in_rank_0: bool,
         process_here: Callable[[int], psutil.Process | None] = lambda rank: None,
+        *,
+        is_needed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store, self._rank, self._in_rank_0, self._process_here = store, rank, in_rank_0, process_here
-        self.start_id, self._known = uuid.uuid4().hex, dict[int, str]()
+        self.start_id, self._known, self.is_needed = uuid.uuid4().hex, dict[int, str](), is_needed
         # where ranks report lost ones, once they have met
         self.reports: Any = None
         self._keys = [beat_key(each) for each in range(num_ranks)]
@@ -281,6 +284,11 @@ class Heartbeats:
     def _judge(self) -> None:
         last_s = time.monotonic()
         while not self._ends.wait(self._interval_s):
+            if not self.is_needed():
+                self._has_left = True
+                self._ends.set()
+                self._is_due.set()
+                return
             now_s = time.monotonic()
             self._lived_s += min(now_s - last_s, 2 * self._interval_s)
             last_s = now_s
@@ -311,7 +319,12 @@ class Heartbeats:
         doing = self._doing
         if (self._calls or doing.is_waiting) and (found := self.still()):
             return found
-        over = {rank: beat for rank, beat in self.beats().items() if rank != self._rank and self.is_over(beat)}
+        # between calls the user's code may have caught an error, and waits for a rank that goes on
+        over = {
+            rank: beat
+            for rank, beat in self.beats().items()
+            if rank != self._rank and self.is_over(beat) and (beat.has_left or self._calls)
+        }
         self._over_s = {rank: self._over_s.get(rank, self._lived_s) for rank in over}
         known = [rank for rank, since_s in self._over_s.items() if self._lived_s - since_s > _PATIENCE * self.timeout_s]
         if doing.is_waiting and self._lived_s - doing.since_s > _PATIENCE * self.timeout_s:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers.ranks.forked import free_port, run_ranks
 from helpers.ranks.rank_steps import group_pool
 from helpers.trainers.trainer_runs import training_arguments
 
@@ -188,3 +190,41 @@ def meet_twice_on_rank() -> list[int]:
 
 def test_ranks_that_come_minutes_apart_to_the_second_meeting_are_waited_for(ranks) -> None:
     assert ranks(2).run(meet_twice_on_rank) == [[0, 1], [0, 1]]
+
+
+TIMEOUT_S = 3.0
+
+PROGRAM = """
+import os, sys, time
+from contextlib import suppress
+import torch.distributed as dist
+from hf_longctx.hf.ranks.agreement import control_group, joint_call, raise_together
+
+place, timeout_s = sys.argv[1], float(sys.argv[2])
+dist.init_process_group("gloo")
+control = control_group(timeout_s)
+if place == "refused":
+    with suppress(ValueError), joint_call("the start", timeout_s):
+        raise_together(["planted"], control)
+else:
+    # all have heard each other, and begin anew elsewhere; the store ends with the last of its groups
+    time.sleep(timeout_s)
+    del control
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = sys.argv[3]
+    dist.init_process_group("gloo")
+    if place == "next run":
+        control_group(timeout_s)
+if dist.get_rank() == 0:
+    time.sleep(3 * timeout_s)
+dist.barrier()
+"""
+
+
+# "refused": every rank catches the error of a call; then, or without any run in a new process group, the user's code waits
+@pytest.mark.parametrize("place", ["refused", "new group", "next run"])
+def test_a_rank_waits_for_one_that_works_after_a_refusal_and_in_another_process_group(tmp_path: Path, place: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = run_ranks(program, [place, str(TIMEOUT_S), str(free_port())], 2, tmp_path)
+    assert done.returncode == 0, done.stderr
