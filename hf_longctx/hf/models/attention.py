@@ -117,7 +117,7 @@ def attention_problems(model: nn.Module) -> list[str]:
     if name == "eager":
         functions = {
             module.eager_attention_forward
-            for module in (sys.modules[name] for name in {type(each).__module__ for each in text.modules()})
+            for module in (sys.modules[name] for name in {type(each).__module__ for each in text.modules()} & sys.modules.keys())
             if hasattr(module, "eager_attention_forward")
         }
     else:

@@ -82,9 +82,10 @@ def kind_problems(args: Any, config: Any, given: dict[str, Any]) -> list[str]:
         if (value := given.get(name)) is not None and not callable(value):
             problems.append(f"{name} is {_kind(value)}; pass a function, or leave it out")
     callbacks = given.get("callbacks")
-    if callbacks is not None and not isinstance(callbacks, list | tuple):
+    if callbacks is not None and not isinstance(callbacks, list):
+        # `Trainer` adds it to a list of its own
         problems.append(f"callbacks is {_kind(callbacks)}; pass a list of TrainerCallbacks")
-    for each in callbacks if isinstance(callbacks, list | tuple) else ():
+    for each in callbacks if isinstance(callbacks, list) else ():
         if not (isinstance(each, TrainerCallback) or (isinstance(each, type) and issubclass(each, TrainerCallback))):
             problems.append(f"callbacks has {_kind(each)}; pass TrainerCallbacks alone, or their classes")
     pair = given.get("optimizers")
@@ -106,7 +107,9 @@ def _is_pair(value: Any) -> bool:
 
 def stopping_problems(callbacks: Iterable[Any], args: TrainingArguments) -> list[str]:
     """Problems of transformers' early stopping with arguments under which it has nothing to compare."""
-    if not any(isinstance(each, EarlyStoppingCallback) for each in callbacks):
+    stock = EarlyStoppingCallback.on_train_begin
+    # a subclass with another beginning may look at something else than evaluations
+    if not any(getattr(each.on_train_begin, "__func__", None) is stock for each in callbacks):
         return []
     problems = []
     if args.metric_for_best_model is None:

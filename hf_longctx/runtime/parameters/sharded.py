@@ -118,6 +118,10 @@ def shard_model(
     dealt: set[nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     # looked up now, since shards are other objects
     places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in rounded_weights(model)]
+    for parameter in model.parameters():
+        # FSDP2 takes no transposed weight
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     for module in [*layers, model]:
         fully_shard(module, mesh=block_mesh(mesh), mp_policy=policy, ignored_params=dealt)
     # `ShardedParameters` sums over the copies itself; FSDP2 does not know about them

@@ -13,7 +13,7 @@ from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_trai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from hf_longctx.hf.models.attention import longctx_attention, patch_model
+from hf_longctx.hf.models.attention import attention_problems, longctx_attention, patch_model
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -128,6 +128,13 @@ def test_attention_functions_of_others_are_refused_by_name(kind: str, monkeypatc
         assert words in problems_at_start(model)[0]
         with pytest.raises(ValueError, match=re.escape(words)):
             patch_model(model)
+
+
+def test_a_class_of_a_module_that_is_gone_has_the_attention_of_its_base() -> None:
+    model = build_model(ModelCase())
+    model.config._attn_implementation = "eager"
+    model.__class__ = type("Mine", (type(model),), {"__module__": "gone"})
+    assert attention_problems(model) == []
 
 
 @pytest.mark.parametrize("keyword", ["position_bias", "indices"])

@@ -20,7 +20,13 @@ from transformers.training_args import OptimizerNames
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.start import versions
-from hf_longctx.hf.start.arguments import argument_problems, config_problems, layer_weights_problems, placement_problems
+from hf_longctx.hf.start.arguments import (
+    argument_problems,
+    config_problems,
+    layer_weights_problems,
+    placement_problems,
+    stopping_problems,
+)
 from hf_longctx.hf.start.settings.fields import idle_settings
 
 
@@ -243,7 +249,7 @@ WRONG_KINDS: dict[str, tuple[Any, str]] = {
     "longctx_config": (LongContextConfig, "(a class); pass a LongContextConfig"),
     "data_collator": (3, "data_collator is 3 (int); pass a function, or leave it out"),
     "compute_metrics": ("f1", "compute_metrics is 'f1' (str); pass a function, or leave it out"),
-    "callbacks": (EarlyStoppingCallback(), "(EarlyStoppingCallback); pass a list of TrainerCallbacks"),
+    "callbacks": ((TrainerCallback(),), "(tuple); pass a list of TrainerCallbacks"),
     "optimizers": ((None,), "optimizers is (None,) (tuple); pass an optimizer and a scheduler, (optimizer, None)"),
     "optimizer_cls_and_kwargs": (torch.optim.SGD, "(a class); pass a class and a dictionary of its settings"),
 }
@@ -260,6 +266,8 @@ def test_arguments_of_a_wrong_kind_are_refused_before_anything_reads_them(tmp_pa
 def test_callbacks_of_a_wrong_kind_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match=re.escape("callbacks has 3 (int); pass TrainerCallbacks alone, or their classes")):
         LongContextTrainer(model=tiny_llama(), args=arguments(tmp_path), callbacks=[EarlyStoppingCallback, 3])
+    with pytest.raises(ValueError, match=re.escape("(EarlyStoppingCallback); pass a list of TrainerCallbacks")):
+        LongContextTrainer(model=tiny_llama(), args=arguments(tmp_path), callbacks=EarlyStoppingCallback())
     with pytest.raises(ValueError, match=re.escape("longctx_config is {'degrees': [1]} (dict); pass a LongContextConfig")):
         LongContextCallback({"degrees": [1]})  # type: ignore[arg-type]
 
@@ -274,6 +282,18 @@ def test_early_stopping_that_compares_nothing_is_refused_before_the_first_step(t
     trainer.add_callback(EarlyStoppingCallback(1))
     with pytest.raises(ValueError, match=missing):
         trainer.train()
+
+
+class StopsByLoss(EarlyStoppingCallback):
+    """Early stopping of a user's own, which needs no evaluation."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.best = float("inf")
+
+
+def test_early_stopping_with_a_beginning_of_its_own_compares_what_it_likes(tmp_path) -> None:
+    assert stopping_problems([StopsByLoss()], arguments(tmp_path)) == []
+    assert len(stopping_problems([StopsByLoss(), EarlyStoppingCallback()], arguments(tmp_path))) == 2
 
 
 def test_an_optimizer_that_refuses_its_settings_is_named(tmp_path) -> None:

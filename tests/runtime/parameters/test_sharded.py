@@ -109,6 +109,18 @@ def accumulated(num_rounds: int, num_chunks: int, fp32_gradients: bool) -> float
     return float(whole(model[0].weight.grad)[0])
 
 
+def transposed_on_rank() -> torch.Tensor:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False))
+    model[0].weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    shard_model(model, ("Linear",), mesh(2))
+    return whole(model[0].weight.detach())
+
+
+def test_a_transposed_weight_is_sharded_like_any_other(ranks) -> None:
+    for weight in ranks(2).run(transposed_on_rank):
+        assert torch.equal(weight, torch.arange(6.0).view(2, 3).t())
+
+
 @pytest.mark.parametrize("num_rounds,num_chunks", [(65, 1), (1, 65), (13, 5)])
 def test_small_chunks_and_rounds_are_not_rounded_away(ranks, num_rounds: int, num_chunks: int) -> None:
     # two ranks of 1 + 64 / 512 each; the sum of a micro-batch is rounded to bf16 once
