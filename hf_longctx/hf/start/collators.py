@@ -255,7 +255,7 @@ def forward_columns(model: Any, args: transformers.TrainingArguments) -> list[st
     if not args.remove_unused_columns:
         return None
     named = inspect.signature(base_of(model).forward).parameters
-    return [*named, "labels", "label", "label_ids", LOSS_WEIGHTS, *(args.label_names or ())]
+    return [*named, "labels", "label", "label_ids", LOSS_WEIGHTS, *(args.label_names if isinstance(args.label_names, list | tuple) else ())]
 
 
 def collator_problems(collator: Any, dataset: Any, kind_of_head: HeadKind = "next_token") -> list[str]:
@@ -411,7 +411,7 @@ def _padding_side_problems(collator: Any) -> list[str]:
 def _is_readable(dataset: Any) -> bool:
     """Whether rows can be looked up by number; other datasets are refused later, when row lengths are read."""
     # iterable datasets of torch inherit a __getitem__ that always fails
-    if is_stream(dataset) or isinstance(dataset, dict):
+    if is_stream(dataset) or isinstance(dataset, dict | type):
         return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) > 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -223,6 +223,11 @@ def mistyped(args: TrainingArguments) -> list[str]:
         kinds, value = set(get_args(hint) or (hint,)), getattr(args, name, None)
         if not (value is None and NoneType in kinds) and (wanted := _wanted(kinds - {NoneType}, value)):
             problems.append(f"{name} is {shown(value)} ({type(value).__name__}); give {wanted}")
+    if args.use_cache is None:
+        problems.append("use_cache is None, which no config of a model takes; give True or False")
+    names = args.label_names
+    if names is not None and not (isinstance(names, list | tuple) and all(isinstance(each, str) for each in names)):
+        problems.append(f"label_names is {shown(names)} ({type(names).__name__}); give a list of names of columns")
     for name in ("seed", "data_seed"):
         seed = getattr(args, name)
         if isinstance(seed, int) and not 0 <= seed <= _LARGEST_SEED:
@@ -240,7 +245,7 @@ def _wanted(kinds: set[Any], value: Any) -> str:
     if not kinds or not kinds <= {int, float}:
         return ""
     is_whole = kinds == {int}
-    if not isinstance(value, Real) or value != value or (is_whole and value % 1):
+    if not isinstance(value, Integral if is_whole else Real) or value != value:
         return "a whole number" if is_whole else "a number"
     return ""
 
