@@ -255,7 +255,14 @@ def forward_columns(model: Any, args: transformers.TrainingArguments) -> list[st
     if not args.remove_unused_columns:
         return None
     named = inspect.signature(base_of(model).forward).parameters
-    return [*named, "labels", "label", "label_ids", LOSS_WEIGHTS, *(args.label_names if isinstance(args.label_names, list | tuple) else ())]
+    return [
+        *named,
+        "labels",
+        "label",
+        "label_ids",
+        LOSS_WEIGHTS,
+        *(args.label_names if isinstance(args.label_names, list | tuple) else ()),
+    ]
 
 
 def collator_problems(collator: Any, dataset: Any, kind_of_head: HeadKind = "next_token") -> list[str]:

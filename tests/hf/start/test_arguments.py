@@ -227,6 +227,9 @@ MISTYPED: dict[str, tuple[Any, str]] = {
     "data_seed": ("3", "data_seed is '3' (str); give a whole number"),
     "seed": (2**32, "seed is 4294967296; give a whole number from 0 to 4294967295"),
     "dataloader_persistent_workers": (True, "dataloader_persistent_workers=True needs workers; set dataloader_num_workers"),
+    "max_steps": (1e300, "max_steps is 1e+300 (float); give a whole number"),
+    "use_cache": (None, "use_cache is None, which no config of a model takes; give True or False"),
+    "label_names": (float("nan"), "label_names is nan (float); give a list of names of columns"),
 }
 
 

@@ -307,3 +307,16 @@ def test_rows_that_are_no_tokens_are_refused_by_name(name: str) -> None:
     assert message in problem
     (problem,) = Collation(padded).problems(rows)
     assert problem.startswith("data_collator padded on train_dataset: it ")
+
+
+def test_a_class_in_place_of_a_set_is_left_to_the_check_of_sets() -> None:
+    class Rows:
+        """Rows by number, once there is an object."""
+
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, number: int) -> Any:
+            return {"input_ids": [1, 2]}
+
+    assert Collation(transformers.default_data_collator).problems(Rows) == []

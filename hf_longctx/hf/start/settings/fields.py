@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -214,6 +214,8 @@ _LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_s
 
 # the largest seed that numpy takes
 _LARGEST_SEED = 2**32 - 1
+# stock code counts up to whole numbers, which fit 64 bits
+_LARGEST_WHOLE = 2**63
 
 
 def mistyped(args: TrainingArguments) -> list[str]:
@@ -245,7 +247,7 @@ def _wanted(kinds: set[Any], value: Any) -> str:
     if not kinds or not kinds <= {int, float}:
         return ""
     is_whole = kinds == {int}
-    if not isinstance(value, Integral if is_whole else Real) or value != value:
+    if not isinstance(value, Real) or value != value or (is_whole and (value % 1 or abs(value) >= _LARGEST_WHOLE)):
         return "a whole number" if is_whole else "a number"
     return ""
 
