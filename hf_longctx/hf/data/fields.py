@@ -259,6 +259,8 @@ def token_column_problem(columns: Mapping[str, bool], name: str) -> str | None:
 
     columns: whether the values of each are text.
     """
+    if odd := [column for column in columns if not isinstance(column, str)]:
+        return f"{name} has a column {odd[0]!r} ({type(odd[0]).__name__}); name columns by texts such as 'input_ids'"
     if refused := [column for column in columns if column in TOKEN_COLUMNS and TOKEN_COLUMNS[column].use == "refused"]:
         return (
             f"{name} has a column {refused[0]!r}, which is not supported, and to ignore it would change what is trained; "

@@ -305,6 +305,14 @@ def test_a_row_above_both_limits_names_max_length() -> None:
     assert "above max_length 30" in problem
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_column_without_a_name_is_refused(number: int) -> None:
+    rows: list[dict[Any, Any]] = [{"input_ids": [1, 2]}, {"input_ids": [1, 2]}]
+    rows[number][0] = [0, 1]
+    (problem,) = dataset_problems(rows, "train_dataset", VOCAB_SIZE)[1]
+    assert f"row {number} has a column 0 (int); name columns by texts" in problem
+
+
 @pytest.mark.parametrize("column", ["seq_idx", "completion_mask", "shift_labels"])
 def test_a_column_that_would_change_what_is_trained_is_refused(make, column: str) -> None:
     rows = [{"input_ids": [1, 2], column: [0, 1]}]
