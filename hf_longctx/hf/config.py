@@ -186,11 +186,9 @@ class LongContextConfig:
     solver: Literal["auto", "greedy", "lp", "milp", "static"] = field(
         default="auto",
         metadata={
-            "help": "`auto`: exact for few sequences, else greedy; where measured costs and the bound say that more than 2 % of "
-            "a step of at least a second could be gained, a process of its own improves the greedy plan by linear programs "
-            "until the step needs it, and the step's line says what it gained. `greedy`: the fast planner alone. `lp` and "
-            "`milp`: linear or integer programs (HiGHS, else CBC) improve the greedy plan for `solver_time_limit_s`. `static`: "
-            "one degree for all groups, as a baseline."
+            "help": "`auto`: exact for few sequences, else greedy. `greedy`: the fast planner alone. `lp` and `milp`: "
+            "linear or integer programs (HiGHS, else CBC) improve its plan for up to `solver_time_limit_s`, while the step "
+            "before runs. `static`: one degree for all groups, as a baseline."
         },
     )
     solver_time_limit_s: float = field(

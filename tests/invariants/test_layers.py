@@ -28,7 +28,7 @@ plan.groups.programs  plan.prediction
 plan.pipeline.activations
 plan.pipeline
 plan.planner
-plan.stage_count  plan.anytime
+plan.stage_count
 sim.text_lines  sim.hub_cache  sim.models
 sim.workloads  sim.capacity  sim.prices
 sim.scenario  sim.execution  sim.longest

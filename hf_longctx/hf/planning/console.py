@@ -30,7 +30,7 @@ from hf_longctx.plan.core.messages import duration, on_screen
 _TOLD = (
     *("loss", "epoch", "total_flos", "tokens_per_s", "measured_step_s", "predicted_step_s", "padding_share", "micro_batches"),
     *("planning_s", "idle_share", "predicted_idle_share", "plan_gap", "prediction_error", "learning_rate", "grad_norm"),
-    *("late_plans", "failed_plans", "num_tokens", "aux_loss", "router_load"),
+    *("num_tokens", "aux_loss", "router_load"),
 )
 # most other numbers in that line; more come in a line of their own
 _MOST_OTHERS = 6

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import TrainingArguments
 
-from hf_longctx.hf.planning.ahead import is_slow
-from hf_longctx.hf.planning.source import PlanSource
+from hf_longctx.hf.planning.source import PlanSource, quick
 from hf_longctx.journal import JOURNAL
 from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.planner import plan_step
@@ -32,7 +30,7 @@ def typical_step_s(source: PlanSource, lengths: Sequence[int], num_steps: int) -
     planned = min(count, _MOST_SEQUENCES)
     places = ((np.arange(planned) + 0.5) * len(lengths) / planned).astype(int)
     typical = np.sort(np.asarray(lengths))[places].tolist()
-    config = replace(source.config, solver="greedy") if is_slow(source.config) else source.config
+    config = quick(source.config)
     try:
         return plan_step(0, typical, source.costs, config).estimate.step_s * count / planned
     except ValueError:

@@ -126,9 +126,6 @@ class RunReport(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._errors:
             self.say(self._summary())
-        if state.is_world_process_zero and (replaced := self._replaced_plans()):
-            late, failed = replaced.get("late_plans", 0), replaced.get("failed_plans", 0)
-            self.console.say(f"the fast planner replaced {late:g} late and {failed:g} failed plans of the solver")
         panels: dict[str, list[TimelineEvent]] = {}
         steps: list[int] = []
         if self.config.timeline_steps and self._last:
@@ -177,7 +174,7 @@ class RunReport(TrainerCallback):
                 metrics["plan_gap"] = gap
         if errors:
             metrics["prediction_error"] = median(errors)
-        return {**metrics, **self._replaced_plans()}
+        return metrics
 
     def _token_metrics(self, records: Sequence[StepRecord]) -> dict[str, float]:
         """Means of the token means of all plans that have label tokens, and the tokens of the run so far, as TRL logs them."""
@@ -188,12 +185,6 @@ class RunReport(TrainerCallback):
         means = [(num_right / num_labels, entropy / num_labels) for num_labels, num_right, entropy in sums]
         named = zip(("mean_token_accuracy", "entropy"), map(mean, zip(*means, strict=True)), strict=False)
         return {**dict(named), "num_tokens": float(self._num_tokens)}
-
-    def _replaced_plans(self) -> dict[str, float]:
-        """Number of plans of the run that were replaced so far, for each reason that occurred; only rank 0 knows it."""
-        drafts = self.source.drafts
-        counts = {"late_plans": drafts.late_plans, "failed_plans": drafts.failed_plans}
-        return {name: float(count) for name, count in counts.items() if count}
 
     def _summary(self) -> str:
         errors = Residuals.of(list(self._errors))

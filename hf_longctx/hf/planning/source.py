@@ -1,4 +1,4 @@
-"""Source of a run's plans: rank 0 solves them one step ahead, in threads, and broadcasts JSON; all ranks compare digests.
+"""Source of a run's plans: rank 0 solves them one step ahead, in a thread, and broadcasts JSON; all ranks compare digests.
 
 Only rank 0 solves. The planner gives equal plans for equal inputs, but the moment at which a refitted cost model or a slow
 solver's plan becomes available differs between ranks.
@@ -9,17 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow, stop_improving
-from hf_longctx.hf.planning.improving import Improving, is_worth_improving
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
@@ -30,20 +26,29 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 logger = logging.getLogger(__name__)
 
+# signature of `plan_step`
+Planner = Callable[[int, list[int], CostModel, PlannerConfig], StepPlan]
+
+# solvers by programs that may take up to `solver_time_limit_s`
+_SLOW_SOLVERS = ("lp", "milp")
+
 # a step's lengths, or a function that returns them once the step after it has been drawn, or None if the data ended before it
 Lengths = list[int] | Callable[[], list[int] | None]
+
+
+def quick(config: PlannerConfig) -> PlannerConfig:
+    """The settings without programs: these gain nothing while costs are made up, or for plans that nobody runs."""
+    return replace(config, solver="greedy") if config.solver in _SLOW_SOLVERS else config
 
 
 class PlanSource:
     """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new costs.
 
     The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets
-    samples. The fast planner may take as long as it needs: while rank 0 waits for it, it tells the other ranks so
-    every `alive_s` seconds, which must be less than the control group's time-out. `DraftPlanner` limits the wait for a slow
-    solver, and counts on rank 0 the plans of that solver that were replaced: `late_plans` and `failed_plans`.
+    samples. The planner may take as long as it needs: while rank 0 waits for it, it tells the other ranks so every `alive_s`
+    seconds, which must be less than the control group's time-out.
 
-    is_timed: plans may follow seconds that were measured in this run, and searches that end by the clock. Without, equal runs get
-    equal plans.
+    is_timed: plans may follow seconds that were measured in this run. Without, equal runs get equal plans.
     """
 
     def __init__(
@@ -54,16 +59,16 @@ class PlanSource:
         *,
         explore_steps: int = 5,
         alive_s: float = 10.0,
-        late_s: float | None = None,
         planner: Planner = plan_step,
         is_timed: bool = True,
     ) -> None:
         self.pool, self.costs, self.config, self.alive_s = pool, costs, config, alive_s
-        self.drafts = DraftPlanner(planner, late_s)
+        self.planner = planner
         # seconds that training has waited for plans on rank 0, and for the data that they need
         self.waited_s = 0.0
         self.is_timed = is_timed
         self._explore_steps = explore_steps
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-planner")
 
     def plans(self, steps: Iterable[tuple[int, Lengths]], explore: bool) -> Iterator[StepPlan]:
         """Yields one plan per (step number, lengths), in order. Collective over all ranks: every rank must draw equally often.
@@ -72,42 +77,33 @@ class PlanSource:
         """
         waiting = iter(steps)
         step: tuple[int, Lengths] | None = next(waiting, None)
-        current: Future[Draft] | int | None = None
-        pending: Future[Draft] | int | None = None
-        try:
-            while step is not None:
-                begun_s = time.perf_counter()
-                following = next(waiting, None)
-                if pending is None:
-                    number, lengths = step
-                    if (known := lengths() if callable(lengths) else lengths) is None:
-                        return
-                    pending = self._submit(number, known, explore)
-                current, pending = pending, None
-                # nothing may wait in the planner's thread, since an evaluation needs it too
-                if following is not None and not callable(following[1]):
-                    pending = self._submit(following[0], following[1], explore)
-                plan = self._share(current)
-                step = following
-                # an evaluation's plans explore nothing
-                self.waited_s += (time.perf_counter() - begun_s) * explore
-                yield plan
-        finally:
-            # a training that ends early leaves a plan which no step runs
-            for left in (current, pending):
-                if isinstance(left, Future):
-                    left.add_done_callback(stop_improving)
+        pending: Future[StepPlan] | int | None = None
+        while step is not None:
+            begun_s = time.perf_counter()
+            following = next(waiting, None)
+            if pending is None:
+                number, lengths = step
+                if (known := lengths() if callable(lengths) else lengths) is None:
+                    return
+                pending = self._submit(number, known, explore)
+            current, pending = pending, None
+            # nothing may wait in the planner's thread, since an evaluation needs it too
+            if following is not None and not callable(following[1]):
+                pending = self._submit(following[0], following[1], explore)
+            plan = self._share(current)
+            step = following
+            # an evaluation's plans explore nothing
+            self.waited_s += (time.perf_counter() - begun_s) * explore
+            yield plan
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
         """Plans one step on this rank alone, however long that takes."""
-        costs, config, planner = self.costs, self.config, self.drafts.planner
+        costs, config, planner = self.costs, self.config, self.planner
         if not self._explores(explore):
             return planner(step, lengths, costs, config)
         self._explore_steps -= 1
         degree = config.degrees[step % len(config.degrees)]
-        # a slow solver gains nothing while costs are made up
-        solver = "greedy" if is_slow(config) else config.solver
-        config = replace(config, degrees=tuple(d for d in config.degrees if d >= degree), solver=solver)
+        config = replace(quick(config), degrees=tuple(d for d in config.degrees if d >= degree))
         plan = planner(step, lengths, replace(costs, favoured_degree=degree), config)
         # the costs of other degrees were raised on purpose, so their estimate says nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
@@ -136,32 +132,21 @@ class PlanSource:
         is_known = self.costs.coefficients.is_measured or bool(self.config.static_degree)
         return explore and self.is_timed and self._explore_steps > 0 and not is_known
 
-    def _submit(self, number: int, known: list[int], explore: bool) -> Future[Draft] | int:
-        """The future of a draft on rank 0; the step's number on other ranks."""
-        if self.pool.rank:
-            return number
+    def _submit(self, number: int, known: list[int], explore: bool) -> Future[StepPlan] | int:
+        """The future of a plan on rank 0; the step's number on other ranks."""
+        return number if self.pool.rank else self._thread.submit(self.solve, number, known, explore)
 
-        def draft() -> Draft:
-            costs, config = self.costs, self.config
-            if is_slow(config) and not self._explores(explore):
-                return self.drafts.draft(number, known, costs, config)
-            plan = self.solve(number, known, explore)
-            # plans of an evaluation, which explore nothing, are needed at once
-            is_worth = explore and self.is_timed and is_worth_improving(plan, config)
-            return Draft(plan, improving=Improving(plan, costs, config) if is_worth else None)
-
-        return self.drafts.submit(draft)
-
-    def _share(self, pending: Future[Draft] | int) -> StepPlan:
+    def _share(self, pending: Future[StepPlan] | int) -> StepPlan:
         if isinstance(pending, int):
             return self._receive()
-        self._wait(pending, inf)
-        if pending.exception() is None and (draft := pending.result()).slow is not None:
-            self._wait(draft.slow, self.drafts.patience_s(draft))
+        while wait([pending], timeout=self.alive_s).not_done:
+            if self.pool.control is not None:
+                logger.warning("a plan takes longer than %g s; all ranks wait", self.alive_s)
+                self._broadcast("")
         if self.pool.control is None:
-            return self.drafts.chosen(pending.result())
+            return pending.result()
         try:
-            plan = self.drafts.chosen(pending.result())
+            plan = pending.result()
             message = plan_to_json(plan)
         except Exception as error:
             self._broadcast(f"!{error}")
@@ -169,14 +154,6 @@ class PlanSource:
         self._broadcast(message)
         self._compare(plan)
         return plan
-
-    def _wait(self, pending: Future[Any], limit_s: float) -> None:
-        """Waits until `pending` is done, at most `limit_s`; tells other ranks every `alive_s` seconds that rank 0 still waits."""
-        stop_s = time.monotonic() + limit_s
-        while (left_s := stop_s - time.monotonic()) > 0 and wait([pending], timeout=min(left_s, self.alive_s)).not_done:
-            if left_s > self.alive_s and self.pool.control is not None:
-                logger.warning("a plan takes longer than %g s; all ranks wait", self.alive_s)
-                self._broadcast("")
 
     def _receive(self) -> StepPlan:
         message = ""

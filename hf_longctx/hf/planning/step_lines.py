@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from hf_longctx.hf.planning.ahead import is_stand_in
-from hf_longctx.hf.planning.improving import is_improved
 from hf_longctx.hf.planning.step_record import StepRecord, padding_share
 from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.core.types import StepPlan
@@ -77,16 +75,9 @@ def _compared(records: Sequence[StepRecord], wall_s: float, num_steps: int) -> s
 
 
 def _quality(records: Sequence[StepRecord]) -> list[str]:
-    """How far plans are from the optimum, and which of them come from another solver than was asked for."""
+    """How far plans are from the optimum."""
     gap = mean_gap(records)
-    parts = [] if gap is None else [f"within {gap:.1%} of optimal"]
-    if len(records) == 1:
-        (plan,) = (record.plan for record in records)
-        return [*parts, plan.estimate.solver] if is_stand_in(plan) or is_improved(plan) else parts
-    for found, what in ((is_improved, "improved by the solver"), (is_stand_in, "by the fast planner in place of the solver")):
-        if count := sum(found(record.plan) for record in records):
-            parts.append(f"{count} of {len(records)} plans {what}")
-    return parts
+    return [] if gap is None else [f"within {gap:.1%} of optimal"]
 
 
 def _idle(records: Sequence[StepRecord]) -> list[str]:

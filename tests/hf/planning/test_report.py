@@ -121,20 +121,6 @@ def test_the_gap_to_the_bound_is_logged_when_every_step_has_one() -> None:
     assert "plan_gap" not in report.take_metrics()
 
 
-def test_replaced_plans_are_logged_and_told_at_the_end(capsys, tmp_path: Path) -> None:
-    report = lone_report(report_steps=False, timeline_steps=0)
-    finish_step(report, step_plan())
-    assert not report.take_metrics().keys() & {"late_plans", "failed_plans"}
-    end_training(report, tmp_path, step=1)
-    assert capsys.readouterr().out == ""
-    report.source.drafts.late_plans = 3
-    finish_step(report, step_plan())
-    metrics = report.take_metrics()
-    assert metrics["late_plans"] == 3 and "failed_plans" not in metrics
-    end_training(report, tmp_path, step=2)
-    assert capsys.readouterr().out == "the fast planner replaced 3 late and 0 failed plans of the solver\n"
-
-
 def log_step(report: RunReport, folder: Path, step: int, logs: dict[str, Any]) -> None:
     """Logs as the trainer does, which takes the metrics of the steps since its last log first."""
     state = TrainerState(global_step=step, is_world_process_zero=True)

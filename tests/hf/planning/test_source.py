@@ -10,11 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from helpers.models.reference import random_rows, reference_step, relative_error
-from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import tiny_costs
-from helpers.plans.scripted_planner import ScriptedPlanner, slow_config
-from helpers.ranks.rank_steps import group_pool, step_on_rank
+from helpers.ranks.rank_steps import group_pool
 
 from hf_longctx.hf.planning import source as source_module
 from hf_longctx.hf.planning.source import PlanSource
@@ -110,7 +107,7 @@ def test_costs_replaced_while_a_plan_is_solved_leave_its_estimate_alone() -> Non
         source.costs = measured(source.costs)
         return plan
 
-    source.drafts.planner = replacing
+    source.planner = replacing
     assert source.solve(0, [40, 7, 9], explore=False).estimate.step_s == expected > 0
 
 
@@ -264,33 +261,6 @@ def other_estimate_on_rank() -> int:
         return len(list(source.plans([(0, [5, 6])], explore=False)))
 
 
-def slow_source_on_rank(planner: ScriptedPlanner, late_s: float) -> PlanSource:
-    pool = group_pool()
-    config = slow_config(64, (1, 2))
-    return PlanSource(pool, tiny_costs(2), config, late_s=late_s, planner=refuse if pool.rank else planner)
-
-
-def replaced_on_rank() -> tuple[list[str], list[str], int, int]:
-    """Plans of a solver that is in time, fails, then is late: their text, their solvers and what was counted."""
-    planner = ScriptedPlanner(failing={1: RuntimeError("boom")}, late=(2,))
-    source = slow_source_on_rank(planner, late_s=60.0)
-    plans = source.plans([(step, [33, 20, 9, 5]) for step in range(3)], explore=False)
-    drawn = [next(plans), next(plans)]
-    source.drafts.late_s = 0.1
-    drawn += plans
-    planner.go.set()
-    solvers = [plan.estimate.solver for plan in drawn]
-    return [plan_to_json(plan) for plan in drawn], solvers, source.drafts.late_plans, source.drafts.failed_plans
-
-
-def test_all_ranks_get_the_plan_that_replaced_a_late_or_failed_one(ranks) -> None:
-    first, second = ranks(2).run(replaced_on_rank)
-    assert first[:2] == second[:2]
-    assert first[1] == ["slow", "greedy in place of a failed one", "greedy in place of a late one"]
-    # only the rank that plans counts
-    assert first[2:] == (1, 1) and second[2:] == (0, 0)
-
-
 class ListeningSource(PlanSource):
     """Keeps the messages between the ranks; after the second one, what is waited for goes on."""
 
@@ -304,58 +274,21 @@ class ListeningSource(PlanSource):
         return self.messages[-1]
 
 
-def patient_on_rank(waits_for: str) -> tuple[list[str], str]:
-    """Message that a rank receives before the plan, and the plan's solver."""
-    planner = ScriptedPlanner(late=(0,) if waits_for == "solver" else ())
-    pool = group_pool()
+def patient_on_rank() -> tuple[list[str], str]:
+    """Messages that a rank receives before the plan, and the plan's solver."""
+    pool, go = group_pool(), threading.Event()
 
     def plan_slowly(*step: Any) -> Any:
-        if waits_for == "fast planner":
-            planner.go.wait(30.0)
-        return planner(*step)
+        go.wait(30.0)
+        return plan_step(*step)
 
-    source = ListeningSource(
-        pool, tiny_costs(2), slow_config(64, (1, 2)), alive_s=0.02, late_s=60.0, planner=refuse if pool.rank else plan_slowly
-    )
-    source.listen(planner.go)
+    config = PlannerConfig(64, (1, 2), solver="lp", solver_time_limit_s=2.0)
+    source = ListeningSource(pool, tiny_costs(2), config, alive_s=0.02, planner=refuse if pool.rank else plan_slowly)
+    source.listen(go)
     (plan,) = source.plans([(0, [5, 6])], explore=False)
     return source.messages[:2], plan.estimate.solver
 
 
-@pytest.mark.parametrize("waits_for", ["fast planner", "solver"])
-def test_ranks_hear_from_rank_zero_while_it_waits(ranks, waits_for: str) -> None:
-    assert ranks(2).run(patient_on_rank, waits_for) == [(["", ""], "slow")] * 2
-
-
-def both_failing_on_rank() -> str:
-    failing = {0: RuntimeError("no plan")}
-    source = slow_source_on_rank(ScriptedPlanner(failing=failing, fast_failing=failing), late_s=60.0)
-    try:
-        list(source.plans([(0, [5, 6])], explore=False))
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def test_an_error_is_raised_on_every_rank_if_both_planners_failed(ranks) -> None:
-    assert ranks(2).run(both_failing_on_rank) == ["no plan", "rank 0 could not plan: no plan"]
-
-
-def steps_on_rank(case: ModelCase, rows: list[dict[str, list[int]]]) -> list[tuple[str, float, dict[str, Any]]]:
-    """One step under the solver's plan and one under the plan that replaced it, with their layouts."""
-    planner = ScriptedPlanner(late=(1,))
-    source = slow_source_on_rank(planner, late_s=0.1)
-    lengths = [len(row["input_ids"]) for row in rows]
-    plans = list(source.plans([(0, lengths), (1, lengths)], explore=False))
-    planner.go.set()
-    return [(plan.layout, *step_on_rank(case, plan_to_json(plan), rows)) for plan in plans]
-
-
-def test_a_late_plan_changes_neither_loss_nor_gradients(ranks) -> None:
-    case, rows = ModelCase(), random_rows([31, 30, 9, 5])
-    expected_loss, expected = reference_step(build_model(case), rows)
-    for steps in ranks(2).run(steps_on_rank, case, rows):
-        assert steps[0][0] != steps[1][0]
-        for _, loss, gradients in steps:
-            assert loss == pytest.approx(expected_loss, rel=1e-12)
-            assert max(relative_error(gradients[name], expected[name]) for name in expected) <= 1e-12
+def test_ranks_hear_from_rank_zero_while_it_waits(ranks) -> None:
+    for messages, solver in ranks(2).run(patient_on_rank):
+        assert messages == ["", ""] and solver.startswith("lp")

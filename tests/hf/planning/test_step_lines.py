@@ -61,14 +61,6 @@ def test_how_far_measured_plans_are_from_the_bound() -> None:
         assert record_parts([step_record(**estimate)], 0.0)[-1].endswith("<2> <1x2>")
 
 
-def test_plans_that_replaced_others_are_named_or_counted() -> None:
-    replaced = step_record(solver="greedy in place of a late one")
-    assert record_parts([replaced], 0.0)[-1] == "greedy in place of a late one"
-    assert record_parts([replaced, step_record(), replaced], 0.0)[-1] == (
-        "2 of 3 plans by the fast planner in place of the solver"
-    )
-
-
 def test_memory_is_that_of_the_fullest_plan() -> None:
     mib = 2**20
     few, many = (
