@@ -82,7 +82,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _refusal(error: BaseException) -> str:
-    """The message of a ValueError or RuntimeError that this package raised on purpose; empty for all else."""
+    """The message of a ValueError or RuntimeError that this package raised on purpose; empty for all else.
+
+    A test that expects other words of an error has it as the context of its own.
+    """
+    if isinstance(error, AssertionError) and error.__context__ is not None:
+        error = error.__context__
     trace, file = error.__traceback__, ""
     while trace is not None:
         file, trace = trace.tb_frame.f_code.co_filename, trace.tb_next

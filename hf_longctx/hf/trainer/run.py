@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
@@ -211,7 +212,8 @@ def meet(
     follow_launcher()
     broken = _changed_settings(config)
     timeout_s = (LongContextConfig() if broken else config).collective_timeout_s
-    longest_s = LONGEST_S if args is None else float(args.ddp_timeout)
+    # anything but a number is refused once all ranks have met
+    longest_s = float(args.ddp_timeout) if args is not None and isinstance(args.ddp_timeout, Real) else LONGEST_S
     begin_beats(timeout_s, longest_s)
     with joint_call(START, timeout_s):
         # only the default group has a time-out before the first meeting

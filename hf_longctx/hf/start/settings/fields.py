@@ -247,7 +247,8 @@ def _wanted(kinds: set[Any], value: Any) -> str:
     if not kinds or not kinds <= {int, float}:
         return ""
     is_whole = kinds == {int}
-    if not isinstance(value, Real) or value != value or (is_whole and (value % 1 or abs(value) >= _LARGEST_WHOLE)):
+    is_number = isinstance(value, Real) and value == value
+    if not is_number or (is_whole and (value % 1 or not -_LARGEST_WHOLE < value < _LARGEST_WHOLE)):
         return "a whole number" if is_whole else "a number"
     return ""
 
