@@ -63,7 +63,7 @@ class RewardPasses(TwoPasses):
         executor = scored.executor()
         plan = forward_only(batch.plan.for_rank(rank))
         chunks = batch.chunks(rank)
-        with outside_autocast():
+        with outside_autocast(executor.model):
             found = executor.read(plan, chunks, scored.engine(executor.model, plan))
         device, num_documents = batch.documents.rows_T2.device, len(batch.firsts)
         rewards_N1 = torch.zeros(num_documents, 1, dtype=torch.float64, device=device)

@@ -174,7 +174,7 @@ class TwoPasses:
         if routers is not None:
             routers.forget()
         chunks = batch.chunks(self.pool.rank)
-        with outside_autocast():
+        with outside_autocast(executor.model):
             found = executor.score(rank_plan, chunks, engine, self.scoring, is_counted=routers is not None)
         values_nk = self._from_all_ranks(batch, rank_plan, found)
         documents = batch.documents
@@ -298,13 +298,12 @@ class TwoPasses:
         return values_nk
 
 
-def outside_autocast() -> AbstractContextManager[None]:
+def outside_autocast(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which the first pass computes as the second one does, which runs outside of the autocast around TRL's loss.
 
     The model's own forward has its autocast inside.
     """
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(next(model.parameters()).device.type, enabled=False)
 
 
 def _gradient_mark(weight: nn.Parameter) -> tuple[int, int] | None:
