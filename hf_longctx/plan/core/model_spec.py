@@ -92,110 +92,128 @@ class PackedSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shapes of a decoder-only model.
-
-    bytes_per_element: size of weights and saved activations. bytes_sent_per_element: size of queries, keys and values sent
-    between ranks, smaller under autocast (0: bytes_per_element). gated_mlp: the MLP has gate, up and down, as in Llama, not only
-    up and down, as in GPT. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys are normalized.
-    can_keep_qkv: a replay can reuse queries, keys and values of the first run. tiles_mlps: policies can run MLPs in token tiles,
-    and keep what they save; elsewhere a replay runs all of them at once. tiles_norms: norms inside layers run in token tiles.
-    tiles_final_norm: the norm before the head runs in the tiles of the loss. adapters: trained weights where the model's own are
-    frozen. packed: frozen weights in fewer bits.
-    value_head_dim: head size of values (0: head_dim). kv_rank: size of the latent from which keys, except rope_head_dim of each,
-    and values are projected (0: they are projected from hidden states). query_rank: size of the latent of queries, likewise.
-    caps_scores: attention has a softcap. drops_weights: attention weights have dropout. windows: for each layer the most tokens
-    that a query sees, its own included, None for all before it, 0 in a layer without attention; () if all layers see everything.
-    states: layers that carry a state along the sequence. gates_output: attention's output is multiplied by a gate, which is
-    projected from hidden states. has_wide_norms: norms keep the product before their weight in fp32. index: an index that chooses
-    the keys of a token. experts: the routed experts of a mixture. keeps_all_stages: every rank holds the weights of all pipeline
-    stages, so that stages can lend their ranks. num_labels: outputs of a head that classifies documents or tokens; 0 for one that
-    predicts the next token. has_master_weights: the optimizer updates fp32 copies of trained weights in half precision.
-    input_size: elements that attention's projections read (0: hidden_size). updates_on_host: these copies and the optimizer's
-    states lie in host memory. layers_on_host: shards of layers lie there while a step computes. has_wide_hidden: hidden states
-    between layers are in at least fp32. passed_elements: elements of a token that a layer hands to the next one beside hidden
-    states. scales_residuals: every residual and what is added to it are multiplied by weights first. saves_kv_once: where
-    everything is kept, keys and values are not saved once for every query head that reads them, as GPUs' operators in half
-    precision allow, and short documents share calls of attention. cuts_heads: attention may run in pieces of its heads.
-    rounded_parameters: matrix parameters of a layer, besides those of routed experts, that are gathered in two bytes, since
-    autocast rounds them. rounds_head: the head is gathered so, too. moment_bytes: bytes of both moments of a trained parameter
-    where the optimizer keeps them in a few bits (0: they have the type of the weights that it updates). capped_bytes: size of one
-    logit that a cap after the head keeps for backward; 0 without a cap. heads: heads of each
-    layer, where layers differ; then num_kv_heads and head_dim are those of the layer with the most keys and values. num_made: see
-    `HeadSizes`. norms_results: what attention and the MLP return is normalized before it is added. norms_values: values are
-    normalized, too, without a weight. hands_kv_on: layers hand keys and values on, whether later ones read them or not.
-    own_input_size: elements of a token that every layer gets as an input of its own, from a table (`table_parameters`) and by a
-    matrix; 0 without. frozen_parameters: parameters of a layer, the mean over layers, that are frozen while the others are
-    trained, as experts or mixers may be. fuses_norms, fuses_gates, fuses_rotary: all norms of layers, the gated activations of
-    all MLPs, and all rotary embeddings, run as single kernels, which save their inputs alone.
+    """Shapes of a decoder-only model, and how a run holds its weights.
 
     Matrix parameters are means over layers, of attention and of states too. For a mixture of experts all sizes are means over
-    layers. intermediate_size: sum over the experts that one token passes.
-    idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements per token and layer that
-    routing to experts and back saves for backward, besides those that experts save inside. tower_parameters: those of a
-    multimodal model outside its text model and its head. The first stage holds them; no token passes them, no optimizer trains
-    them.
+    layers. Sizes are in elements, unless the name says bytes.
     """
 
     num_layers: int
     hidden_size: int
+    # sum over the experts that one token passes
     intermediate_size: int
     num_heads: int
+    # in a model whose layers differ: those of the layer with the most keys and values
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     max_positions: int
     tied_embeddings: bool = False
+    # size of weights and saved activations
     bytes_per_element: int = 4
+    # size of queries, keys and values sent between ranks, smaller under autocast; 0: bytes_per_element
     bytes_sent_per_element: int = 0
+    # the MLP has gate, up and down, as in Llama, not only up and down, as in GPT
     gated_mlp: bool = True
+    # one embedding for each of max_positions
     learned_positions: bool = False
+    # queries and keys are normalized
     qk_norms: bool = False
+    # a replay can reuse queries, keys and values of the first run
     can_keep_qkv: bool = True
+    # policies can run MLPs in token tiles, and keep what they save; otherwise a replay runs a whole MLP at once
     tiles_mlps: bool = True
+    # norms inside layers run in token tiles
     tiles_norms: bool = True
+    # the norm before the head runs in the tiles of the loss
     tiles_final_norm: bool = True
+    # trained weights if the model's own are frozen
     adapters: AdapterSpec = NO_ADAPTERS
+    # frozen weights in fewer bits
     packed: PackedSpec = PackedSpec()
+    # head size of values; 0: head_dim
     value_head_dim: int = 0
+    # size of the latent from which queries are projected; 0: they are projected from hidden states
     query_rank: int = 0
+    # size of the latent from which values, and keys except rope_head_dim of each, are projected; 0: from hidden states
     kv_rank: int = 0
+    # elements of a key that all heads share and that carry the position
     rope_head_dim: int = 0
+    # attention scores have a softcap
     caps_scores: bool = False
+    # attention weights have dropout
     drops_weights: bool = False
+    # matrix parameters of a layer that one token does not pass
     idle_parameters: int = 0
+    # elements per token and layer that routing to experts and back saves for backward, besides those that experts save inside
     routed_elements: int = 0
+    # for each layer the most tokens that a query sees, its own included; None: all before it; 0: no attention; (): all see all
     windows: Windows = ()
+    # layers that carry a state along the sequence
     states: StateSpec = NO_STATES
+    # an index that chooses the keys of a token
     index: IndexSpec = NO_INDEX
+    # attention's output is multiplied by a gate that is projected from hidden states
     gates_output: bool = False
+    # norms keep the product before their weight in fp32
     has_wide_norms: bool = False
+    # the routed experts of a mixture
     experts: ExpertSpec = NO_EXPERTS
+    # every rank holds the weights of all pipeline stages, so that stages can lend their ranks
     keeps_all_stages: bool = False
+    # outputs of a head that classifies documents or tokens; 0: the head predicts the next token
     num_labels: int = 0
+    # the optimizer updates fp32 copies of trained weights in half precision
     has_master_weights: bool = False
+    # elements that attention's projections read; 0: hidden_size
     input_size: int = 0
+    # the optimizer's states and these copies lie in host memory
     updates_on_host: bool = False
+    # shards of layers lie in host memory while a step computes
     layers_on_host: bool = False
+    # hidden states between layers are in at least fp32
     has_wide_hidden: bool = False
+    # elements of a token that a layer hands to the next one beside hidden states
     passed_elements: int = 0
+    # every residual and what is added to it are multiplied by weights first
     scales_residuals: bool = False
+    # if everything is kept, keys and values are saved once and not for every query head that reads them, as GPUs' operators in
+    # half precision allow, and short documents share calls of attention
     saves_kv_once: bool = False
+    # attention may run in pieces of its heads
     cuts_heads: bool = False
+    # matrix parameters of a layer, besides those of routed experts, that are gathered in two bytes, since autocast rounds them
     rounded_parameters: int = 0
+    # the head is gathered in two bytes, too
     rounds_head: bool = False
+    # bytes of both moments of a trained parameter if the optimizer keeps them in few bits; 0: the type of the weights it updates
     moment_bytes: float = 0.0
+    # bytes of one logit that a cap after the head keeps for backward; 0: no cap
     capped_bytes: int = 0
+    # parameters of a multimodal model outside its text model and its head; the first stage holds them, no token passes them, and
+    # no optimizer trains them
     tower_parameters: int = 0
+    # heads of each layer if layers differ
     heads: tuple[HeadSizes, ...] = ()
+    # see `HeadSizes`
     num_made: int = 2
+    # outputs of attention and of the MLP are normalized before they are added
     norms_results: bool = False
+    # values are normalized, too, without a weight
     norms_values: bool = False
+    # layers hand keys and values on, whether later ones read them or not
     hands_kv_on: bool = False
+    # elements of a token that every layer gets as an input of its own, from a table and by a matrix; 0: no such input
     own_input_size: int = 0
+    # parameters of that table
     table_parameters: int = 0
+    # parameters of a layer that are frozen while the others are trained, as experts or mixers may be
     frozen_parameters: int = 0
+    # all norms of layers run as single kernels, which save their inputs alone
     fuses_norms: bool = False
+    # so do the gated activations of all MLPs
     fuses_gates: bool = False
+    # so do all rotary embeddings
     fuses_rotary: bool = False
 
     def __post_init__(self) -> None:
