@@ -258,6 +258,14 @@ def test_what_plans_cannot_mean_is_refused_before_trl_prepares_anything(tmp_path
     assert message in str(raised.value) and "call attach(trainer)" not in str(raised.value)
 
 
+def test_rows_that_trl_has_emptied_name_its_limit(tmp_path: Path) -> None:
+    import trl
+
+    with pytest.raises(ValueError, match="train_dataset has no rows once its trainer has cut them to max_length=1") as raised:
+        make(trl.SFTTrainer, tmp_path, {}, {"max_length": 1})
+    assert "raise max_length in the trainer's arguments" in str(raised.value)
+
+
 def test_dropout_of_adapters_is_refused_for_what_trl_does_with_them(tmp_path: Path) -> None:
     import trl
 
