@@ -119,8 +119,8 @@ def _is_share(value: Any) -> bool:
 
 _BYTES = dict.fromkeys(("device_peak", "saved", "kv_book", "host"), _is_number)
 _EVENT = (_is_count, str, str, _is_number, _is_number, str)
-# What readers rely on, by kind of line: the type or a test of a value, the shape of a list's items, the values of an object by
-# their names (with "?": may be missing or null), by any text or by whole numbers. Tuples are lists of so many items.
+# Shapes of lines, by kind. A value has a type or a test. A list has the shape of its items, and a tuple stands for a list with a
+# shape for each item. An object has shapes by name (with "?": may be missing or null), or one for all texts or whole numbers.
 _SHAPES: dict[str, Any] = {
     "start": {
         **{"time": _is_time, "opening": str, "versions": {str: str}, "arguments": {str: object}},

@@ -254,13 +254,21 @@ def named_column_problem(columns: Mapping[str, bool], name: str, allowed: Collec
     return None
 
 
+def unnamed_column_problem(columns: Iterable[Any], name: str) -> str | None:
+    """Refuses a column whose name is no text; None if there is none."""
+    for column in columns:
+        if not isinstance(column, str):
+            return f"{name} has a column {column!r} ({type(column).__name__}); name columns by texts such as 'input_ids'"
+    return None
+
+
 def token_column_problem(columns: Mapping[str, bool], name: str) -> str | None:
     """Explains which column beside the tokens would be ignored, although it changes what is trained; None if there is none.
 
     columns: whether the values of each are text.
     """
-    if odd := [column for column in columns if not isinstance(column, str)]:
-        return f"{name} has a column {odd[0]!r} ({type(odd[0]).__name__}); name columns by texts such as 'input_ids'"
+    if problem := unnamed_column_problem(columns, name):
+        return problem
     if refused := [column for column in columns if column in TOKEN_COLUMNS and TOKEN_COLUMNS[column].use == "refused"]:
         return (
             f"{name} has a column {refused[0]!r}, which is not supported, and to ignore it would change what is trained; "

@@ -18,7 +18,14 @@ import xxhash
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from hf_longctx.hf.data.fields import is_text, listed_column_problem, text_columns, token_column_problem, unread_columns
+from hf_longctx.hf.data.fields import (
+    is_text,
+    listed_column_problem,
+    text_columns,
+    token_column_problem,
+    unnamed_column_problem,
+    unread_columns,
+)
 from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT, LOSS_WEIGHTS, NO_LABEL, first_labels, list_lengths
 from hf_longctx.hf.data.labels.padding import MASK, Padding, padding_of, rows_with_holes, unpadded
 from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask, class_problems
@@ -236,8 +243,8 @@ def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
         return _listed_problem(dataset, unread_columns(columns), name)
     if not isinstance(row := dataset[0], Mapping):
         return f"{name} row 0 {_no_mapping(row)}"
-    if odd := [column for column in row if not isinstance(column, str)]:
-        return f"{name} row 0 has a column {odd[0]!r} ({type(odd[0]).__name__}); name columns by texts such as 'input_ids'"
+    if problem := unnamed_column_problem(row, f"{name} row 0"):
+        return problem
     problem = column_problem({column: is_text(value) for column, value in row.items()}, name, task)
     return problem or listed_in_rows((dataset[number] for number in range(min(len(dataset), _FIRST_BATCH_ROWS))), name)
 
@@ -283,12 +290,16 @@ def listed_in_rows(rows: Iterable[Any], name: str) -> str | None:
 
 def _num_numbers(value: Any) -> int | None:
     """How many numbers a list has; None for another value."""
+    found = as_array(value)
+    return len(found) if found is not None and found.ndim == 1 and found.dtype.kind in "biuf" else None
+
+
+def as_array(value: Any) -> NDArray[Any] | None:
+    """The value as an array of numpy; None for lists of lists of different lengths, and for what numpy cannot take."""
     try:
-        found = np.asarray(value)
-    # lists of lists of different lengths, or what numpy cannot take
+        return np.asarray(value)
     except (ValueError, TypeError, OverflowError):
         return None
-    return len(found) if found.ndim == 1 and found.dtype.kind in "biuf" else None
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -425,11 +436,10 @@ def _other_columns(rows: list[Any], first: Collection[str], first_row: int, task
 
 def _is_whole(mask: Any) -> bool:
     """Whether a mask leaves nothing out."""
-    try:
-        return mask is None or bool((np.asarray(mask) == 1).all())
-    # lists of lists of different lengths, or what numpy cannot take
-    except (ValueError, TypeError, OverflowError):
-        return False
+    if mask is None:
+        return True
+    found = as_array(mask)
+    return found is not None and bool((found == 1).all())
 
 
 def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: HeadTask = NEXT_TOKEN) -> pa.Table | str:

@@ -1,7 +1,7 @@
 """Source of a run's plans: rank 0 solves them one step ahead, in a thread, and broadcasts JSON; all ranks compare digests.
 
-Only rank 0 solves. The planner gives equal plans for equal inputs, but the moment at which a refitted cost model or a slow
-solver's plan becomes available differs between ranks.
+Only rank 0 solves. The planner gives equal plans for equal inputs, but ranks would differ in the moment at which a refitted cost
+model becomes available, and in the point at which a program's time limit ends it.
 """
 
 from __future__ import annotations

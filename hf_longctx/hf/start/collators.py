@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers import default_data_collator
 
 from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
-from hf_longctx.hf.data.scan import PACKED
+from hf_longctx.hf.data.scan import PACKED, as_array
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads.kinds import HeadKind
@@ -255,14 +255,9 @@ def forward_columns(model: Any, args: transformers.TrainingArguments) -> list[st
     if not args.remove_unused_columns:
         return None
     named = inspect.signature(base_of(model).forward).parameters
-    return [
-        *named,
-        "labels",
-        "label",
-        "label_ids",
-        LOSS_WEIGHTS,
-        *(args.label_names if isinstance(args.label_names, list | tuple) else ()),
-    ]
+    # names that are no list are refused with the other arguments
+    own = args.label_names if isinstance(args.label_names, list | tuple) else ()
+    return [*named, "labels", "label", "label_ids", LOSS_WEIGHTS, *own]
 
 
 def collator_problems(collator: Any, dataset: Any, kind_of_head: HeadKind = "next_token") -> list[str]:
@@ -445,9 +440,5 @@ def _has_token(dataset: Any, token: int) -> bool:
 
 def _integers(value: Any) -> NDArray[Any] | None:
     """A list of integers as an array; None for anything else."""
-    try:
-        found = np.asarray(value)
-    # lists of lists of different lengths, or what numpy cannot take
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return found if found.ndim == 1 and found.dtype.kind in "iu" else None
+    found = as_array(value)
+    return found if found is not None and found.ndim == 1 and found.dtype.kind in "iu" else None

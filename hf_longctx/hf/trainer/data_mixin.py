@@ -96,8 +96,7 @@ class PlannedDataMixin(_TrainerBase):
         """
         if is_scored(type(self)):
             return super().get_eval_dataloader(eval_dataset)
-        reads_all = self.longctx_run.sets.collation.reads_all
-        given, known = (read_columns(type(self), each, reads_all) for each in (eval_dataset, self.eval_dataset))
+        given, known = self._columns_read(eval_dataset), self._columns_read(self.eval_dataset)
         name, dataset = chosen_evaluation_set(given, known)
         # metrics of a classifier need the logits of all rows, also of those without a label
         marks = self.longctx_run.task.kind != "next_token" and self.compute_metrics is not None
@@ -108,8 +107,11 @@ class PlannedDataMixin(_TrainerBase):
         if is_scored(type(self)):
             return super().get_test_dataloader(test_dataset)
         marks = self.longctx_run.task.kind != "next_token"
-        dataset = read_columns(type(self), test_dataset, self.longctx_run.sets.collation.reads_all)
-        return eval_loader(self.longctx_run, TEST_SET, whole(dataset), marks)
+        return eval_loader(self.longctx_run, TEST_SET, whole(self._columns_read(test_dataset)), marks)
+
+    def _columns_read(self, dataset: Any) -> Any:
+        """A dataset, or a dict of several, with the columns that the run's collator reads."""
+        return read_columns(type(self), dataset, self.longctx_run.sets.collation.reads_all)
 
     def _check_loader(self, loader: Any) -> None:
         """Raises ValueError for a loader of the user's own, whose batches have no plans; looked at when a training begins."""

@@ -64,7 +64,6 @@ from hf_longctx.hf.start.trl import (
     counts_tokens,
     is_planned,
     is_scored,
-    read_columns,
     scored_temperature,
     takes_metrics,
     trainer_problems,
@@ -394,9 +393,7 @@ class LongContextMixin(StartMixin, PlannedDataMixin, LogProbMixin, ParameterMixi
         `name`: the name of the set in messages. Long rows are cut like those of an evaluation set. Losses are cross-entropy,
         without weights, whatever loss is trained.
         """
-        dataloader = eval_loader(
-            self.longctx_run, name, read_columns(type(self), dataset, self.longctx_run.sets.collation.reads_all)
-        )
+        dataloader = eval_loader(self.longctx_run, name, self._columns_read(dataset))
         index = dataloader.dataset.index  # type: ignore[attr-defined]
         parts = []
         with self._evaluating():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -56,24 +57,19 @@ class WholeStream:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self._rows: list[Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._rows)
 
     def __getitem__(self, number: int) -> Any:
-        return self._read()[number]
+        return self._rows[number]
 
     def __getstate__(self) -> dict[str, Any]:
         # workers of a loader need rows alone
-        return {"stream": None, "_rows": self._read()}
+        return {"stream": None, "_rows": self._rows}
 
-    def _read(self) -> list[Any]:
-        if self._rows is None:
-            self._rows = self._read_rows()
-        return self._rows
-
-    def _read_rows(self) -> list[Any]:
+    @cached_property
+    def _rows(self) -> list[Any]:
         rows: list[Any] = []
         is_told = False
         try:
