@@ -86,7 +86,7 @@ def cache_path(
     folder = Path(_files(dataset)[0]).parent
     if not os.access(folder, os.W_OK):
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_longctx"
-    made_for = [_FORMAT, name, vocab_size, placeholders, asdict(task), len(dataset), _columns(dataset)]
+    made_for = [_FORMAT, name, vocab_size, placeholders, asdict(task), len(dataset), _sorted_columns(dataset)]
     purpose = xxhash.xxh3_64_hexdigest(json.dumps(made_for).encode())
     return folder / f"longctx-{dataset._fingerprint}-{purpose}.index"
 
@@ -96,7 +96,7 @@ def _files(dataset: Any) -> list[str]:
     return [file["filename"] for file in dataset.cache_files] if isinstance(dataset, datasets.Dataset) else []
 
 
-def _columns(dataset: datasets.Dataset) -> list[str]:
+def _sorted_columns(dataset: datasets.Dataset) -> list[str]:
     # all columns, not only those that are read: the scan refuses some by their name
     return sorted(dataset.column_names)
 
@@ -109,7 +109,7 @@ def _made_from(dataset: datasets.Dataset, files: list[str], name: str, vocab_siz
         "name": name,
         "vocab_size": vocab_size,
         "fingerprint": dataset._fingerprint,
-        "columns": _columns(dataset),
+        "columns": _sorted_columns(dataset),
         "dataset_format": dataset.format["type"],
         "num_rows": len(dataset),
         "files": [[file, state.st_size, state.st_mtime_ns] for file, state in states],

@@ -64,7 +64,7 @@ def elastic_chunks(
     ordered = sorted(lengths, key=lambda sequence: (-lengths[sequence], sequence))
     mesh = _mesh(lengths[ordered[0]], num_slices, rates, capacity_tokens)
     long = [sequence for sequence in ordered if lengths[sequence] > mesh[1]]
-    families = [_slices(sequence, lengths[sequence], mesh) for sequence in long]
+    families = [_slices_on_mesh(sequence, lengths[sequence], mesh) for sequence in long]
     tails = [
         _Bucket(rates.of_span(family[-1].start, family[-1].stop), family[-1].num_tokens, [family[-1]]) for family in families
     ]
@@ -126,7 +126,7 @@ def _mesh(longest: int, num_slices: int, rates: SpanRates, capacity_tokens: int)
     return slice_bounds(longest, max(num_slices, fewest), rates, rounds=True)
 
 
-def _slices(sequence: int, length: int, mesh: Sequence[int]) -> list[Span]:
+def _slices_on_mesh(sequence: int, length: int, mesh: Sequence[int]) -> list[Span]:
     """Cut a sequence at the bounds of the mesh that lie inside it."""
     inside = mesh[: bisect_left(mesh, length)]
     return [Span(sequence, start, stop) for start, stop in pairwise([*inside, length])]

@@ -32,7 +32,7 @@ class _BackfillSearch:
     least_moved: float = 0.01
 
 
-_SEARCH = _BackfillSearch()
+_BACKFILL = _BackfillSearch()
 
 
 def backfill(problem: GroupingProblem, layout: Layout, regroup: Grouper, passes: int) -> Layout:
@@ -53,13 +53,13 @@ def backfill(problem: GroupingProblem, layout: Layout, regroup: Grouper, passes:
             filled, rest = _fill(problem, others, sorted(i for _, members in donor for i in members))
             moved_s = sum(float(problem.seconds[:, i].min()) for _, members in donor for i in members if i not in rest)
             whole_s = sum(float(problem.seconds[:, i].min()) for _, members in donor for i in members)
-            if moved_s < _SEARCH.least_moved * whole_s:
+            if moved_s < _BACKFILL.least_moved * whole_s:
                 continue
             groups = group_some(problem, sorted(rest), regroup) if rest else []
             if rest and not groups:
                 continue
             candidate = [*filled, groups] if groups else filled
-            if problem.step_seconds(candidate) < problem.step_seconds(layout) * (1 - _SEARCH.least_gain):
+            if problem.step_seconds(candidate) < problem.step_seconds(layout) * (1 - _BACKFILL.least_gain):
                 layout, improved = candidate, True
         if not improved:
             break
@@ -84,7 +84,7 @@ def _fill(problem: GroupingProblem, layout: Layout, donated: list[int]) -> tuple
     )
     left = np.array(donated, dtype=np.int64)
     lengths = np.array(problem.lengths)
-    for _ in range(_SEARCH.most_iterations):
+    for _ in range(_BACKFILL.most_iterations):
         if not len(left):
             break
         first = _first_fitting(problem, left, lengths[left], kinds, time_left, room_left)

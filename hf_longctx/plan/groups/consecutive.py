@@ -35,7 +35,7 @@ class _MakespanSearch:
     most_limits: int = 6
 
 
-_SEARCH = _MakespanSearch()
+_MAKESPAN = _MakespanSearch()
 
 
 def group_runs(
@@ -47,7 +47,7 @@ def group_runs(
     within `tolerance` of the best.
     """
     tables = _Tables(problem, pieces, num_ranks)
-    limits = np.maximum(bounds_s, 1e-12)[:, None] * np.array(_SEARCH.first_factors)
+    limits = np.maximum(bounds_s, 1e-12)[:, None] * np.array(_MAKESPAN.first_factors)
     # per piece: the least feasible makespan found, and the choices of degrees that reach it
     kept: dict[int, tuple[float, NDArray[np.int16]]] = {}
     low, high = bounds_s.astype(np.float64), np.full(len(pieces), np.inf)
@@ -65,7 +65,7 @@ def group_runs(
                 high[piece] = problem.micro_batch_seconds(tables.groups(piece, *kept[piece])) if is_any else limits[row][first]
         # pieces that fit within no limit are given up; the others are refined until their gap is small
         open_pieces = np.array([p for p in kept if high[p] - low[p] > tolerance * high[p]], dtype=np.int64)
-        shares = np.arange(1, _SEARCH.most_limits + 1) / (_SEARCH.most_limits + 1)
+        shares = np.arange(1, _MAKESPAN.most_limits + 1) / (_MAKESPAN.most_limits + 1)
         limits = low[open_pieces, None] + (high[open_pieces] - low[open_pieces])[:, None] * shares
     return [tables.groups(piece, *kept[piece]) if piece in kept else [] for piece in range(len(pieces))]
 

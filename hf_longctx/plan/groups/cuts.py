@@ -44,7 +44,7 @@ class _CutSearch:
     most_positions: int = 240
 
 
-_SEARCH = _CutSearch()
+_CUTS = _CutSearch()
 
 
 def candidate_cuts(problem: GroupingProblem, trials: int, num_ranks: int, time_aware: bool) -> list[list[Piece]]:
@@ -82,7 +82,7 @@ def expected_s(problem: GroupingProblem, pieces: list[Piece], num_ranks: int) ->
     for index, (start, stop) in enumerate(pieces):
         fits = np.isfinite(work[:, start])
         rank_seconds = sums[stop] - sums[start] + work[fits, start] - cheapest[start]
-        spread_s = rank_seconds / (num_ranks * _SEARCH.expected_shares[stop - start >= _SEARCH.few_sequences])
+        spread_s = rank_seconds / (num_ranks * _CUTS.expected_shares[stop - start >= _CUTS.few_sequences])
         overfull = max(1.0, float(lumped[stop] - lumped[start]) / (problem.capacity * num_ranks))
         # the longest sequence runs on the degree that serves it and the rest best
         makespan_s = float(np.maximum(problem.seconds[fits, start], spread_s).min())
@@ -160,11 +160,11 @@ def _cuts_by_cost(problem: GroupingProblem, num_ranks: int) -> list[list[Piece]]
     may_be_full, is_empty = count > 1, count <= 0
     over_room = tokens - tokens[:, None] > room
     lumped_tokens = lumped - lumped[:, None]
-    excluded = [is_empty | (may_be_full & (over_room | (lumped_tokens > share * room))) for share in _SEARCH.room_shares]
+    excluded = [is_empty | (may_be_full & (over_room | (lumped_tokens > share * room))) for share in _CUTS.room_shares]
     fixed_s = min(problem.group_s) + problem.micro_batch_s
-    costs = np.empty((len(_SEARCH.time_shares) * len(excluded), *count.shape))
-    for place, (few, many) in enumerate(_SEARCH.time_shares):
-        usable = num_ranks * np.where(count < _SEARCH.few_sequences, few, many)
+    costs = np.empty((len(_CUTS.time_shares) * len(excluded), *count.shape))
+    for place, (few, many) in enumerate(_CUTS.time_shares):
+        usable = num_ranks * np.where(count < _CUTS.few_sequences, few, many)
         # a piece takes at least as long as its longest sequence, which runs on the degree that serves it and the rest best
         makespans = np.full(rank_seconds.shape, np.inf)
         for k in range(len(problem.degrees)):
@@ -186,9 +186,9 @@ def _cuts_by_cost(problem: GroupingProblem, num_ranks: int) -> list[list[Piece]]
 def _cut_positions(lengths: FloatArray) -> IntArray:
     """Positions where cuts may lie: before each of the longest sequences, and after them at equal distances in tokens."""
     count = len(lengths)
-    if count < _SEARCH.most_positions:
+    if count < _CUTS.most_positions:
         return np.arange(count + 1)
-    half = _SEARCH.most_positions // 2
+    half = _CUTS.most_positions // 2
     sums = np.concatenate([[0.0], np.cumsum(lengths)])
     rest = np.searchsorted(sums, np.linspace(sums[half], sums[-1], half))
     return np.unique(np.concatenate([np.arange(half), rest, [count]]))

@@ -67,7 +67,7 @@ class _GreedySearch:
     largest_equal_degree: int = 16
 
 
-_SEARCH = _GreedySearch()
+_GREEDY = _GreedySearch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def plan_greedy(problem: GroupingProblem, trials: int, time_aware: bool = True) 
     """
     ordered, order = problem.longest_first()
     useful = useful_degrees(ordered)
-    best, _ = improve(ordered, _start(useful, trials, time_aware), _SEARCH.step_budget, across=time_aware)
+    best, _ = improve(ordered, _start(useful, trials, time_aware), _GREEDY.step_budget, across=time_aware)
     degrees = [d for d in ordered.degrees if _static_bound_s(ordered, d) < ordered.step_seconds(best)]
     if degrees:
         best = min(best, _plan_one_degree(ordered, trials, degrees), key=ordered.step_seconds)
@@ -139,7 +139,7 @@ def plan_one_micro_batch(problem: GroupingProblem, one_degree: bool = False) -> 
             f"fit one micro-batch on {problem.num_ranks} ranks of {problem.capacity} tokens each; raise tokens_per_rank or use "
             f"fewer sequences per step"
         )
-    return _renumber([found] if one_degree else improve(ordered, [found], _SEARCH.step_budget)[0], order)
+    return _renumber([found] if one_degree else improve(ordered, [found], _GREEDY.step_budget)[0], order)
 
 
 def useful_degrees(problem: GroupingProblem) -> GroupingProblem:
@@ -166,7 +166,7 @@ def group_micro_batch(problem: GroupingProblem) -> list[Group]:
 def group_pieces(problem: GroupingProblem, pieces: Sequence[Piece], effort: Effort = _QUICK) -> list[list[Group]]:
     """The best groups found for every micro-batch (a range of the sequences, longest first); empty if none was found."""
     bounds_s = fluid_bounds_s(problem, pieces, problem.num_ranks)
-    found = group_runs(problem, pieces, bounds_s, problem.num_ranks, _SEARCH.runs_tolerance)
+    found = group_runs(problem, pieces, bounds_s, problem.num_ranks, _GREEDY.runs_tolerance)
     searches = [
         _Search(problem, piece, groups, float(bound_s), effort)
         for piece, groups, bound_s in zip(pieces, found, bounds_s, strict=True)
@@ -175,7 +175,7 @@ def group_pieces(problem: GroupingProblem, pieces: Sequence[Piece], effort: Effo
         attempts = [
             (search, rule, limit_s)
             for search in searches
-            if search.low_s < search.high_s * (1 - _SEARCH.tolerance)
+            if search.low_s < search.high_s * (1 - _GREEDY.tolerance)
             for limit_s in search.limits(iteration)
             for rule in search.rules
         ]
@@ -194,23 +194,23 @@ def group_pieces(problem: GroupingProblem, pieces: Sequence[Piece], effort: Effo
 
 def _start(problem: GroupingProblem, trials: int, time_aware: bool) -> Layout:
     """The layout from which moves of single sequences start."""
-    cuts = _PromisingCuts.of(problem, trials, time_aware) if len(problem.lengths) > _SEARCH.all_cuts_sequences else None
+    cuts = _PromisingCuts.of(problem, trials, time_aware) if len(problem.lengths) > _GREEDY.all_cuts_sequences else None
     if cuts is None or not time_aware:
         layouts = [_best_cut(problem), *_bins(problem)] if cuts is None else _grouped(problem, cuts)
         start = min(layouts, key=problem.step_seconds)
-        return backfill(problem, start, _group_all, _SEARCH.backfill_passes) if time_aware else start
-    count, (in_step, in_micro_batch) = len(problem.lengths), _SEARCH.joint_sequences
-    is_large = count >= max(in_step, in_micro_batch * cuts.num_micro_batches, _SEARCH.joint_pairs / problem.num_ranks)
+        return backfill(problem, start, _group_all, _GREEDY.backfill_passes) if time_aware else start
+    count, (in_step, in_micro_batch) = len(problem.lengths), _GREEDY.joint_sequences
+    is_large = count >= max(in_step, in_micro_batch * cuts.num_micro_batches, _GREEDY.joint_pairs / problem.num_ranks)
     packed = None
     if cuts.num_micro_batches > 1 and is_large:
         starts_s = [cuts.expected_s]
-        if sum(problem.lengths) < _SEARCH.joint_fullness * problem.capacity * problem.num_ranks * (cuts.num_micro_batches - 1):
+        if sum(problem.lengths) < _GREEDY.joint_fullness * problem.capacity * problem.num_ranks * (cuts.num_micro_batches - 1):
             starts_s.append([one_fewer_s(problem, cuts.expected_s[0]).tolist()])
         packed = JointPacking(problem).best(starts_s)
-        if packed is not None and (count >= _SEARCH.joint_alone or len(packed) < cuts.num_micro_batches):
+        if packed is not None and (count >= _GREEDY.joint_alone or len(packed) < cuts.num_micro_batches):
             return packed
     start = min(_grouped(problem, cuts if packed is None else replace(cuts, cuts=cuts.cuts[:1])), key=problem.step_seconds)
-    start = backfill(problem, start, _group_all, _SEARCH.backfill_passes)
+    start = backfill(problem, start, _group_all, _GREEDY.backfill_passes)
     if packed is not None:
         return min(packed, start, key=problem.step_seconds)
     if cuts.num_micro_batches == 1:
@@ -239,10 +239,10 @@ class _PromisingCuts:
         by_tokens, by_any = (
             sorted(some, key=lambda cut: sum(expected[piece] for piece in cut)) for some in (cuts[:trials], cuts)
         )
-        promising = [*by_tokens[: _SEARCH.most_token_cuts], *by_any[: _SEARCH.most_cuts]]
+        promising = [*by_tokens[: _GREEDY.most_token_cuts], *by_any[: _GREEDY.most_cuts]]
         return cls(
             list({tuple(cut): cut for cut in promising}.values()),
-            [[expected[piece] - problem.micro_batch_s for piece in cut] for cut in by_any[: _SEARCH.joint_cuts]],
+            [[expected[piece] - problem.micro_batch_s for piece in cut] for cut in by_any[: _GREEDY.joint_cuts]],
             len(by_any[0]),
         )
 
@@ -253,7 +253,7 @@ def _grouped(problem: GroupingProblem, promising: _PromisingCuts) -> list[Layout
     pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
     groups = dict(zip(pieces, group_pieces(problem, pieces), strict=True))
     layouts = [[groups[piece] for piece in cut] for cut in cuts if all(groups[piece] for piece in cut)]
-    if count <= _SEARCH.bin_sequences * len(cuts[0]):
+    if count <= _GREEDY.bin_sequences * len(cuts[0]):
         layouts += _bins(problem)
     # tokens may fit the ranks although no groups fit the memory; one sequence per micro-batch always works
     return layouts or [[[_alone(problem, i)] for i in range(count)]]
@@ -274,7 +274,7 @@ def _one_micro_batch(problem: GroupingProblem) -> list[Group]:
     """The best groups that a thorough search finds for all sequences, never slower than groups of one degree; empty if none."""
     found = [group_pieces(problem, [(0, len(problem.lengths))], _THOROUGH)[0]]
     if same := _one_micro_batch_of_one_degree(problem):
-        found += improve(problem, [same], _SEARCH.start_budget)[0]
+        found += improve(problem, [same], _GREEDY.start_budget)[0]
     return min(filter(None, found), key=problem.micro_batch_seconds, default=[])
 
 
@@ -322,7 +322,7 @@ class _Search:
         self.problem, self.effort, self.runs, self.low_s = problem, effort, runs, low_s
         self.high_s = problem.micro_batch_seconds(runs) if runs else np.inf
         self.pods = _pods(problem, piece)
-        self.rules = _rules(problem, effort.rare_rules) if len(self.pods) < _SEARCH.many_pods else [Rule()]
+        self.rules = _rules(problem, effort.rare_rules) if len(self.pods) < _GREEDY.many_pods else [Rule()]
         self._best_of_rule = dict.fromkeys(self.rules, np.inf)
         self._best_of_limit: dict[float, float] = {}
         # makespan -> the packings, one for each pod, that reached it first
@@ -359,7 +359,7 @@ class _Search:
         if self.runs:
             starts.append(self.runs)
         if self.effort.starts > 1:
-            starts += [improve(self.problem, [start], _SEARCH.start_budget)[0][0] for start in starts]
+            starts += [improve(self.problem, [start], _GREEDY.start_budget)[0][0] for start in starts]
         return min(starts, key=self.problem.micro_batch_seconds, default=[])
 
 
@@ -369,7 +369,7 @@ def _rules(problem: GroupingProblem, rare: bool) -> list[Rule]:
     rules = [Rule(), Rule(0.0, 0.0, 1.0), *([Rule(larger=1)] if rare else [])]
     # equal groups of the smallest degree seldom win, because the plain rule opens nearly the same groups
     for k, degree in enumerate(problem.degrees):
-        if (k or rare) and degree <= _SEARCH.largest_equal_degree:
+        if (k or rare) and degree <= _GREEDY.largest_equal_degree:
             rules += [Rule(*each, equal_degree=k) for each in weights]
     return rules
 
@@ -382,8 +382,8 @@ def _pods(problem: GroupingProblem, piece: Piece) -> list[IntArray]:
     start, stop = piece
     needed = next(d for k, d in enumerate(problem.degrees) if problem.lengths[start] <= d * problem.capacity)
     number = 1
-    while (stop - start) > _SEARCH.pod_sequences * number and problem.num_ranks % (2 * number) == 0:
-        if problem.num_ranks // (2 * number) < _SEARCH.pod_groups * needed:
+    while (stop - start) > _GREEDY.pod_sequences * number and problem.num_ranks % (2 * number) == 0:
+        if problem.num_ranks // (2 * number) < _GREEDY.pod_groups * needed:
             break
         number *= 2
     indices = np.arange(stop - start)

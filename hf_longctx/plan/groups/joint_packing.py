@@ -46,7 +46,7 @@ class _LimitSearch:
     least_placed: tuple[int, int] = (1536, 5120)
 
 
-_SEARCH = _LimitSearch()
+_LIMITS = _LimitSearch()
 
 
 class JointPacking:
@@ -65,7 +65,7 @@ class JointPacking:
         """
         best: Layout | None = None
         for each in expected_s:
-            for factor in _SEARCH.first_factors:
+            for factor in _LIMITS.first_factors:
                 if factor * sum(each) + self.problem.micro_batch_s * len(each) >= below_s:
                     break
                 found = self.pack(factor * np.array(each))
@@ -82,7 +82,7 @@ class JointPacking:
         descents = [_Descent(self, layout) for layout in firsts if layout is not None]
         if not descents:
             return None
-        placed = [max(n * len(self._lengths), least) for n, least in zip(_SEARCH.trials, _SEARCH.least_placed, strict=True)]
+        placed = [max(n * len(self._lengths), least) for n, least in zip(_LIMITS.trials, _LIMITS.least_placed, strict=True)]
         for descent in descents:
             descent.run(placed[0])
         best = min(descents, key=lambda descent: descent.best_s)
@@ -189,7 +189,7 @@ class _Descent:
     def __init__(self, packing: JointPacking, layout: Layout) -> None:
         self.packing, self.layout = packing, layout
         self.best_s, self.limits_s = self._seconds(layout)
-        self.gain, self.tried = _SEARCH.first_gain, 0
+        self.gain, self.tried = _LIMITS.first_gain, 0
         # the legacy generator's numbers are the same in every version of numpy
         self.random = np.random.RandomState(0)
 
@@ -198,16 +198,16 @@ class _Descent:
         packing = self.packing
         most = packing.num_placed + num_placed
         while packing.num_placed < most:
-            spread = _SEARCH.spreads[self.tried % len(_SEARCH.spreads)]
+            spread = _LIMITS.spreads[self.tried % len(_LIMITS.spreads)]
             changed = self.limits_s * np.exp(spread * self.random.standard_normal(len(self.limits_s)))
             found = packing.pack(changed * (float(self.limits_s.sum()) * (1 - self.gain) / float(changed.sum())))
             self.tried += 1
-            self.gain *= _SEARCH.after_failure
+            self.gain *= _LIMITS.after_failure
             if found is not None:
                 found_s, limits_s = self._seconds(found)
                 if found_s < self.best_s:
                     self.layout, self.best_s, self.limits_s = found, found_s, limits_s
-                    self.gain *= _SEARCH.after_success / _SEARCH.after_failure
+                    self.gain *= _LIMITS.after_success / _LIMITS.after_failure
 
     def _seconds(self, layout: Layout) -> tuple[float, FloatArray]:
         """Seconds of the step, and those of every micro-batch without `micro_batch_s`."""

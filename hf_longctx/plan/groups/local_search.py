@@ -27,7 +27,7 @@ class _MoveSearch:
     least_gain: float = 1e-5
 
 
-_SEARCH = _MoveSearch()
+_MOVES = _MoveSearch()
 
 
 def improve(problem: GroupingProblem, layout: Layout, budget: int, across: bool = True) -> tuple[Layout, int]:
@@ -53,7 +53,7 @@ def use_spare_ranks(problem: GroupingProblem, groups: list[Group]) -> list[Group
         degree, members = groups[slowest]
         larger = [(size, members) for size in problem.degrees if degree < size <= degree + spare]
         best = min(larger, key=problem.group_seconds, default=groups[slowest])
-        if problem.group_seconds(best) >= seconds[slowest] * (1 - _SEARCH.least_gain):
+        if problem.group_seconds(best) >= seconds[slowest] * (1 - _MOVES.least_gain):
             break
         groups[slowest], seconds[slowest] = best, problem.group_seconds(best)
         spare -= best[0] - degree
@@ -104,7 +104,7 @@ class _State:
         for home in range(self.num_homes):
             if self.is_stuck[home] or self.budget <= 0:
                 continue
-            least = _SEARCH.least_gain * float(self.loads.max())
+            least = _MOVES.least_gain * float(self.loads.max())
             source = self._slowest(home)
             gain, i, target, back = self._best_move(source)
             if gain <= least:
@@ -130,7 +130,7 @@ class _State:
         targets = self._targets(source)
         if not len(chosen) or not len(targets):
             return 0.0, -1, -1, -1
-        self.budget -= _SEARCH.call_cost + len(chosen) * len(targets)
+        self.budget -= _MOVES.call_cost + len(chosen) * len(targets)
         seconds = self.problem.seconds[:, chosen]
         rest = self.loads[source] - seconds[self.kinds[source]] if len(chosen) > 1 else np.zeros(1)
         loads = (self.loads + self.entry)[targets, None] + seconds[self.kinds[targets]]
@@ -148,7 +148,7 @@ class _State:
         others = np.flatnonzero(allowed[self.owner])
         if not len(chosen) or not len(others):
             return 0.0, -1, -1, -1
-        self.budget -= _SEARCH.call_cost + len(chosen) * len(others)
+        self.budget -= _MOVES.call_cost + len(chosen) * len(others)
         targets, kind = self.owner[others], self.kinds[source]
         kinds = self.kinds[targets]
         grows = self.lengths[chosen] - self.lengths[others][:, None]

@@ -33,7 +33,7 @@ class _NestedSearch:
     most_options: int = 12_000
 
 
-_SEARCH = _NestedSearch()
+_NESTED = _NestedSearch()
 
 
 def plan_nested(problem: GroupingProblem, ranks_per_node: int) -> list[PlacedGroup]:
@@ -48,8 +48,8 @@ def plan_nested(problem: GroupingProblem, ranks_per_node: int) -> list[PlacedGro
     if not usable or ordered.lengths[0] > largest:
         return []
     bound_s = ordered.lower_bound_s()
-    tries = max(1, _SEARCH.most_options // (len(usable) * len(order)))
-    runs = [_Board(ordered, usable, bound_s * factor).place_all() for factor in _SEARCH.limit_factors[:tries]]
+    tries = max(1, _NESTED.most_options // (len(usable) * len(order)))
+    runs = [_Board(ordered, usable, bound_s * factor).place_all() for factor in _NESTED.limit_factors[:tries]]
     groups, _ = min(runs, key=lambda run: run[1])
     return [PlacedGroup(g.first, g.degree, tuple(order[i] for i in g.members)) for g in groups]
 

@@ -41,7 +41,7 @@ class _CandidateSearch:
 
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
-_SEARCH = _CandidateSearch()
+_CANDIDATES = _CandidateSearch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Candidates:
         found: list[Candidate] = []
         for estimate_s, groups in estimated:
             least_s = min((candidate.seconds for candidate in found), default=math.inf)
-            if len(found) == _SEARCH.most_layouts or _SEARCH.doubt * estimate_s > least_s or math.isinf(estimate_s):
+            if len(found) == _CANDIDATES.most_layouts or _CANDIDATES.doubt * estimate_s > least_s or math.isinf(estimate_s):
                 break
             candidate = self._in_step(groups) if self._share_blocks(groups) else self._simulated(groups)
             if candidate is not None:
@@ -119,13 +119,13 @@ class Candidates:
         slowest_s = 0.0
         for group in sorted(cuts, key=lambda group: -cuts[group][0].estimate_s):
             best_s, num_fitting = math.inf, 0
-            for cut in cuts[group][: _SEARCH.most_cuts]:
+            for cut in cuts[group][: _CANDIDATES.most_cuts]:
                 seconds, made = self._run(group, cut)
                 num_fitting += seconds < math.inf
                 if seconds < best_s:
                     best_s, chunks[group] = seconds, made
                 # a group faster than the slowest one gains nothing
-                if best_s <= slowest_s or num_fitting == _SEARCH.fitting_cuts:
+                if best_s <= slowest_s or num_fitting == _CANDIDATES.fitting_cuts:
                     break
             if math.isinf(best_s):
                 return None
@@ -178,7 +178,7 @@ class Candidates:
         if self._share_blocks(groups):
             return LeastMemory(self, (), ())
         longest = int(self.staged.lengths[list(members)].max())
-        return LeastMemory(self, groups, [count for count in _SEARCH.least_memory_slices if count <= longest])
+        return LeastMemory(self, groups, [count for count in _CANDIDATES.least_memory_slices if count <= longest])
 
     def fewest_bytes(self, sequence: int) -> Iterator[SequenceGroup]:
         """Groups that run this sequence in several chunks with little memory: in many slices, or whole after a dummy chunk.
@@ -187,7 +187,7 @@ class Candidates:
         """
         staged, degree = self.staged, self.staged.degrees[-1]
         own, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
-        most = min(length, _SEARCH.least_memory_slices[-1])
+        most = min(length, _CANDIDATES.least_memory_slices[-1])
         if most > 1 and not self._share_blocks([own, *([own] if degree < staged.ranks_per_stage else [])]):
             yield self.micro_batch([own], {own: self._chunks(own, most)}).groups[0]
         yield self.micro_batch([own], {own: (Chunk(0), Chunk(1, (Span(sequence, 0, length),)))}).groups[0]
@@ -201,7 +201,7 @@ class Candidates:
         group, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
         [groups] = with_idle_ranks([[group]], staged.ranks_per_stage, 0)
         can_lend = staged.shapes[degree].num_blocks == 1 and length <= staged.longest[degree]
-        most = min(length // degree, _SEARCH.lent_slices * staged.num_stages) if can_lend else 0
+        most = min(length // degree, _CANDIDATES.lent_slices * staged.num_stages) if can_lend else 0
         return self.sliced(groups, [count for count in CUTS.slice_counts if staged.num_stages - 1 <= count <= most])
 
     def sliced(self, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> list[Candidate]:

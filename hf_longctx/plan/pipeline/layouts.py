@@ -34,7 +34,7 @@ class _LayoutSearch:
 
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
-_SEARCH = _LayoutSearch()
+_LAYOUTS = _LayoutSearch()
 
 
 def dealt_layouts(staged: StagedStep, members: Sequence[int]) -> Iterator[list[PlacedGroup]]:
@@ -42,7 +42,7 @@ def dealt_layouts(staged: StagedStep, members: Sequence[int]) -> Iterator[list[P
     layouts = stage_layouts(staged.ranks_per_stage, staged.degrees)
     chosen = np.array(members, dtype=np.int64)
     seconds = {degree: each[chosen] for degree, each in staged.seconds.items()}
-    for layout in promising(layouts, seconds, staged.lengths[chosen], staged.longest, _SEARCH.most_mixed):
+    for layout in promising(layouts, seconds, staged.lengths[chosen], staged.longest, _LAYOUTS.most_mixed):
         yield dealt_groups(staged, layout, members)
 
 
@@ -62,7 +62,7 @@ def dealt_groups(staged: StagedStep, layout: StageLayout, members: Sequence[int]
 
 def stage_layouts(num_ranks: int, degrees: Sequence[int]) -> list[StageLayout]:
     """All layouts of at most three different degrees (at most two for more than 16 ranks) in which no further group fits."""
-    most = 3 if num_ranks <= _SEARCH.few_ranks else 2
+    most = 3 if num_ranks <= _LAYOUTS.few_ranks else 2
     usable = [degree for degree in sorted(degrees, reverse=True) if degree <= num_ranks]
     return list(_layouts(num_ranks, usable, most)) if usable else []
 

@@ -53,7 +53,7 @@ class SearchConstants:
 
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
-_SEARCH = SearchConstants()
+_CHOICE = SearchConstants()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class PipelineSearch:
         waiting = [members]
         while waiting:
             together = waiting.pop()
-            most_s = _SEARCH.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
+            most_s = _CHOICE.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
             row, is_slow = None, False
             if not self._is_hopeless(together):
                 row = self._fastest(together)
@@ -129,8 +129,8 @@ class PipelineSearch:
     def _or_apart(self, members: tuple[int, ...], row: _Row) -> StepPlan:
         """The plan of these sequences in one micro-batch, or a faster one of more where stages idle for lack of chunks."""
         num_chunks = min((len(group.chunks) for group in row.plan.micro_batches[0].groups if group.num_tokens), default=0)
-        is_short = self._room is not None and len(members) > 1 and num_chunks <= _SEARCH.few_chunks * self.staged.num_stages
-        if not is_short or row.run.step_s - row.run.once_s <= _SEARCH.much_idle * self.staged.least_s(members):
+        is_short = self._room is not None and len(members) > 1 and num_chunks <= _CHOICE.few_chunks * self.staged.num_stages
+        if not is_short or row.run.step_s - row.run.once_s <= _CHOICE.much_idle * self.staged.least_s(members):
             return row.plan
         try:
             plan = self._plan_of([each for part in self._apart(members) for each in self._in_pipelines(part, False)[0]])
@@ -172,14 +172,14 @@ class PipelineSearch:
         """
         if self._room is None or len(members) < 2:
             return False
-        if self._room.waiting_bytes < _SEARCH.much_waiting * self._room.budget.device_bytes:
+        if self._room.waiting_bytes < _CHOICE.much_waiting * self._room.budget.device_bytes:
             return False
         few = self._least_memory_of(self._few(members))
         return bool(few.counts) and not self._may_fit(few.of(few.counts[-1]))
 
     def _few(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """The longest of these sequences, which mostly need as much memory as all of them where memory is short."""
-        count = _SEARCH.few * -(-self.staged.ranks_per_stage // self.staged.degrees[-1])
+        count = _CHOICE.few * -(-self.staged.ranks_per_stage // self.staged.degrees[-1])
         return members if len(members) <= count else tuple(sorted(self.staged.by_length(members)[:count]))
 
     def _least_memory_of(self, members: tuple[int, ...]) -> LeastMemory:
@@ -223,7 +223,7 @@ class PipelineSearch:
     def _fastest(self, members: tuple[int, ...]) -> _Row | None:
         """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
         candidates = self.candidates.fastest(members)
-        equal = [each for each in candidates if each.seconds <= _SEARCH.equal * candidates[0].seconds]
+        equal = [each for each in candidates if each.seconds <= _CHOICE.equal * candidates[0].seconds]
         # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
         row = next(filter(None, map(self._as_it_is, equal)), None)
         if row is not None:
@@ -249,12 +249,12 @@ class PipelineSearch:
             return False
         groups = row.plan.micro_batches[0].groups
         kept = [replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages)) for group in groups]
-        return row.run.step_s - row.run.once_s > _SEARCH.much_lost * max(map(self._room.kept_s, kept))
+        return row.run.step_s - row.run.once_s > _CHOICE.much_lost * max(map(self._room.kept_s, kept))
 
     def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The quickest of these candidates that may fit, quickest first."""
         found = [] if self._room is None else [each for each in candidates if self._may_fit(each)]
-        return sorted(found, key=self._kept_s)[: _SEARCH.most_fits] if len(found) > 1 else found
+        return sorted(found, key=self._kept_s)[: _CHOICE.most_fits] if len(found) > 1 else found
 
     def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
         """The fastest of `best` and of these candidates with room made; None where nothing fits.
@@ -262,7 +262,7 @@ class PipelineSearch:
         The first candidate that is hardly faster than the best so far, even with everything kept, ends the search.
         """
         for candidate in candidates:
-            if best is not None and self._takes(candidate, (best.run.step_s - best.run.once_s) / _SEARCH.worth):
+            if best is not None and self._takes(candidate, (best.run.step_s - best.run.once_s) / _CHOICE.worth):
                 break
             made = self._as_it_is(candidate) or self._made_to_fit(candidate)
             if made is not None and (best is None or made.run.step_s < best.run.step_s):
@@ -369,7 +369,7 @@ class PipelineSearch:
         yield lend(plan, self.planning.predict, self._fits).plan
         order = self.staged.by_length(range(len(self.staged.lengths)))
         alone: list[MicroBatch] = []
-        for count, sequence in enumerate(order[: _SEARCH.most_alone], 1):
+        for count, sequence in enumerate(order[: _CHOICE.most_alone], 1):
             tried = [replace(plan, micro_batches=(each.micro_batch,)) for each in self.candidates.alone(sequence)]
             lent = [found for found in (lend(each, self.planning.predict, self._fits) for each in tried) if found.num_lent]
             if not lent:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hf_longctx.runtime.parameters.layer_order import AT_END, LayerOrder
 
 # bytes from which a gradient is summed where it lies; smaller ones are copied into buckets of at most so many bytes
-_BUCKET_BYTES = 16 * 2**20
+_EARLY_BUCKET_BYTES = 16 * 2**20
 # most bytes of such copies, those of one bucket at the end of a step; what is beyond them is summed at the end
 _MOST_COPIED_BYTES = 64 * 2**20
 
@@ -85,7 +85,7 @@ class EarlySums:
         # the buckets are the same when all of them start at the end, so that no bit of a gradient depends on seconds
         if group is not None:
             trained = [weight for weight in self._levels if weight.requires_grad and weight not in self._late]
-            self._buckets = _buckets(trained, self._levels, self._dtype_of)
+            self._buckets = _early_buckets(trained, self._levels, self._dtype_of)
         with ExitStack() as hooks:
             is_early = group is not None and self._longest_s is not None and self._longest_s <= group.longest_s
             if is_early and self._buckets:
@@ -154,7 +154,7 @@ class _Started:
         return dict(zip(self.had_gradient, self._gradients, strict=True))
 
 
-def _buckets(
+def _early_buckets(
     weights: Sequence[nn.Parameter], levels: Mapping[nn.Parameter, int], dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> list[_Bucket]:
     """Buckets of the weights that belong to layers, from the last layer to the first; equal on all ranks with equal weights."""
@@ -164,14 +164,14 @@ def _buckets(
     for weight in sorted((weight for weight in weights if levels[weight] > AT_END), key=lambda weight: -levels[weight]):
         dtype = dtype_of(weight)
         num_bytes = weight.numel() * dtype.itemsize
-        if num_bytes >= _BUCKET_BYTES:
+        if num_bytes >= _EARLY_BUCKET_BYTES:
             buckets.append(_Bucket(levels[weight], (weight,)))
             continue
         if copied_bytes + num_bytes > _MOST_COPIED_BYTES:
             continue
         copied_bytes += num_bytes
         held, held_bytes = filling.pop(dtype, ([], 0))
-        if held and held_bytes + num_bytes > _BUCKET_BYTES:
+        if held and held_bytes + num_bytes > _EARLY_BUCKET_BYTES:
             buckets.append(_Bucket(levels[held[-1]], tuple(held)))
             held, held_bytes = [], 0
         filling[dtype] = [*held, weight], held_bytes + num_bytes

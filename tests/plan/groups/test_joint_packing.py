@@ -45,7 +45,7 @@ def test_micro_batches_keep_their_limits(problem: GroupingProblem, factors: list
 def fewer_trials() -> Iterator[None]:
     """A fifth of the trials that small steps have, which still are dozens from each start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint_packing, "_SEARCH", replace(joint_packing._SEARCH, least_placed=(307, 1024)))
+        patch.setattr(joint_packing, "_LIMITS", replace(joint_packing._LIMITS, least_placed=(307, 1024)))
         yield
 
 
@@ -105,7 +105,7 @@ def test_large_micro_batches_get_faster_layouts(seed: int, monkeypatch: pytest.M
     problem = replace(flexsp_problem(lognormal_lengths(seed, 2048, 200_000, 700.0, 1.8)), num_ranks=256)
     jointly = plan_greedy(problem, 5)
     check_problem_layout(jointly, problem)
-    monkeypatch.setattr(greedy, "_SEARCH", replace(greedy._SEARCH, joint_sequences=(10**9, 1)))
+    monkeypatch.setattr(greedy, "_GREEDY", replace(greedy._GREEDY, joint_sequences=(10**9, 1)))
     apart = plan_greedy(problem, 5)
     assert len(apart) > 1
     assert problem.step_seconds(jointly) < 0.99 * problem.step_seconds(apart)
@@ -129,7 +129,7 @@ def test_steps_of_few_hundred_sequences_take_the_faster_of_both_ways(monkeypatch
 def planned_s(problem: GroupingProblem, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> float:
     """Seconds of the planned step with these constants of the search."""
     with monkeypatch.context() as patch:
-        patch.setattr(greedy, "_SEARCH", replace(greedy._SEARCH, **settings))
+        patch.setattr(greedy, "_GREEDY", replace(greedy._GREEDY, **settings))
         layout = plan_greedy(problem, 5)
     check_problem_layout(layout, problem)
     return problem.step_seconds(layout)

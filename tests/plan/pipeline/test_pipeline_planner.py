@@ -295,7 +295,7 @@ def test_stages_take_turns_for_sequences_of_which_pipelines_would_be_slower(monk
     limits = config(32_768, (1, 2, 4, 8), activations=ByteModel(model).budget(29 << 29, 32 << 30, 1024))
     plan = plan_stages(0, lengths, costs, 2, limits)
     assert {len(group.chunks) for each in plan.micro_batches for group in each.groups} == {1}
-    monkeypatch.setattr(pipeline_planner, "_SEARCH", SearchConstants(in_turn=float("inf")))
+    monkeypatch.setattr(pipeline_planner, "_CHOICE", SearchConstants(in_turn=float("inf")))
     split = plan_stages(0, lengths, costs, 2, limits)
     assert max(len(group.chunks) for each in split.micro_batches for group in each.groups) > 1
     assert plan.estimate.step_s < 0.95 * split.estimate.step_s

@@ -104,7 +104,7 @@ def steps_on_rank(
     elif change == "long":
         early._longest_s = 60.0
     group, pool.early = pool.early, None if change == "none" else pool.early
-    with patch.object(early_sums, "_BUCKET_BYTES", 4096), patch.object(EarlySums, "start_all", counted):
+    with patch.object(early_sums, "_EARLY_BUCKET_BYTES", 4096), patch.object(EarlySums, "start_all", counted):
         for _ in range(3):
             model.zero_grad(set_to_none=True)
             executor.run(plan.for_rank(pool.rank), batch["chunks"], total_weight(rows), engine=engine)
@@ -230,7 +230,7 @@ def broken_on_rank(plan_json: str, rows: list[dict[str, list[int]]]) -> tuple[bo
     def fail(*_: Any) -> None:
         raise KeyError("broken")
 
-    with patch.object(early_sums, "_BUCKET_BYTES", 4096):
+    with patch.object(early_sums, "_EARLY_BUCKET_BYTES", 4096):
         run()
         # one rank breaks before its last backward, the other one in it
         broken = model.model.layers[pool.rank * 2].register_full_backward_hook(fail)

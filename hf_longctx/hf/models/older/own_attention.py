@@ -113,7 +113,7 @@ def serve_attention(model: Any) -> None:
         return
     own = vars(model).get("forward")
     # accelerate has wrapped ours in an earlier run
-    is_kept = holds(_like, own)
+    is_kept = holds(_with_own_signature, own)
     if own is not None and not is_kept:
         raise ValueError(
             f"the forward of {type(model).__name__} was replaced, so that plans would not reach its attention; remove it (del "
@@ -147,7 +147,7 @@ def restore_own_attention(model: Any) -> None:
     """Undoes `serve_attention`. Idempotent; leaves the model's forward where accelerate has wrapped it in the meantime."""
     if is_served(model):
         for module, name, _ in _methods(model):
-            if module is not model or is_made_by(_like, vars(model).get(name)):
+            if module is not model or is_made_by(_with_own_signature, vars(model).get(name)):
                 vars(module).pop(name, None)
         del vars(model)[_SERVED]
 
@@ -155,8 +155,8 @@ def restore_own_attention(model: Any) -> None:
 def _methods(model: Any) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
     """Every method that a model gets: its module, its name and the function."""
     decoder = model.base_model
-    yield model, "forward", _like(model, _model_forward)
-    yield decoder, "forward", _like(decoder, _decoder_forward)
+    yield model, "forward", _with_own_signature(model, _model_forward)
+    yield decoder, "forward", _with_own_signature(decoder, _decoder_forward)
     for name, function in ((_BIASES_OF_MASK, _biases_of_mask), (_BIASES_OF_LENGTH, _biases_of_length)):
         if hasattr(type(decoder), name):
             yield decoder, name, function
@@ -170,7 +170,7 @@ def _methods(model: Any) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
             yield module, "forward", _positions_forward
 
 
-def _like(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_signature(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with name and signature of the forward of the module's class, which trainers read."""
 
     @wraps(type(module).forward)

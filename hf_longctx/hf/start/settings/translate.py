@@ -32,7 +32,7 @@ _STRATEGIES = {
     "5": ("gathered_per_round", True),
 }
 # fields that make `Trainer` do what plans do, and the values with which it does not
-_CHECKPOINTING: dict[str, Any] = {
+_NO_CHECKPOINTING: dict[str, Any] = {
     "gradient_checkpointing": False,
     "activation_checkpointing": False,
     "gradient_checkpointing_kwargs": None,
@@ -80,7 +80,7 @@ def translate(config: LongContextConfig, args: TrainingArguments, launch: Launch
 @contextmanager
 def hidden_from_trainer(args: TrainingArguments | None) -> Iterator[dict[str, Any]]:
     """Context in which `Trainer` and accelerate find nothing of what `translate` has translated; gives the user's values."""
-    with without_fsdp(), with_values(args, {**_CHECKPOINTING, **_FSDP}) as users:
+    with without_fsdp(), with_values(args, {**_NO_CHECKPOINTING, **_FSDP}) as users:
         yield users
 
 
@@ -92,7 +92,7 @@ def without_checkpointing(args: TrainingArguments, config: LongContextConfig) ->
     """
     if wish := _checkpointing(args, None):
         tell_settings(args, (_checkpointing_line(wish, config),), [])
-    with with_values(args, _CHECKPOINTING) as users:
+    with with_values(args, _NO_CHECKPOINTING) as users:
         yield users
 
 

@@ -49,7 +49,7 @@ class _BoundSearch:
     doubt: float = 2e-3
 
 
-_SEARCH = _BoundSearch()
+_BOUND = _BoundSearch()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,16 +78,16 @@ def _fewest_ranks(
         return _Answer(True, pool, math.inf, old_duals)
     pool = pool.joined(pricing.runs())
     best_bound, best_duals = 0.0, np.zeros(len(classes.counts))
-    for iteration in range(_SEARCH.most_iterations):
-        within = pool.seconds <= limit_s * (1 + _SEARCH.time_rounding)
+    for iteration in range(_BOUND.most_iterations):
+        within = pool.seconds <= limit_s * (1 + _BOUND.time_rounding)
         usable = pool.chosen(within)
         solved = solve_linear_program(_master(usable, pricing.degrees, classes), max(0.0, stop_s - time.perf_counter()))
         if solved.status != "optimal":
             break
-        if solved.objective <= ranks_limit * (1 + _SEARCH.doubt / 2):
+        if solved.objective <= ranks_limit * (1 + _BOUND.doubt / 2):
             return _Answer(False, pool, float(usable.seconds[solved.values > 1e-9].max()), old_duals)
         duals = np.maximum(solved.duals, 0.0)
-        smooth = _SEARCH.smoothing * best_duals + (1 - _SEARCH.smoothing) * duals if iteration else duals
+        smooth = _BOUND.smoothing * best_duals + (1 - _BOUND.smoothing) * duals if iteration else duals
         more, bound, proven = _price(pricing, smooth, duals, ranks_limit, stop_s)
         if bound > best_bound:
             best_bound, best_duals = bound, proven
@@ -122,9 +122,9 @@ def _price(
         return more, bound, proven
     objective = float(duals @ pricing.classes.counts)
     for exactly in (False, True):
-        for kind in np.flatnonzero(ceilings > pricing.degrees * (1 + _SEARCH.least_gain)).tolist():
+        for kind in np.flatnonzero(ceilings > pricing.degrees * (1 + _BOUND.least_gain)).tolist():
             if exactly:
-                found, ceiling = pricing.best(kind, duals, min(_SEARCH.pricing_s, stop_s - time.perf_counter()))
+                found, ceiling = pricing.best(kind, duals, min(_BOUND.pricing_s, stop_s - time.perf_counter()))
             else:
                 found, ceiling = pricing.on_grid(kind, duals)
             ceilings[kind] = min(ceilings[kind], ceiling)
@@ -132,13 +132,13 @@ def _price(
         proof = _farley(pricing, duals, ceilings)
         if proof > bound:
             bound, proven = proof, duals
-        if len(more) or bound > enough or bound >= objective * (1 - _SEARCH.doubt):
+        if len(more) or bound > enough or bound >= objective * (1 - _BOUND.doubt):
             break
     return more, bound, proven
 
 
 def _worthwhile(pricing: Pricing, found: Configurations, duals: FloatArray) -> Configurations:
-    return found.chosen(found.contents @ duals > pricing.degrees[found.kinds] * (1 + _SEARCH.least_gain))
+    return found.chosen(found.contents @ duals > pricing.degrees[found.kinds] * (1 + _BOUND.least_gain))
 
 
 def _farley(pricing: Pricing, duals: FloatArray, ceilings: FloatArray) -> float:
@@ -175,13 +175,13 @@ def bisect(problem: GroupingProblem, classes: LengthClasses, low_s: float, high_
     The search goes down from `high_s` if it is finite, because a known grouping is usually near the bound, else up from `low_s`.
     """
     pool, duals = Configurations.none(len(classes.counts)), np.zeros(len(classes.counts))
-    step = 4 * _SEARCH.tolerance
+    step = 4 * _BOUND.tolerance
     try:
-        while high_s - low_s > _SEARCH.tolerance * low_s and time.perf_counter() < stop_s:
+        while high_s - low_s > _BOUND.tolerance * low_s and time.perf_counter() < stop_s:
             middle = low_s * (1 + step) if math.isinf(high_s) else max(high_s * (1 - step), (low_s + high_s) / 2)
             # a T that is hard to decide must not take the time of those that are easy to exclude
             now_s = time.perf_counter()
-            answer = _fewest_ranks(problem, classes, middle, pool, duals, now_s + _SEARCH.time_share * (stop_s - now_s))
+            answer = _fewest_ranks(problem, classes, middle, pool, duals, now_s + _BOUND.time_share * (stop_s - now_s))
             pool, duals = answer.pool, answer.duals
             if answer.is_excluded:
                 low_s = middle

@@ -36,7 +36,7 @@ class _RoundingSearch:
     tolerance: float = 1e-3
 
 
-_SEARCH = _RoundingSearch()
+_ROUNDS = _RoundingSearch()
 
 
 def plan_by_configurations(problem: GroupingProblem, seed: Sequence[Group], time_limit_s: float = 10.0) -> GroupedMicroBatch:
@@ -46,15 +46,15 @@ def plan_by_configurations(problem: GroupingProblem, seed: Sequence[Group], time
     best, best_s = tuple(seed), problem.micro_batch_seconds(seed)
     classes = LengthClasses.of(problem, MAX_CLASSES, rounded_up=True)
     low_s = fluid_bound_s(problem)
-    search = bisect(problem, classes, low_s, best_s, start_s + _SEARCH.pricing_share * time_limit_s)
+    search = bisect(problem, classes, low_s, best_s, start_s + _ROUNDS.pricing_share * time_limit_s)
     is_exact = np.array_equal(classes.seconds, LengthClasses.of(problem, MAX_CLASSES, rounded_up=False).seconds)
     bound_s = search.low_s if is_exact else configuration_bound_s(problem, (stop_s - time.perf_counter()) / 2, best_s)
     pool, failed_s = search.pool, search.low_s
-    while best_s - failed_s > _SEARCH.tolerance * best_s and time.perf_counter() < stop_s:
+    while best_s - failed_s > _ROUNDS.tolerance * best_s and time.perf_counter() < stop_s:
         limit_s = (failed_s + best_s) / 2
         now_s = time.perf_counter()
         try:
-            chosen = _round(problem, classes, pool, limit_s, _SEARCH.one_share * (stop_s - now_s))
+            chosen = _round(problem, classes, pool, limit_s, _ROUNDS.one_share * (stop_s - now_s))
         except SolverError:
             break
         groups = () if chosen is None else draw_groups(problem, classes, chosen.kinds, chosen.contents)
@@ -62,7 +62,7 @@ def plan_by_configurations(problem: GroupingProblem, seed: Sequence[Group], time
             best, best_s = groups, problem.micro_batch_seconds(groups)
         else:
             failed_s = limit_s
-    is_unproven = best_s - bound_s > 2 * _SEARCH.tolerance * best_s
+    is_unproven = best_s - bound_s > 2 * _ROUNDS.tolerance * best_s
     return GroupedMicroBatch(best, min(bound_s, best_s), is_fallback=best == tuple(seed) and is_unproven)
 
 

@@ -36,9 +36,9 @@ class _PricingSearch:
     gap: float = 1e-3
 
 
-_SEARCH = _PricingSearch()
+_PRICING = _PricingSearch()
 # weights of time in the mixtures; 0 is tokens alone, 1 is time alone
-_MIXTURES = np.linspace(0.0, 1.0, _SEARCH.num_mixtures)
+_MIXTURES = np.linspace(0.0, 1.0, _PRICING.num_mixtures)
 # relative tolerance of a constraint, for sums that fill it exactly
 _SLACK = 1e-12
 
@@ -149,7 +149,7 @@ class Pricing:
         program = LinearProgram.dense(
             -duals[useful], shares, np.full(2, -np.inf), np.ones(2), upper=self.most[kind, useful].astype(np.float64)
         )
-        limits = SearchLimits(time_limit_s, _SEARCH.gap)
+        limits = SearchLimits(time_limit_s, _PRICING.gap)
         found = solve_integer_program(program, np.ones(int(useful.sum()), dtype=bool), limits)
         if not found.has_values:
             return Configurations.none(len(duals)), math.inf
@@ -169,7 +169,7 @@ class Pricing:
         low, high = 0.0, 1.0
         found = Configurations.none(len(duals))
         times = np.where(self.most[kind] > 0, self.time_share[kind], 0.0)
-        for _ in range(_SEARCH.most_trials):
+        for _ in range(_PRICING.most_trials):
             mixed = mixture * times + (1 - mixture) * self.token_share[kind]
             ceiling, fillings = _fill_grid(mixed, duals, self.most[kind], float(self.degrees[kind]))
             least = min(least, ceiling)
@@ -210,7 +210,7 @@ def _fill_grid(shares: FloatArray, duals: FloatArray, most: FloatArray, least_wo
     The first filling is the best; after it come the best ones with fewer cells, as long as they are worth more than
     `least_worth`.
     """
-    cells = np.floor(shares * _SEARCH.cells * (1 - _SLACK)).astype(np.int64)
+    cells = np.floor(shares * _PRICING.cells * (1 - _SLACK)).astype(np.int64)
     # bundles of 1, 2, 4, ... sequences of a class add up to every number up to `most`
     bundles: list[tuple[int, int]] = []
     for j in np.flatnonzero((most > 0) & (duals > 0)).tolist():
@@ -218,17 +218,17 @@ def _fill_grid(shares: FloatArray, duals: FloatArray, most: FloatArray, least_wo
         while left > 0:
             bundles.append((j, min(size, left)))
             left, size = left - size, 2 * size
-    value = np.zeros(_SEARCH.cells + 1)
-    is_taken = np.zeros((len(bundles), _SEARCH.cells + 1), dtype=bool)
+    value = np.zeros(_PRICING.cells + 1)
+    is_taken = np.zeros((len(bundles), _PRICING.cells + 1), dtype=bool)
     for row, (j, size) in enumerate(bundles):
         width = int(cells[j]) * size
-        if width <= _SEARCH.cells:
-            candidate = value[: _SEARCH.cells + 1 - width] + duals[j] * size
+        if width <= _PRICING.cells:
+            candidate = value[: _PRICING.cells + 1 - width] + duals[j] * size
             np.greater(candidate, value[width:], out=is_taken[row, width:])
             value[width:] = np.maximum(candidate, value[width:])
     # the first cell at each level of worth, highest first
     levels = np.flatnonzero(np.diff(value, prepend=-1.0) > 1e-9)[::-1]
-    last_cells = [_SEARCH.cells, *[int(cell) for cell in levels[: _SEARCH.most_fillings] if value[cell] > least_worth]]
+    last_cells = [_PRICING.cells, *[int(cell) for cell in levels[: _PRICING.most_fillings] if value[cell] > least_worth]]
     fillings = np.zeros((len(last_cells), len(duals)))
     for filling, cell in zip(fillings, last_cells, strict=True):
         for row in range(len(bundles) - 1, -1, -1):
@@ -236,4 +236,4 @@ def _fill_grid(shares: FloatArray, duals: FloatArray, most: FloatArray, least_wo
                 j, size = bundles[row]
                 filling[j] += size
                 cell -= int(cells[j]) * size
-    return float(value[_SEARCH.cells]), fillings
+    return float(value[_PRICING.cells]), fillings

@@ -47,7 +47,7 @@ class _BoundSearch:
     rounding: float = 1e-9
 
 
-_SEARCH = _BoundSearch()
+_STEP_BOUND = _BoundSearch()
 
 
 def step_bound_s(problem: GroupingProblem, known_s: float, most_nodes: int = 300) -> float:
@@ -85,11 +85,11 @@ class _Node:
         if self.has_more:
             return [replace(self, has_more=False), replace(self, number=self.number + 1)]
         limits = list(self.limits_s)
-        if len(limits) < min(self.number, _SEARCH.longest):
+        if len(limits) < min(self.number, _STEP_BOUND.longest):
             limits.append((0.0, limits[-1][1]))
         widths = [high - low for low, high in limits]
         place = int(np.argmax(widths))
-        if widths[place] <= _SEARCH.width * bound_s:
+        if widths[place] <= _STEP_BOUND.width * bound_s:
             return []
         low, high = limits[place]
         halves = [(low, (low + high) / 2), ((low + high) / 2, high)]
@@ -106,7 +106,7 @@ def _descending(limits: list[tuple[float, float]]) -> tuple[tuple[float, float],
 
 def _mean_classes(problem: GroupingProblem) -> LengthClasses:
     """Classes of similar lengths, with the mean tokens and seconds of their sequences."""
-    classes = LengthClasses.of(problem, _SEARCH.classes, rounded_up=False)
+    classes = LengthClasses.of(problem, _STEP_BOUND.classes, rounded_up=False)
     members = [list(some) for some in classes.members]
     tokens, seconds = np.array(problem.lengths, dtype=np.float64), problem.seconds
     return replace(
@@ -192,7 +192,7 @@ class _Shares:
     def is_allowed(self) -> NDArray[np.bool_]:
         """Whether a group may hold a sequence [degree, pool, sequence]."""
         fits = self.lengths <= self.degrees[:, None] * self.problem.capacity
-        in_time = self.seconds[:, None, :] <= self.rooms_s[:, :, None] * (1 + _SEARCH.rounding)
+        in_time = self.seconds[:, None, :] <= self.rooms_s[:, :, None] * (1 + _STEP_BOUND.rounding)
         return fits[:, None, :] & in_time
 
     @cached_property
@@ -204,7 +204,7 @@ class _Shares:
         time = self.seconds[:, None, :] / np.maximum(self.rooms_s, 1e-300)[:, :, None]
         room = np.broadcast_to((self.lengths / (self.degrees[:, None] * self.problem.capacity))[:, None, :], time.shape)
         shares = np.stack([time, room])
-        whole = [np.maximum(0.0, np.ceil((k + 1) * shares - 2 * k * _SEARCH.rounding) - 1) / k for k in _SEARCH.whole]
+        whole = [np.maximum(0.0, np.ceil((k + 1) * shares - 2 * k * _STEP_BOUND.rounding) - 1) / k for k in _STEP_BOUND.whole]
         taken: FloatArray = np.concatenate([shares, *whole]) * self.degrees[:, None, None]
         return np.where(self.is_allowed, taken, 0.0)
 

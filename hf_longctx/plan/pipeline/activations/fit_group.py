@@ -78,7 +78,7 @@ class FitConstants:
 
 
 # repeat `recipes/bench/cpu/memory.py` and `recipes/bench/papers/sppo.py` when one of these changes
-_SEARCH = FitConstants()
+_ROOM = FitConstants()
 
 # turns the shares of all slots into the layer policies of each chunk
 _Layers = Callable[[Sequence[tuple[TensorShare, ...]]], list[tuple[LayerPolicy, ...]]]
@@ -185,7 +185,7 @@ class RoomMaker:
 
     @property
     def _solves(self) -> bool:
-        return len(self._known) < _SEARCH.most_programs
+        return len(self._known) < _ROOM.most_programs
 
     def for_group(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
         """Gives the group the policies and slices that it needs to fit; raises ValueError where nothing fits."""
@@ -211,7 +211,7 @@ class RoomMaker:
             whole = [self.for_group(group, False) for group in groups]
         except ValueError as reason:
             error = reason
-        is_crowded = self._accumulated_bytes > _SEARCH.most_waiting * self.budget.device_bytes
+        is_crowded = self._accumulated_bytes > _ROOM.most_waiting * self.budget.device_bytes
         if whole and (is_crowded or not self.allows_slices or not any(group.stages[0].activations for group in whole)):
             return whole
         best, best_s = whole, self._together_s(whole) if whole else math.inf
@@ -297,7 +297,7 @@ class RoomMaker:
         found = first_fitting(programs, self._lean(group), self._trial)
         # a rank without sequences runs a dummy chunk, which cannot be cut
         is_sliceable = bool(group.chunks[0].spans)
-        if found and self._accumulated_bytes > _SEARCH.most_waiting * self.budget.device_bytes:
+        if found and self._accumulated_bytes > _ROOM.most_waiting * self.budget.device_bytes:
             return found
         if allows_slices and is_sliceable and (self._solves or not found):
             for count, cut in self._sliced(group):
@@ -464,23 +464,23 @@ class RoomMaker:
                 beside_room = self.budget.device_bytes + over_bytes - trial.counted_bytes
                 self._beside_room[alike] = max(self._beside_room[alike], beside_room)
             if trial.fits:
-                if over_bytes >= -_SEARCH.worth * self.budget.device_bytes:
+                if over_bytes >= -_ROOM.worth * self.budget.device_bytes:
                     return None
-                if trial.counted_s == 0 and trial.seconds <= self._kept_s(group) * (1 + _SEARCH.least_waits):
+                if trial.counted_s == 0 and trial.seconds <= self._kept_s(group) * (1 + _ROOM.least_waits):
                     # more room could save hardly anything
                     return None
                 if trial.counted_s > 0:
                     # more room helps only if it can save seconds
-                    return room_bytes - _SEARCH.regain * over_bytes, 0.0
+                    return room_bytes - _ROOM.regain * over_bytes, 0.0
                 # fewer copies wait for one another less than the program knows
-                return room_bytes, trial.counted_bytes - _SEARCH.returned * over_bytes
+                return room_bytes, trial.counted_bytes - _ROOM.returned * over_bytes
             if over_bytes <= 0:
                 # the host alone lacks room, and the program already leaves all that rounding can take of it
                 return None
             # shares are rounded to whole tokens of every layer
             return min(room_bytes, trial.counted_bytes) - over_bytes - token_bytes, 0.0
 
-        return search_room(propose, next_room, (room_bytes, 0.0), _SEARCH.attempts)
+        return search_room(propose, next_room, (room_bytes, 0.0), _ROOM.attempts)
 
     def _lean(self, group: SequenceGroup) -> Iterator[list[SequenceGroup]]:
         """The group in least memory, with the host and without it, since copies need device memory too."""

@@ -67,7 +67,7 @@ class FitConstants:
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
-_SEARCH = FitConstants()
+_ROOM = FitConstants()
 
 # device bytes of every stage for saved tensors and workspace, and host bytes
 _Room = tuple[tuple[float, ...], float]
@@ -199,7 +199,7 @@ class PipelineRoom:
         ways = ([lean(keeps_attention, host_bytes)] for keeps_attention in (True, False) for host_bytes in hosts)
         found = first_fitting(programs, ways, self._least_trial)
         # where little room is left, it may take less time to keep attention outputs on the host than to recompute some of them
-        is_slow = min((trial.seconds for trial in found), default=0.0) > _SEARCH.much_lost * kept.seconds
+        is_slow = min((trial.seconds for trial in found), default=0.0) > _ROOM.much_lost * kept.seconds
         if is_slow and self.budget.host_bytes and (whole := self._least_trial(lean(True, self.budget.host_bytes))).fits:
             found.append(whole)
         return found
@@ -273,7 +273,7 @@ class PipelineRoom:
 
     def is_hopeless(self, group: SequenceGroup) -> bool:
         """Whether a bound tells that no policy makes the group fit: some stage needs clearly more in every way."""
-        return self._is_over(group, lambda: self._least_ways(group), _SEARCH.hopeless * self.limit_bytes)
+        return self._is_over(group, lambda: self._least_ways(group), _ROOM.hopeless * self.limit_bytes)
 
     def _is_over(self, group: SequenceGroup, ways: Callable[[], list[SequenceGroup]], most: float) -> bool:
         """Whether some stage needs more than `most` bytes above the limit in each of these ways, by `ByteModel.least_peak`."""
@@ -306,10 +306,10 @@ class PipelineRoom:
         def is_in_vain() -> bool:
             leanest = lean(keeps_attention, 0)
             is_over = any(next(of_stage) > 0 for of_stage in self._least_over(leanest, [leanest]))
-            return is_over and hidden_share(kept.group, self.costs, self.predictions) < _SEARCH.much_hidden
+            return is_over and hidden_share(kept.group, self.costs, self.predictions) < _ROOM.much_hidden
 
         num_cells = len(kept.group.chunks) * sum(len(stage.parts) for stage in kept.group.stages)
-        is_large = num_cells > _SEARCH.many_cells
+        is_large = num_cells > _ROOM.many_cells
         # room is short where nothing fits with attention outputs, and many cells take long to make
         if (is_large or not keeps_attention) and is_in_vain():
             return []
@@ -317,19 +317,19 @@ class PipelineRoom:
         if found == [None] and is_in_vain():
             return []
         lost = (trial.seconds / kept.seconds for trial in found if trial is not None)
-        if self.budget.host_bytes and min(lost, default=math.inf) > _SEARCH.little_lost:
+        if self.budget.host_bytes and min(lost, default=math.inf) > _ROOM.little_lost:
             found.append(both := solved(True))
             # the program counts recomputation as if each of several chunks took as long as the largest beside it, so that copies
             # seem to save more than they do
             counted_s = both.counted_s if both is not None and len(kept.group.chunks) == 1 else 0.0
-            is_slow = not is_in_vain() if both is None else both.seconds > _SEARCH.slack * (kept.seconds + counted_s)
+            is_slow = not is_in_vain() if both is None else both.seconds > _ROOM.slack * (kept.seconds + counted_s)
             if is_slow and not is_large:
                 found.append(solved(False))
         return [trial for trial in found if trial is not None]
 
     def _solve(self, cells: GroupCells, plain_s: float, host_bytes: float) -> Trial | None:
         """The fastest answer of the program whose prediction fits. plain_s: seconds of the group with everything kept."""
-        group, tokens, tolerance_s = cells.group, max(cells.tokens), _SEARCH.tolerance * plain_s
+        group, tokens, tolerance_s = cells.group, max(cells.tokens), _ROOM.tolerance * plain_s
 
         def propose(room: _Room) -> Trial | None:
             choice = choose_jointly(cells.cells, cells.moments(room[0]), room[1], tolerance_s)
@@ -340,12 +340,12 @@ class PipelineRoom:
             if trial.fits:
                 # more room helps only if it can save recomputation
                 most_over = max(over for place, over in enumerate(trial.over_bytes) if place not in cells.kept)
-                if trial.counted_s <= 5 * tolerance_s or most_over > -_SEARCH.worth * self.limit_bytes:
+                if trial.counted_s <= 5 * tolerance_s or most_over > -_ROOM.worth * self.limit_bytes:
                     return None
-                taken = [_SEARCH.regain * over for over in trial.over_bytes]
+                taken = [_ROOM.regain * over for over in trial.over_bytes]
             else:
-                margin_bytes = _SEARCH.margin * self.limit_bytes
-                taken = [_SEARCH.shrink * over + margin_bytes if over > 0 else 0.0 for over in trial.over_bytes]
+                margin_bytes = _ROOM.margin * self.limit_bytes
+                taken = [_ROOM.shrink * over + margin_bytes if over > 0 else 0.0 for over in trial.over_bytes]
                 host_bytes -= max(0.0, trial.over_host_bytes)
             return tuple(num_bytes - less for num_bytes, less in zip(device_bytes, taken, strict=True)), host_bytes
 
@@ -355,7 +355,7 @@ class PipelineRoom:
             for stage in group.stages
         ]
         free_bytes = tuple(num_bytes - taken for num_bytes, taken in zip(self.room_bytes, beside, strict=True))
-        return search_room(propose, next_room, (free_bytes, host_bytes), _SEARCH.attempts)
+        return search_room(propose, next_room, (free_bytes, host_bytes), _ROOM.attempts)
 
     def _lean(self, kept: Trial) -> _Lean:
         """Versions of a group with every layer of every chunk recomputed on the stages that do not fit if everything is kept.

@@ -52,7 +52,7 @@ class _JointSearch:
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
-_SEARCH = _JointSearch()
+_JOINT = _JointSearch()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,12 +176,12 @@ class _JointProgram:
             if not relaxed.has_values:
                 return None
             start = self._dive(program, relaxed.values, time_limit_s)
-            gap = max(_SEARCH.gap, tolerance_s / self.second_unit / max(1e-9, relaxed.bound))
+            gap = max(_JOINT.gap, tolerance_s / self.second_unit / max(1e-9, relaxed.bound))
             is_near = start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9
-            if is_near or len(program.costs) > _SEARCH.few_columns:
+            if is_near or len(program.costs) > _JOINT.few_columns:
                 return None if start is None else self._choice(start, relaxed.bound, "rounding")
             # solvers measure gaps by the solution, which is larger than the bound
-            limits = SearchLimits(time_limit_s, gap / (1 + gap), most_nodes=_SEARCH.most_nodes)
+            limits = SearchLimits(time_limit_s, gap / (1 + gap), most_nodes=_JOINT.most_nodes)
             found = solve_integer_program(program, whole, limits, start)
         except SolverError:
             return None
@@ -227,7 +227,7 @@ class _JointProgram:
         Where rounding all layers up leaves too little to offload, 70 % of the fractional layers (the largest fractions first) are
         rounded up, and the program is solved again for the others.
         """
-        for _ in range(_SEARCH.most_dives):
+        for _ in range(_JOINT.most_dives):
             if (start := self._rounded(program, values)) is not None:
                 return start
             layers = values[: self.num_diagonals]
@@ -235,7 +235,7 @@ class _JointProgram:
             broken = np.flatnonzero(fractions > 1e-6)
             if not len(broken):
                 return None
-            raised = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_SEARCH.raised * len(broken))]
+            raised = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_JOINT.raised * len(broken))]
             lower = program.lower.copy()
             lower[raised] = np.ceil(layers[raised])
             program = replace(program, lower=lower)

@@ -132,7 +132,7 @@ def check(cells: Sequence[Cell], moments: Sequence[Moment], host_bytes: float, c
 
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_cheaper_than_the_program_s_answer_exists(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_program, "_SEARCH", replace(joint_program._SEARCH, gap=0.0, most_nodes=10_000))
+    monkeypatch.setattr(joint_program, "_JOINT", replace(joint_program._JOINT, gap=0.0, most_nodes=10_000))
     cells, moments, host_bytes = random_case(seed)
     best_s = best_by_brute_force(cells, moments, host_bytes)
     choice = choose_jointly(cells, moments, host_bytes)
