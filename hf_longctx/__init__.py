@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.start.stages import load_pipeline_stage
     from hf_longctx.hf.stock.callback import LongContextCallback
     from hf_longctx.hf.trainer.trainer import LongContextMixin, LongContextTrainer
-    from hf_longctx.plan.chunks.packing import pack_sequences
+    from hf_longctx.plan.groups.best_fit import pack_sequences
     from hf_longctx.runtime.core.loss import TokenLoss
 
 _HOMES = {
@@ -43,7 +43,7 @@ _HOMES = {
     "load_pipeline_stage": "hf_longctx.hf.start.stages",
     "load_sharded": "hf_longctx.hf.start.sharded_loading",
     "mix_datasets": "hf_longctx.hf.data.mixture",
-    "pack_sequences": "hf_longctx.plan.chunks.packing",
+    "pack_sequences": "hf_longctx.plan.groups.best_fit",
     "passkeys": "hf_longctx.hf.evaluation.needles",
     "refusals_last": "hf_longctx.hf.ranks.refusals",
     "tokenise_chat": "hf_longctx.hf.data.tokenise",

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hf_longctx.plan.chunks.elastic import elastic_chunks
-from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.chunks import elastic_chunks
+from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
+from hf_longctx.plan.model.attention_pairs import SpanRates
+from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.scenario import Request, build_scenario
 from hf_longctx.timeline import save_png_timeline

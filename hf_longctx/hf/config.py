@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hf_longctx.hf.setting_kinds import Flag, Kind, Number, Sizes, Text, Whole, Word
 from hf_longctx.hf.setting_kinds import Stages as NumStages
-from hf_longctx.plan.core.planner_config import GROUP_METHODS, SOLVERS
+from hf_longctx.plan.core.settings import GROUP_METHODS, SOLVERS
 from hf_longctx.plan.core.types import PARAMETERS
 
 LONG_SEQUENCES = ("error", "truncate", "split")

@@ -26,7 +26,7 @@ from hf_longctx.page.step_charts import (
     speed_chart,
     where_chart,
 )
-from hf_longctx.plan.cost.operations import OPERATIONS_FORMULA
+from hf_longctx.plan.cost.cost_model import OPERATIONS_FORMULA
 
 PAGE = "report.html"
 _EVALUATIONS = "long_evaluation.json"

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
+from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import (
     Action,
     Chunk,
@@ -31,27 +31,26 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.groups.configurations import plan_by_configurations, plan_lp
 from hf_longctx.plan.groups.exact import can_solve_exactly, solve_exactly
+from hf_longctx.plan.groups.flexsp import GroupedStep, group_by_milp, plan_milp
 from hf_longctx.plan.groups.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
-from hf_longctx.plan.groups.nested import plan_nested
 from hf_longctx.plan.groups.placement import (
     PlacedGroup,
     PlacedLayout,
     levels,
     place_alone,
     place_layout,
+    plan_nested,
     renumber,
     with_idle_ranks,
 )
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
-from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
-from hf_longctx.plan.groups.programs.milp import group_by_milp, plan_milp
-from hf_longctx.plan.groups.programs.price_and_round import plan_by_configurations, plan_lp
 from hf_longctx.plan.pipeline.activations.fit_group import make_room
-from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch
-from hf_longctx.plan.prediction.evaluate import Evaluation
-from hf_longctx.plan.prediction.memory_limited import MemoryLimitedStep
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.pipeline.search import PipelineSearch
+from hf_longctx.plan.predict.bounds import MemoryLimitedStep
+from hf_longctx.plan.predict.evaluate import Evaluation
+from hf_longctx.plan.predict.planning import Planning
 
 # factor on the even share of tokens that a rank of a micro-batch may hold: groups are never quite even
 _SLACK = 1.15

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_longctx.plan.activations.lone_sequences import longest_alone
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
+from hf_longctx.plan.core.settings import GENERIC_GPU, USABLE_SHARE, ActivationBudget, ClusterSpec, GroupMethod, default_degrees
 from hf_longctx.plan.core.types import GroupShape, Parameters
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.model.model_spec import ModelSpec, PackedSpec
+from hf_longctx.plan.policies.fit import longest_alone
 
 _LEAST_GAIN = 1.05
 # rank of the adapters that refusals propose

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.prediction.evaluate import RankUse, evaluate_plan
-from hf_longctx.plan.prediction.weight_seconds import WeightSeconds, weight_seconds
+from hf_longctx.plan.predict.evaluate import RankUse, evaluate_plan
+from hf_longctx.plan.predict.planning import WeightSeconds, weight_seconds
 from hf_longctx.timeline import TimelineEvent
 
 

@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.core.planner_config import GroupMethod, PlannerConfig
+from hf_longctx.plan.core.settings import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
+from hf_longctx.plan.predict.planning import WeightSeconds
 from hf_longctx.sim.capacity import Remedy, fitting_remedies, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import Budget, LongestRow, longest_rows

@@ -25,7 +25,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.prediction.pipeline_run import run_alone
+from hf_longctx.plan.predict.pipeline_run import run_alone
 
 _GIB = 2**30
 

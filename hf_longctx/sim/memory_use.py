@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.core.settings import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.activations.fit_group import policy_reason
-from hf_longctx.plan.prediction.pipeline_run import run_alone
+from hf_longctx.plan.predict.pipeline_run import run_alone
 from hf_longctx.sim.capacity import DeviceMemory
 from hf_longctx.sim.execution import Execution
 

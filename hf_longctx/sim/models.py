@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.plan.core.configs.fields import check_fields, has_position_table
-from hf_longctx.plan.core.configs.kept import kept_reason
-from hf_longctx.plan.core.configs.kernels import kernel_fields, kernels_of_config
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import parse_json
 from hf_longctx.plan.cost.catalog import named_model, named_type
+from hf_longctx.plan.model.config import check_fields, has_position_table, kept_reason, kernel_fields, kernels_of_config
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
-from hf_longctx.plan.core.planner_config import (
+from hf_longctx.plan.core.settings import (
     SOLVERS,
+    USABLE_SHARE,
     ActivationBudget,
+    ClusterSpec,
     GroupMethod,
     PlannerConfig,
     Solver,
@@ -28,6 +28,7 @@ from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, normal_name, read_profile
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
+from hf_longctx.plan.model.model_spec import ModelSpec, PackedSpec
 from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, fitting_remedies
 from hf_longctx.sim.models import kept_because, kernels_of, most_positions, read_model, short_name
 

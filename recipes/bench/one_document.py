@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -36,6 +35,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead

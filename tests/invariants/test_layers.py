@@ -363,9 +363,9 @@ def test_the_checker_lets_the_allowed_pass(path: str, source: str) -> None:
 
 
 _PLAN_AND_SHOW = """
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.planner import plan_step

@@ -18,14 +18,13 @@ from helpers.plans.cost_models import COST_KINDS, MODEL, WINDOWED, cost_model
 from helpers.plans.fixture_plans import FIXTURE_NAMES, fixture
 from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees
 from hf_longctx.plan.core.serialize import plan_digest
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig, all_degrees
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 PINNED = Path(__file__).parent / "plan_digests.json"
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)

@@ -28,22 +28,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan import planner
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, Solver, default_degrees
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, PlannerConfig, Solver, default_degrees
 from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
 from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.groups.flexsp import GroupedStep
 from hf_longctx.plan.groups.placement import place_layout, renumber
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
-from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
+from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan, state_bytes
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.predict.evaluate import evaluate_plan, state_bytes
+from hf_longctx.plan.predict.planning import Planning
 
 DEGREES = (1, 2, 4)
 STEP_S = 0.25  # seconds that `cost_model` adds once per step

@@ -13,12 +13,12 @@ from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.elastic import elastic_chunks
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.chunks import elastic_chunks
+from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.pipeline.staged_step import pipeline_s
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options

@@ -8,10 +8,8 @@ import pytest
 from helpers.plans.cost_models import WINDOWED, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.layer_kinds import Windows
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.orders import pipelined
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -26,12 +24,13 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer
-from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import pipelined
+from hf_longctx.plan.model.layers import Windows
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_alone
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.lending import lent_group
+from hf_longctx.plan.predict.pipeline_run import PredictionCache, run_alone
+from hf_longctx.plan.room.cells import GroupCells, recomputed_layer
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 GEMMA = named_model("gemma-3-12b")

@@ -17,14 +17,13 @@ from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.fused.find import FusableModule
 from hf_longctx.hf.models.layers import layer_modules
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.cost.catalog import named_model
-from hf_longctx.plan.cost.cost_model import default_coefficients
-from hf_longctx.plan.cost.elementwise import elementwise_bytes, replayed_bytes
+from hf_longctx.plan.cost.cost_model import default_coefficients, elementwise_bytes, replayed_bytes
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.lora import lora_adapters
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.host_copies import PlainCopies

@@ -19,14 +19,14 @@ from predicted.test_traffic import sent_by
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.spec import config_spec, model_spec
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.configs.heads import HeadSizes
-from hf_longctx.plan.core.layer_kinds import LayerKind
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import ActivationPolicy, GroupShape, LayerRange, StepPlan
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
+from hf_longctx.plan.model.config import HeadSizes
+from hf_longctx.plan.model.layers import LayerKind
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool

@@ -24,11 +24,11 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.heads.logits import logit_change
 from hf_longctx.hf.models.layers import final_norm, layer_modules, output_head
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import ChunkBytes
+from hf_longctx.plan.memory.stage import ChunkBytes
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead, loss_of

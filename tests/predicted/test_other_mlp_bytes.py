@@ -16,11 +16,11 @@ from predicted.test_memory_model import Shape, measured
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.spec import config_spec, model_spec
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 pytestmark = newest
 

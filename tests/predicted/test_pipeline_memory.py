@@ -12,12 +12,12 @@ from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import num_policies, offloading, with_policies
 from helpers.plans.sliced_plans import Rows, cut
 
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes, part_state_bytes
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 SPEC = ModelSpec(4, 64, 176, 4, 2, 16, 64, 8192)
 WHOLE = [[(sequence, 0, 512)] for sequence in range(4)]

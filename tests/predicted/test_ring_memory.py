@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.layers import layer_modules
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, SequenceGroup, Span
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_load
+from hf_longctx.plan.memory.stage import chunk_load
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention.kv_book import KVBook

@@ -22,8 +22,6 @@ from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.layers import adapter_spec, layer_modules
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.layer import LayerBytes, Load
@@ -34,6 +32,7 @@ from hf_longctx.plan.memory.saved_tensors import (
     plain_layer_bytes,
     saved_token_bytes,
 )
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.recipes.bench.one_document import checkpointed_layer_bytes
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.engine import ActivationEngine

@@ -25,13 +25,13 @@ from hf_longctx.hf.models.spec import model_spec, states_of
 from hf_longctx.hf.models.states import functions, methods
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.planning.step_record import predicted_memory
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.mixers import state_spec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.model import mixers as state_spec
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import whole_model

@@ -8,13 +8,12 @@ from itertools import pairwise
 import pytest
 from helpers.plans.layouts import tiny_costs
 
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import with_adapters
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.sim.longest import Budget, _step_s, longest_rows
 
 MODEL = ModelSpec(16, 256, 1024, 8, 4, 32, 4096, 8192, bytes_per_element=2)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.configs.kernels import kernel_fields
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.cost.catalog import named_model, with_kernels
 from hf_longctx.plan.cost.cost_model import backward_share, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.lora import lora_adapters
+from hf_longctx.plan.model.config import kernel_fields
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.sim.capacity import remedies
 from hf_longctx.sim.forecast import make_forecast

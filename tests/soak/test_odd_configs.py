@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from soak.odd_configs import CONFIGS, SMALL, outcomes
 
-from hf_longctx.plan.core.configs.fields import check_fields
+from hf_longctx.plan.model.config import check_fields
 
 
 def test_odd_configs_are_forecast_or_refused(tmp_path: Path) -> None:

@@ -28,18 +28,25 @@ from hf_longctx.hf.models.spec import cluster_spec, model_spec, states_of, token
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.layer_kernels import compiled_layers
-from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.layer_kinds import with_states
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import default_degrees
+from hf_longctx.plan.core.settings import USABLE_SHARE, ClusterSpec, HardwareSpec, default_degrees
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, num_tiles
-from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model_costs
-from hf_longctx.plan.cost.fitting import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
+from hf_longctx.plan.cost.fitting import (
+    ChunkSample,
+    Fit,
+    PassSample,
+    Residuals,
+    fit_coefficients,
+    hardware_rates,
+    relative_errors,
+    whole_model_costs,
+)
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration
 from hf_longctx.plan.cost.traffic import group_shapes, mean_traffic
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.model.layers import with_states
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.measure import (

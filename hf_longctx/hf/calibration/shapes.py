@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.start.model_checks import model_problems
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.catalog import named_model, no_model
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 # most layers that are measured; a model with no more of them is measured whole
 FEW_LAYERS = 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_longctx.hf.calibration.calibrate import FEW_RUNS, Calibration, chunk_samples, shape_text
-from hf_longctx.plan.core.cluster_spec import HardwareSpec
+from hf_longctx.plan.core.settings import HardwareSpec
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.profiles import ModelCalibration
 

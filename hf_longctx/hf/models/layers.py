@@ -26,7 +26,7 @@ from hf_longctx.hf.models.fused.find import KERNEL_NORMS, runs_heads_alike
 from hf_longctx.hf.models.heads.kinds import head_of
 from hf_longctx.hf.models.states.patching import mixers_of, num_calls
 from hf_longctx.hf.models.wrapped.text import text_layers, text_part
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
+from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem
 from hf_longctx.runtime.core.binding import is_written_by, own_forward

@@ -18,14 +18,14 @@ from hf_longctx.hf.models.older.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import decoder_layers, layer_windows
 from hf_longctx.hf.models.wrapped.text import text_layers, text_part, tower_parameters
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.configs.fields import config_fields
-from hf_longctx.plan.core.layer_kinds import Windows, config_states, config_windows, with_states
-from hf_longctx.plan.core.mixers.state_spec import StateSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.profiles import profile_of_device
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.model.config import config_fields
+from hf_longctx.plan.model.layers import Windows, config_states, config_windows, with_states
+from hf_longctx.plan.model.mixers import StateSpec
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.parameters.rounded import rounded_weights
 
 # largest share of parameters by which a model and its config may differ, since the config's count leaves out norms and biases

@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import Pieces, find_pieces
 from hf_longctx.hf.models.states.functions import FAMILIES
-from hf_longctx.plan.core.layer_kinds import Windows, plain_windows
+from hf_longctx.plan.model.layers import Windows, plain_windows
 
 # settings of layers and of configs that hide some earlier tokens from attention
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")

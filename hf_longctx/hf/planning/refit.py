@@ -16,7 +16,7 @@ from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, fit_coefficients, scaled_coefficients
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 # plans that a refit uses: few, to follow a machine whose speed changes; costs that they do not show keep earlier coefficients
 _WINDOW_PLANS = 8

@@ -26,9 +26,8 @@ from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.journal import Line, append_lines
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.operations import training_operations
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.cost.cost_model import CostModel, training_operations
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.timeline import TimelineEvent
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_longctx.hf.planning.refit import Samples
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostModel, ModelPart, num_tiles
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import mean_traffic
-from hf_longctx.plan.prediction.pipeline_run import StageRun, run_pipeline
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.predict.pipeline_run import StageRun, run_pipeline
 from hf_longctx.runtime.core.clock import Interval
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step

@@ -11,14 +11,14 @@ from typing import Any
 
 from hf_longctx.hf.planning.refit import MeasuredPlan, Samples
 from hf_longctx.hf.planning.samples import pass_samples
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import held_tokens, is_lent, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.plan.memory.stage import message_bytes
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
 from hf_longctx.runtime.execution.results import NO_MEMORY, StepMemory
 from hf_longctx.timeline import TimelineEvent

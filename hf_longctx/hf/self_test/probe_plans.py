@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.orders import Schedule, pipelined
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,
@@ -27,8 +28,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
-from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import Schedule, pipelined
+from hf_longctx.plan.predict.lending import lent_group
 
 # numbers of documents in `probe_lengths`: those packed on one group, the long one among these (the last), and the lone ones
 PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)

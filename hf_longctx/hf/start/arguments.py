@@ -32,8 +32,8 @@ from hf_longctx.hf.start.trl import is_planned, is_replaced, is_scored, takes_me
 from hf_longctx.hf.start.user_code import may_call_super, user_code_problems
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.messages import shown
-from hf_longctx.plan.core.planner_config import check_degrees
-from hf_longctx.plan.pipeline.stage_layers import Ranges
+from hf_longctx.plan.core.settings import check_degrees
+from hf_longctx.plan.pipeline.stages import Ranges
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
 

@@ -33,10 +33,7 @@ from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_probl
 from hf_longctx.hf.start.budget import Beside, activation_budget, describe_states, rank_memory
 from hf_longctx.hf.start.settings.advice import allocator_advice, fitting_settings, run_memory, slow_tiles, threads_advice
 from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
-from hf_longctx.plan.activations.lone_sequences import longest_alone
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, GroupMethod, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.sharding import PACKED_TOKENS
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name, without_kernels
@@ -46,8 +43,10 @@ from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
-from hf_longctx.plan.pipeline.stage_layers import Ranges, balanced_ranges
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.pipeline.stages import Ranges, balanced_ranges
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.policies.fit import longest_alone
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
 from hf_longctx.runtime.parameters.low_bit import moment_bytes

@@ -21,7 +21,7 @@ from hf_longctx.hf.models.spec import cluster_spec, config_spec
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.pipeline.stage_layers import Ranges, balanced_ranges
+from hf_longctx.plan.pipeline.stages import Ranges, balanced_ranges
 
 _SAMPLED_ROWS = 256
 

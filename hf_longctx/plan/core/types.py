@@ -5,6 +5,8 @@ as one stage of it. The planner writes plans, the runtime executes them.
 
 A plan holds only what JSON can: no tensors, devices, process groups or callables. Sizes are in tokens, layers and bytes;
 seconds appear only in `Estimate`, which is not part of a plan's identity (its digest).
+
+Type aliases for the numpy arrays of the planner, for annotations in every folder of `plan`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 Method = Literal["local", "ulysses", "ring", "hybrid"]
 Parameters = Literal["replicated", "gathered_per_round", "sharded"]
@@ -421,3 +426,8 @@ class StepPlan:
 
 def _times(text: str, sign: str, count: int) -> str:
     return f"{text}{sign}{count}" if count > 1 else text
+
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]

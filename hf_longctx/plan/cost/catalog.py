@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hf_longctx.plan.core.configs.kernels import kernel_fields
-from hf_longctx.plan.core.model_spec import CUT_TYPES, ModelSpec
 from hf_longctx.plan.cost.profiles import normal_name
 from hf_longctx.plan.cost.public_configs import ALIASES, CONFIGS
+from hf_longctx.plan.model.config import kernel_fields
+from hf_longctx.plan.model.model_spec import CUT_TYPES, ModelSpec
 
 _TIED = True
 # beginnings of names, and the model type of their decoders in a config

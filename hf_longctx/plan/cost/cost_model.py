@@ -12,27 +12,26 @@ averaged over layers (`attention_pairs.py`), and its all-to-all term by the byte
 method that the model's heads allow. Bytes that a ring sends while it computes tiles count only if they take longer than these
 tiles, and keys that no token of another block sees through a window are not sent (`CostModel.hidden_s`). Keys and values of
 earlier slices, which travel around a ring once more for every slice, count beside the bytes of its own tokens.
+
+Counts the bytes that a layer's operations without products read and write: norms, rotary embedding, activation, residuals.
+
+The numbers are those of transformers' Llama, operation by operation, as `tests/predicted/test_elementwise_bytes.py` counts them.
+Attention's own operators are left out. Single kernels read their inputs and write their results, nothing in between.
+
+Counts the operations of training a set of documents, for model FLOP/s and their share of the device's peak (MFU).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.configs.heads import HeadSizes
-from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import GroupMethod
-from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Parameters
-from hf_longctx.plan.cost.elementwise import elementwise_bytes, replayed_bytes
+from hf_longctx.plan.core.settings import ClusterSpec, GroupMethod
+from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Parameters
 from hf_longctx.plan.cost.traffic import (
     Traffic,
     added_products,
@@ -43,6 +42,50 @@ from hf_longctx.plan.cost.traffic import (
     ring_leaves_node,
     window_tokens,
 )
+from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.model.config import HeadSizes
+from hf_longctx.plan.model.layers import ATTENTION, LayerKind
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
+
+# bytes of one token, for each feature of hidden states and each inner feature of the MLP, in half precision and in fp32; the
+# gradients of adapters are added to those of the frozen matrices, which then have no gradients of their own
+_FORWARD = {2: (111, 10), 4: (134, 20)}
+_BACKWARD = {2: (264, 18), 4: (335, 36)}
+_ADAPTED_BACKWARD = {2: (284, 24), 4: (375, 48)}
+# bytes that a layer under a policy adds, whatever it keeps, since it runs once more from its input, its norms twice in tiles; and
+# those that the MLP adds if it runs once more
+_REPLAY = {2: 243, 4: 293}
+_INNER_REPLAY = {2: 19, 4: 32}
+# bytes that single kernels save: of norms and of rotary embeddings for each hidden feature, forward, backward and in a replay; of
+# gates for each inner feature
+_FUSED_NORMS = {2: (65, 165, 164), 4: (41, 137, 149)}
+_FUSED_ROTARY = {2: (21, 22, 21), 4: (42, 44, 42)}
+_FUSED_GATES = {2: (4, 8, 6), 4: (8, 16, 11)}
+
+
+def elementwise_bytes(model: ModelSpec) -> tuple[int, int]:
+    """Bytes of one token in one layer, in its forward and in its backward with everything kept."""
+    width = 2 if model.bytes_per_element <= 2 else 4
+    backward = _BACKWARD if model.trains_layers else _ADAPTED_BACKWARD
+    (hidden, inner), (hidden_back, inner_back) = _FORWARD[width], backward[width]
+    (less, less_back, _), (less_inner, less_inner_back, _) = _saved(model, width)
+    d, f = model.hidden_size, model.intermediate_size
+    return (hidden - less) * d + (inner - less_inner) * f, (hidden_back - less_back) * d + (inner_back - less_inner_back) * f
+
+
+def replayed_bytes(model: ModelSpec) -> tuple[int, int]:
+    """Bytes of one token that a layer adds if it runs under a policy, whatever that keeps; and if the MLP runs once more."""
+    width = 2 if model.bytes_per_element <= 2 else 4
+    (_, _, less), (_, _, less_inner) = _saved(model, width)
+    return (_REPLAY[width] - less) * model.hidden_size, (_INNER_REPLAY[width] - less_inner) * model.intermediate_size
+
+
+def _saved(model: ModelSpec, width: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Bytes that the model's kernels save, forward, backward and in a replay, for each hidden and for each inner feature."""
+    kernels = ((model.fuses_norms, _FUSED_NORMS[width]), (model.fuses_rotary, _FUSED_ROTARY[width]))
+    forward, backward, replay = (sum(numbers[place] for is_used, numbers in kernels if is_used) for place in range(3))
+    return (forward, backward, replay), _FUSED_GATES[width] if model.fuses_gates else (0, 0, 0)
+
 
 # factor on the exchange time of groups larger than `favoured_degree`, to make the planner avoid them
 _AVOIDED = 1e3
@@ -537,3 +580,25 @@ def backward_share(model: ModelSpec) -> float:
     frozen = 0 if model.trains_layers else model.num_layers * model.layer_parameters
     frozen += 0 if model.trains_head else model.head_outputs * model.hidden_size
     return 1 - frozen / (2 * model.token_products)
+
+
+# operations that `training_operations` counts, in words
+OPERATIONS_FORMULA = (
+    "model operations = tokens x 2 x multiplications of a token x (1 forward + 1 for gradients of inputs + 1 for gradients of "
+    "weights, if those are trained) + query-key pairs within documents x operations of a pair x 3; what is recomputed does not "
+    "count, nor do dummy tokens"
+)
+
+
+def training_operations(lengths: Iterable[int], model: ModelSpec) -> float:
+    """Operations of one forward and backward over documents of these lengths, by `OPERATIONS_FORMULA`.
+
+    A product counts as a multiplication and an addition. Of causal attention, only pairs that are not masked count.
+    """
+    pairs = model.attention_pairs()
+    num_tokens, num_pairs = 0, 0.0
+    for length in lengths:
+        num_tokens += length
+        num_pairs += pairs.of_span(0, length)
+    passes = 1 + 2 * backward_share(model)
+    return passes * 2.0 * model.token_products * num_tokens + 3.0 * model.num_layers * model.pair_operations * num_pairs

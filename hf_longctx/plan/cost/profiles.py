@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_longctx.plan.core.cluster_spec import HardwareSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import HardwareSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 SCHEMA_VERSION = 1
 

@@ -28,12 +28,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import GroupMethod
+from hf_longctx.plan.core.settings import ClusterSpec, GroupMethod
 from hf_longctx.plan.core.sharding import head_shares, passes_states
-from hf_longctx.plan.core.types import GroupShape
+from hf_longctx.plan.core.types import FloatArray, GroupShape
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 # least bytes of one element of the key and value gradients that travel around a ring (fp32)
 _LEAST_GRADIENT_BYTES = 4

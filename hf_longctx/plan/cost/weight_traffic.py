@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.traffic import Traffic
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 # share of the seconds of gathers that plans count, where they do not fill the links: between none of them, if all run beside
 # computing, and all. The first gather of a pass, copies into and out of buffers, and slower kernels beside them always remain.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import FloatArray, IntArray
+from hf_longctx.plan.core.types import FloatArray, IntArray
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 Grouper = Callable[[GroupingProblem], list[Group]]

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import FloatArray, IntArray
-from hf_longctx.plan.groups.bounds import least_work
-from hf_longctx.plan.groups.problem import GroupingProblem, Piece
+from hf_longctx.plan.core.types import FloatArray, IntArray
+from hf_longctx.plan.groups.problem import GroupingProblem, Piece, least_work
 
 # share by which rounding may put a sum above its limit
 _ROUNDING = 1e-12

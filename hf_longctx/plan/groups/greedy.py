@@ -16,16 +16,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_longctx.plan.chunks.packing import MAX_CAPACITY, pack_sequences
-from hf_longctx.plan.core.arrays import IntArray
+from hf_longctx.plan.core.types import IntArray
 from hf_longctx.plan.groups.backfill import backfill
-from hf_longctx.plan.groups.bounds import fluid_bounds_s, least_work
-from hf_longctx.plan.groups.consecutive import group_runs
+from hf_longctx.plan.groups.best_fit import MAX_CAPACITY, pack_sequences
 from hf_longctx.plan.groups.cuts import candidate_cuts, expected_s
-from hf_longctx.plan.groups.joint_packing import JointPacking, one_fewer_s
 from hf_longctx.plan.groups.local_search import improve
-from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout, Piece
-from hf_longctx.plan.groups.vector_packing import Packed, Rule, Trial, pack_trials
+from hf_longctx.plan.groups.packing import JointPacking, Packed, Rule, Trial, group_runs, one_fewer_s, pack_trials
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout, Piece, fluid_bounds_s, least_work
 
 
 @dataclass(frozen=True, slots=True)

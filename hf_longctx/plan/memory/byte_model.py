@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import BoolArray, IntArray
-from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.core.settings import ActivationBudget
 from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import (
     LEAST_TILE_TOKENS,
     TILE_SIZES,
     Action,
     ActivationPolicy,
+    BoolArray,
     Chunk,
     GroupShape,
+    IntArray,
     LayerPolicy,
     LayerRange,
     Parameters,
@@ -32,20 +31,32 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
 )
-from hf_longctx.plan.memory.head_pieces import PiecedLayerBytes
 from hf_longctx.plan.memory.kv_book import BookKinds, BookMoments, book_kinds, book_moments
-from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes
-from hf_longctx.plan.memory.round_bytes import (
+from hf_longctx.plan.memory.layer import (
+    HybridLayerBytes,
+    LayerBytes,
+    Load,
+    OutsideBytes,
+    PiecedLayerBytes,
+    StateLayerBytes,
+    UnmixedLayerBytes,
+)
+from hf_longctx.plan.memory.stage import (
     LAYER_NUMBERS,
     OUTSIDE_NUMBERS,
     ChunkBytes,
     Passes,
     RoundMoments,
+    accumulated_bytes,
     chunk_load,
     chunk_numbers,
+    host_layer_bytes,
+    host_state_bytes,
+    part_state_bytes,
+    resting_bytes,
 )
-from hf_longctx.plan.memory.stage import accumulated_bytes, host_layer_bytes, host_state_bytes, part_state_bytes, resting_bytes
-from hf_longctx.plan.memory.state_layer import HybridLayerBytes, StateLayerBytes, UnmixedLayerBytes
+from hf_longctx.plan.model.layers import ATTENTION, LayerKind
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 _KEEPS_EVERYTHING = LayerPolicy()
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, Parameters, TensorShare, small_tile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 def lean_policy(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
+from hf_longctx.plan.core.settings import USABLE_SHARE
 
 # bytes of one: 544 to 688 MB were measured on four A100 (NVIDIA/nccl issue 964), and a single allocation of 512 MiB (issue 2363)
 COMMUNICATOR_BYTES = 2**29

@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import BoolArray, IntArray
-from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import head_shares, passes_states, sequence_ends, slice_pieces
-from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import BoolArray, GroupShape, IntArray, SequenceGroup, StagePlan
+from hf_longctx.plan.model.layers import ATTENTION, LayerKind
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 class BookMoments(NamedTuple):

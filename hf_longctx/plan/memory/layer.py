@@ -6,18 +6,24 @@ heads, k all KV heads, f intermediate, h heads, e bytes per element; in the code
 
 Ranks that share attention by heads work on as many elements as a rank with 1/degree of the tokens would. Their exchanges take
 more memory, which is counted as one copy of the tensors that are sent.
+
+Counts bytes of a layer whose attention runs in pieces of its heads (`runtime/activations/head_pieces.py`).
+
+Queries, keys, values and the work of attention exist for one piece at a time; outputs of all heads stay beside it, and so
+do the module's input and the sum over pieces. Of adapters on the projections, the products of their first matrices stay. Letters
+as in `layer.py`.
+
+Counts bytes of one decoder layer without attention, moment by moment: with a state along the sequence, or an MLP alone.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from hf_longctx.plan.core.layer_kinds import ATTENTION
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import PACKED_ROWS, heads_at_once, packed_rows
+from hf_longctx.plan.core.sharding import ADAPTER_ELEMENTS, PACKED_ROWS, head_shares, heads_at_once, packed_rows, passes_states
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass, small_tile
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
@@ -26,6 +32,7 @@ from hf_longctx.plan.memory.saved_tensors import (
     inner_bytes,
     matrix_bytes,
     norm_bytes,
+    outer_bytes,
     own_input_bytes,
     own_input_gradients,
     plain_layer_bytes,
@@ -38,6 +45,8 @@ from hf_longctx.plan.memory.saved_tensors import (
     scale_bytes,
     shared_kv_bytes,
 )
+from hf_longctx.plan.model.layers import ATTENTION, LayerKind
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 # most elements of a matrix of scores, as in `runtime/tiles/plain.py`
 MOST_SCORES = 2**25
@@ -594,3 +603,228 @@ class OutsideBytes:
         # log-probabilities and two of their gradients; then gradients of logits, input and weights
         last = norm + 2 * hidden + logits * (e + (wide if e < 4 else 0) + capped) + e * weights
         self.backward = max(normed, norm + hidden + (3 * wide + capped) * logits, last)
+
+
+class PiecedLayerBytes(LayerBytes):
+    """Bytes of one layer under a policy with several pieces of heads; fields as in `LayerBytes`."""
+
+    @cached_property
+    def _piece(self) -> LayerBytes:
+        """The bytes of a layer that has the heads of one piece alone."""
+        model = piece_model(self.model, self.policy.head_pieces, max(1, self.load.block_ranks))
+        return LayerBytes(model, self.load, replace(self.policy, head_pieces=1), self.tile)
+
+    def _adapters(self) -> int:
+        adapters, model = self.model.adapters, self.model
+        if adapters.is_empty:
+            return 0
+        saved = super()._adapters() + (adapters.cut_bytes - adapters.attention_saved_bytes) * self.tokens
+        # inputs and outputs in at least fp32, before and after dropout, and their gradients, for some tokens at a time
+        width = max(model.hidden_size, model.query_size, model.output_size)
+        return saved + 4 * max(4, model.bytes_per_element) * min(self.tokens * width, ADAPTER_ELEMENTS)
+
+    @property
+    def _saves_first_norm(self) -> bool:
+        # the node that runs the pieces keeps the module's input
+        return True
+
+    @property
+    def _replayed_mixing(self) -> int:
+        # a replay saves the outputs of all pieces, and no queries, keys or values
+        return class_bytes(self.model, "attention_output") * self._recomputed("attention_output")
+
+    @property
+    def _outputs(self) -> int:
+        """Bytes of outputs and LSEs of all pieces."""
+        return class_bytes(self.model, "attention_output") * self.tokens
+
+    def _mixing_forward(self) -> int:
+        # while the last piece runs: the outputs of those before it, and the sum over them, which is the layer's output
+        d, *_ = self._sizes
+        others = self._outputs - class_bytes(self._piece.model, "attention_output") * self.tokens
+        host_start, host_stop = self._cuts["attention_output"]
+        if host_stop > host_start:
+            # they are on their way to the host, which `sent` counts
+            others = 0
+        return self._piece._mixing_forward() + d * self.tokens + max(0, others) + self._cut_bytes - self._piece._cut_bytes
+
+    def _attention_backward(self) -> int:
+        piece, (d, *_) = self._piece, self._sizes
+        _, a, k, _ = piece._sizes
+        # gradients of the layer's output and of the module's input, and of all its weights
+        outside = self._replayed_attention - self._held_mlp + 2 * d * self.tokens
+        if self.model.trains_layers:
+            outside += (self.model.query_size + self.model.kv_size + self.model.output_size) * d
+        kv = 2 * k * (self.tokens - self.load.sliced_tokens)
+        made = a * self.tokens + kv + head_norm_bytes(piece.model) * self.tokens
+        # projections before they are rotated, and what that makes
+        rotation = (2 * k + max(4 * a, 2 * a + 3 * k)) * self.tokens
+        # the gradient of the piece's output, of its queries, keys and values
+        is_lone = len(self.load.documents) == 1 and not self.load.sliced_tokens
+        gradients = (a + (piece._lone_sums if is_lone else a + 2 * k)) * self.tokens
+        work = max(rotation, made + gradients + piece._exchange + piece._operator_backward())
+        # before, the replay makes the outputs
+        return max(outside + work, self._mixing_forward())
+
+
+def piece_model(model: ModelSpec, head_pieces: int, block_ranks: int) -> ModelSpec:
+    """The model with the heads of one piece: those of the rank with the most, times the ranks of a block.
+
+    Several ranks may read one KV head, which all of them receive.
+    """
+    num_heads, num_kv = model.num_heads // head_pieces, model.num_kv_heads // head_pieces
+    if block_ranks > 1:
+        shares = head_shares(num_heads, num_kv, block_ranks)
+        num_heads = block_ranks * max(share.num_q for share in shares)
+        num_kv = max(num_kv, block_ranks * max(share.num_kv for share in shares))
+    return replace(model, num_heads=num_heads, num_kv_heads=num_kv)
+
+
+class StateLayerBytes(LayerBytes):
+    """Bytes of one layer with a state along the sequence, whose mixer a policy can only keep or recompute as a whole."""
+
+    kind = LayerKind(0, has_state=True)
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the scan runs in blocks, each recomputed in backward."""
+        return self.tokens > self.model.states.block_tokens
+
+    @cached_property
+    def mixer(self) -> int:
+        """Bytes that the mixer saves."""
+        states, e = self.model.states, self.model.bytes_per_element
+        outside = states.outside_bytes(e) * self.tokens + self._added
+        if not self._is_cut:
+            return outside + states.scan_bytes(e) * sum(self._scanned)
+        num_between = sum(max(0, -(-document // states.block_tokens) - 1) for document in self.load.documents)
+        state_bytes = max(4, e) * states.heads * states.head_elements
+        return outside + states.input_bytes(e) * self.tokens + state_bytes * num_between
+
+    @cached_property
+    def _scanned(self) -> list[int]:
+        """Tokens of every document, filled up to whole tiles."""
+        tile = self.model.states.tile_tokens
+        return [-(-document // tile) * tile for document in self.load.documents]
+
+    @property
+    def _at_once(self) -> int:
+        """Most tokens that the scan runs at once: a document or, in blocks, part of one, or those that share a kernel's block."""
+        return min(sum(self._scanned), self.model.states.block_tokens) if self._is_cut else max(self._scanned, default=0)
+
+    @property
+    def _scan(self) -> int:
+        """Bytes alive at once inside the forward of the scan, which runs documents one after the other."""
+        states, at_once = self.model.states, self._at_once
+        outside = self.model.bytes_per_element * states.saved_elements * (self.tokens - at_once)
+        return 4 * states.work_wide * at_once + outside + self._added
+
+    @property
+    def _added(self) -> int:
+        """Bytes that are saved to find what an earlier state adds.
+
+        On a rank that passes states on, all tokens count, although those at the start of a document need no more; elsewhere
+        all sliced tokens of slices after the first.
+        """
+        states, load = self.model.states, self.load
+        wide = max(4, self.model.bytes_per_element)
+        if states.heads and passes_states(load.num_blocks, load.block_ranks, states.heads // states.scans):
+            copied = states.carry_copied if self.model.bytes_per_element < 4 else 0
+            return wide * (states.carry_wide + copied) * self.tokens
+        return wide * states.slice_wide * (load.sliced_tokens if load.front_tokens else 0)
+
+    def _plain_held(self) -> tuple[int, int]:
+        return outer_bytes(self.model) * self.tokens + self.mixer, 0
+
+    @property
+    def _replayed_mixing(self) -> int:
+        return self.mixer
+
+    def _plain_forward(self) -> int:
+        whole = self.held + self._sizes[0] * self.tokens + self._passing
+        return max(whole, self.held - self._held_mlp + self._exchange)
+
+    def _mixing_forward(self) -> int:
+        states, e = self.model.states, self.model.bytes_per_element
+        # all that is made outside the scan, without the convolution's input, if the scan runs in blocks
+        outside = (states.outside_bytes(e) - states.input_bytes(e)) * self.tokens if self._is_cut else 0
+        return 2 * self._sizes[0] * self.tokens + max(outside, self._scan) + self._exchange
+
+    @property
+    def _exchange(self) -> int:
+        states, e = self.model.states, self.model.bytes_per_element
+        return (states.input_bytes(e) + states.output_bytes(e)) * self.tokens if self.load.is_shared else 0
+
+    def _attention_backward(self) -> int:
+        d = self._sizes[0]
+        outside = self._replayed_attention - self._held_mlp + d * self.tokens + self._exchange
+        if self.is_plain:
+            outside -= self._second_norm * self.tokens
+        if not self._is_cut:
+            # the scan's backward frees what it saved as it makes gradients, of which two fifths are alive beside it
+            return outside + 2 * max(0, self._scan) // 5
+        states, e = self.model.states, self.model.bytes_per_element
+        block = states.scan_bytes(e) * self._at_once // states.scans + 2 * 4 * states.work_wide * self._at_once // 5
+        # gradients of the scan's outputs and inputs
+        return outside + (states.output_bytes(e) + states.input_bytes(e)) * self.tokens + block
+
+    def mixing_forward(self) -> int:
+        """Most bytes up to the mixer's output, in the forward of a layer that keeps a part."""
+        return self._mixing_forward()
+
+    def mixing_backward(self) -> int:
+        """Most bytes in the mixer's backward, beyond those that layers up to this one hold."""
+        return self._attention_backward()
+
+
+class HybridLayerBytes(LayerBytes):
+    """Bytes of one layer with both attention and a state, which run one after the other on the same tokens."""
+
+    kind = LayerKind(None, has_state=True)
+
+    def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int, mixer: StateLayerBytes) -> None:
+        """mixer: bytes of a layer that has the state alone."""
+        self.beside = mixer
+        super().__init__(model, load, policy, tile_tokens)
+
+    def _plain_held(self) -> tuple[int, int]:
+        held, host = super()._plain_held()
+        return held + self.beside.mixer, host
+
+    @property
+    def _replayed_mixing(self) -> int:
+        return super()._replayed_mixing + self.beside.mixer
+
+    def _mixing_forward(self) -> int:
+        # the output of one waits while the other runs
+        waiting = self._sizes[0] * self.tokens
+        return waiting + max(super()._mixing_forward(), self.beside.mixing_forward())
+
+    def _attention_backward(self) -> int:
+        # whichever runs backward first, the other's saved tensors are still there
+        own = super()._attention_backward()
+        attention = 0 if self.is_plain else super()._replayed_mixing
+        return max(own, self.beside.mixing_backward() + attention)
+
+
+class UnmixedLayerBytes(LayerBytes):
+    """Bytes of one layer that mixes no tokens: norms and an MLP or experts."""
+
+    kind = LayerKind(0)
+
+    def _plain_held(self) -> tuple[int, int]:
+        return outer_bytes(self.model) * self.tokens, 0
+
+    @property
+    def _replayed_mixing(self) -> int:
+        return 0
+
+    def _plain_forward(self) -> int:
+        return self.held + self._sizes[0] * self.tokens + self._passing + self._travelling
+
+    def _mixing_forward(self) -> int:
+        return 2 * self._sizes[0] * self.tokens
+
+    def _attention_backward(self) -> int:
+        outside = self._replayed_attention - self._held_mlp + self._sizes[0] * self.tokens
+        return outside - (self._second_norm * self.tokens if self.is_plain else 0)

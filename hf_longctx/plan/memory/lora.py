@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 
 # elements of one value in fp32, and in bf16
 _WIDE, _HALF = 4, 2

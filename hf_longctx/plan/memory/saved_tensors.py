@@ -25,9 +25,9 @@ and what the adapters save (`AdapterSpec`), with every input that one of them re
 
 from __future__ import annotations
 
-from hf_longctx.plan.core.layer_kinds import ATTENTION, LayerKind
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, LayerRange, TensorClass
+from hf_longctx.plan.model.layers import ATTENTION, LayerKind
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:

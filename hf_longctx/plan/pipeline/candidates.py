@@ -3,21 +3,173 @@
 Every group of a stage's layout is a pipeline of its own, so its number of slices is chosen independently of other groups. With
 one slice the pipeline runs whole sequences; with more it runs slices of them (InfiniPipe, arXiv 2509.21275, section 3). A formula
 compares numbers of slices first (`StagedStep.cuts`); the best few are then simulated.
+
+Divides a stage's ranks into sequence groups, of one degree or of different degrees, and deals sequences to them.
+
+Sequences go longest first, each to the group that would finish it first (Graham 1969, section 4: within 4/3 - 1/(3m) of the
+optimum for m equal groups). Faster groups thus get more work, and a group never gets a sequence that is too long for it.
+
+Micro-batches whose groups run one chunk each, for sequences that no pipeline of several chunks can hold.
+
+Where ranks sum gradients over their shards once per micro-batch, those of a stage wait whole on each of its ranks from the first
+backward to the last one. A group of one chunk has only one backward, so that nothing waits. Its stages run one after the other,
+which takes as many times longer as there are stages, but less memory than any pipeline. Which sequences run together is the
+grouping problem of a single stage, whose ranks are those of every stage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapreplace
 
-from hf_longctx.plan.chunks.elastic import elastic_chunks
-from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span
-from hf_longctx.plan.groups.placement import PlacedGroup, with_idle_ranks
-from hf_longctx.plan.pipeline.layouts import dealt_groups, dealt_layouts
-from hf_longctx.plan.pipeline.messages import MessagedPasses
-from hf_longctx.plan.pipeline.orders import pipelined
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hf_longctx.plan.chunks import elastic_chunks
+from hf_longctx.plan.core.orders import MessagedPasses, pipelined
+from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, MicroBatch, SequenceGroup, Span
+from hf_longctx.plan.groups.greedy import plan_greedy
+from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, place_layout, renumber, with_idle_ranks
+from hf_longctx.plan.groups.problem import GroupingProblem
+from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
 from hf_longctx.plan.pipeline.staged_step import CUTS, Cut, StagedStep
+
+# degrees of the groups of a stage, the largest first; ranks that they leave over are idle
+StageLayout = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _LayoutSearch:
+    """Constants of the search for layouts.
+
+    few_ranks: most ranks for which layouts may have three different degrees; beyond it two, or there would be thousands of
+    layouts. most_mixed: layouts of mixed degrees that are tried.
+    """
+
+    few_ranks: int = 16
+    most_mixed: int = 12
+
+
+# repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_LAYOUTS = _LayoutSearch()
+
+
+def dealt_layouts(staged: StagedStep, members: Sequence[int]) -> Iterator[list[PlacedGroup]]:
+    """Concurrent groups for these sequences, placed on the ranks of a stage, for each of the most promising layouts."""
+    layouts = stage_layouts(staged.ranks_per_stage, staged.degrees)
+    chosen = np.array(members, dtype=np.int64)
+    seconds = {degree: each[chosen] for degree, each in staged.seconds.items()}
+    for layout in promising(layouts, seconds, staged.lengths[chosen], staged.longest, _LAYOUTS.most_mixed):
+        yield dealt_groups(staged, layout, members)
+
+
+def dealt_groups(staged: StagedStep, layout: StageLayout, members: Sequence[int]) -> list[PlacedGroup]:
+    """Deals sequences to the groups of a layout and places these on positions; groups without sequences become idle ranks.
+
+    Raises ValueError for a sequence that no group can hold.
+    """
+    chosen = np.array(members, dtype=np.int64)
+    seconds = [staged.seconds[degree][chosen] for degree in layout]
+    dealt = deal_sequences(staged.lengths[chosen], seconds, [staged.longest[degree] for degree in layout])
+    groups = [(degree, tuple(members[i] for i in part)) for degree, part in zip(layout, dealt, strict=True)]
+    nodes, num_ranks = staged.costs.cluster.ranks_per_node, staged.ranks_per_stage
+    placed = place_layout([groups], num_ranks, nodes, staged.config.node_aligned)
+    return with_idle_ranks(placed, num_ranks, staged.block_ranks)[0]
+
+
+def stage_layouts(num_ranks: int, degrees: Sequence[int]) -> list[StageLayout]:
+    """All layouts of at most three different degrees (at most two for more than 16 ranks) in which no further group fits."""
+    most = 3 if num_ranks <= _LAYOUTS.few_ranks else 2
+    usable = [degree for degree in sorted(degrees, reverse=True) if degree <= num_ranks]
+    return list(_layouts(num_ranks, usable, most)) if usable else []
+
+
+def _layouts(num_ranks: int, degrees: Sequence[int], most: int) -> Iterator[StageLayout]:
+    """Layouts of `num_ranks` ranks that use at most `most` of the degrees, which are given in descending order."""
+    if not degrees or degrees[-1] > num_ranks:
+        yield ()
+        return
+    if not most:
+        return
+    for place, degree in enumerate(degrees):
+        for count in range(num_ranks // degree, 0, -1):
+            for rest in _layouts(num_ranks - count * degree, degrees[place + 1 :], most - 1):
+                # a degree that was passed over must not fit into what is left
+                if num_ranks - count * degree - sum(rest) < degrees[-1]:
+                    yield (*(degree,) * count, *rest)
+
+
+def promising(
+    layouts: Sequence[StageLayout], seconds: Mapping[int, FloatArray], lengths: IntArray, longest: Mapping[int, int], most: int
+) -> list[StageLayout]:
+    """Layouts that hold every sequence: all with one degree, and the `most` with mixed degrees whose lower bounds are least.
+
+    seconds[d][i]: seconds of sequence i on a group of d ranks. longest[d]: the most tokens of one sequence on d ranks. The lower
+    bound of a layout is the larger of two times: that of its slowest sequence, and that of all work spread evenly over its
+    ranks, each sequence counted on the degree where it costs the fewest rank-seconds.
+    """
+    bounds: dict[StageLayout, float] = {}
+    alone = {degree: np.where(lengths <= longest[degree], each, np.inf) for degree, each in seconds.items()}
+    for layout in layouts:
+        used = sorted(set(layout))
+        longest_s = np.min([alone[degree] for degree in used], axis=0).max(initial=0.0)
+        work = np.min([alone[degree] * degree for degree in used], axis=0).sum() / sum(layout)
+        bounds[layout] = float(max(longest_s, work))
+    held = [layout for layout in layouts if bounds[layout] < np.inf]
+    mixed = sorted((layout for layout in held if len(set(layout)) > 1), key=lambda layout: (bounds[layout], layout))
+    return [layout for layout in held if len(set(layout)) == 1] + mixed[:most]
+
+
+def deal_sequences(
+    lengths: Sequence[int] | IntArray,
+    seconds: ArrayLike,
+    longest: Sequence[int],
+    capacity: Sequence[int] | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Sequences of every group, longest first, dealt so that the slowest group finishes early.
+
+    seconds[g][i]: seconds that sequence i adds to group g. longest[g]: the most tokens of one sequence that group g can run.
+    capacity[g]: the most tokens of all its sequences (None: any number). Raises ValueError for a sequence without a place.
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    seconds_GN = np.asarray(seconds, dtype=np.float64).reshape(len(longest), len(tokens))
+    order = np.lexsort((np.arange(len(tokens)), -tokens)).tolist()
+    room = list(capacity) if capacity is not None else [int(tokens.sum())] * len(longest)
+    is_equal = len(set(longest)) == 1 and capacity is None and bool((seconds_GN == seconds_GN[:1]).all())
+    if is_equal and (not len(tokens) or tokens.max() <= longest[0]):
+        return _deal_equal(order, seconds_GN[0], len(longest))
+    columns = seconds_GN.T.tolist()
+    done_s = [0.0] * len(longest)
+    taken: list[list[int]] = [[] for _ in longest]
+    for i in order:
+        length = int(tokens[i])
+        fitting = [g for g, most in enumerate(longest) if length <= most and length <= room[g]]
+        if not fitting:
+            raise ValueError(
+                f"sequence {i} has {length} tokens, but of {len(longest)} groups side by side none takes more than "
+                f"{max(map(min, longest, room))}; allow larger groups or plan several micro-batches"
+            )
+        # ties go to the group that takes least time for the sequence: a larger one may lose time by sharing
+        group = min(fitting, key=lambda g: (done_s[g] + columns[i][g], columns[i][g], g))
+        done_s[group] += columns[i][group]
+        room[group] -= length
+        taken[group].append(i)
+    return tuple(map(tuple, taken))
+
+
+def _deal_equal(order: Sequence[int], seconds_N: FloatArray, num_groups: int) -> tuple[tuple[int, ...], ...]:
+    """Deals sequences to equal groups; a heap finds the next group without comparing all of them."""
+    taken: list[list[int]] = [[] for _ in range(num_groups)]
+    heap = [(0.0, group) for group in range(num_groups)]
+    seconds = seconds_N.tolist()
+    for i in order:
+        done_s, group = heap[0]
+        taken[group].append(i)
+        heapreplace(heap, (done_s + seconds[i], group))
+    return tuple(map(tuple, taken))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,3 +378,99 @@ class Candidates:
 def _padded(chunks: Sequence[Chunk], count: int) -> tuple[Chunk, ...]:
     """Appends dummy chunks until there are `count` chunks."""
     return (*chunks, *(Chunk(index) for index in range(len(chunks), count)))
+
+
+# share of the tokens of one document that fit, with which ranks are filled: several documents need more workspace
+_FILLED = 0.95
+# share up to which the tokens that fit are searched for
+_PRECISION = 0.02
+
+
+class SingleChunks:
+    """Makes micro-batches of single chunks for the sequences of a step; `room` tells what fits."""
+
+    def __init__(self, candidates: Candidates, room: PipelineRoom) -> None:
+        self.candidates, self.staged, self.room = candidates, candidates.staged, room
+
+    def needed_for(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Sequences that do not fit in several chunks even alone with every layer recomputed: the longest, none or all."""
+        ordered = self.staged.by_length(members)
+        # mostly the longest fits, and so do all others
+        if self._fits_in_several(ordered[0]):
+            return ()
+        return tuple(sorted(ordered[: bisect_left(ordered, True, key=self._fits_in_several)]))
+
+    def steps(self, members: Sequence[int]) -> Iterator[list[MicroBatch]]:
+        """Micro-batches with ranks as full as they can be with everything kept, and with every layer recomputed.
+
+        What probably takes fewer seconds comes first: full micro-batches recompute, and others gather weights more often.
+        Sequences that the largest group cannot keep are in micro-batches without others where everything is kept. There are no
+        steps where a sequence does not fit.
+        """
+        lengths, degree = self.staged.lengths, self.staged.degrees[-1]
+        longest = -(-max(int(lengths[i]) for i in members) // degree)
+        least = self._most_tokens(self.room.may_recompute)
+        if longest > least:
+            return
+        problem = self._problem(members)
+        kept = int(_FILLED * self._most_tokens(self.room.may_keep))
+        least = max(longest, int(_FILLED * least))
+        long = [place for place, i in enumerate(members) if lengths[i] > kept * degree]
+        others = [place for place, i in enumerate(members) if lengths[i] <= kept * degree]
+        ways = [[(long, longest), (others, kept)], [([*range(len(members))], least)]]
+        if not others or self._prefers_full(problem.subproblem(others), kept, least):
+            ways.reverse()
+        for parts in ways:
+            layouts = [
+                self._placed(problem.subproblem(own), capacity, [members[i] for i in own]) for own, capacity in parts if own
+            ]
+            yield [self._micro_batch(groups) for layout in layouts for groups in layout]
+
+    def _problem(self, members: Sequence[int]) -> GroupingProblem:
+        """Groups of whole sequences on the ranks of a stage; each of them gathers the weights of its stage only."""
+        staged = self.staged
+        config = replace(staged.config, degrees=staged.degrees)
+        problem = GroupingProblem.build([int(staged.lengths[i]) for i in members], staged.costs, config)
+        return replace(problem, micro_batch_s=problem.micro_batch_s / staged.num_stages)
+
+    def _prefers_full(self, problem: GroupingProblem, kept: int, least: int) -> bool:
+        """Whether recomputing what does not fit costs less than the further micro-batches that keep everything."""
+        tokens, ranks = sum(problem.lengths), problem.num_ranks
+        more = tokens / ranks * (1 / kept - 1 / least)
+        work_s = float((problem.seconds * [[degree] for degree in problem.degrees]).min(axis=0).sum()) / ranks
+        again_s = (1 - kept / least) * self.staged.room.forward_share * work_s
+        return again_s < more * (problem.micro_batch_s + min(problem.group_s))
+
+    def _fits_in_several(self, sequence: int) -> bool:
+        return any(map(self.room.may_recompute, self.candidates.fewest_bytes(sequence)))
+
+    def _most_tokens(self, may_fit: Callable[[SequenceGroup], bool]) -> int:
+        """Most tokens of one document on a rank of the largest group that fit as one chunk; 0 if not even one does."""
+        staged, degree = self.staged, self.staged.degrees[-1]
+
+        def fits(tokens: int) -> bool:
+            chunk = Chunk(0, (Span(0, 0, tokens * degree),))
+            group = SequenceGroup.of(staged.shapes[degree], range(degree), (chunk,))
+            return may_fit(pipelined(group, staged.parts, staged.schedule, self.candidates.passes))
+
+        low, high = 0, staged.config.tokens_per_rank
+        if fits(high):
+            return high
+        while high - low > max(1, _PRECISION * high):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _placed(self, problem: GroupingProblem, capacity: int, numbers: Sequence[int]) -> PlacedLayout:
+        """Groups of every micro-batch with at most `capacity` tokens on a rank, placed on the positions of a stage."""
+        staged, config = self.staged, self.staged.config
+        ordered, order = replace(problem, capacity=capacity).longest_first()
+        layout = plan_greedy(ordered, config.micro_batch_trials, config.time_aware)
+        num_ranks, nodes = staged.ranks_per_stage, staged.costs.cluster.ranks_per_node
+        placed = place_layout(layout, num_ranks, nodes, config.node_aligned)
+        return renumber(with_idle_ranks(placed, num_ranks, staged.block_ranks), [numbers[place] for place in order])
+
+    def _micro_batch(self, placed: Sequence[PlacedGroup]) -> MicroBatch:
+        lengths = self.staged.lengths
+        spans = {group: tuple(Span(i, 0, int(lengths[i])) for i in group.members) for group in placed if group.members}
+        return self.candidates.micro_batch(placed, {group: (Chunk(0, own),) for group, own in spans.items()})

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from hf_longctx.plan.core.orders import families
 from hf_longctx.plan.core.sharding import lent_order, running_stages
 from hf_longctx.plan.core.types import MicroBatch, SequenceGroup, StepPlan
-from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import families
-from hf_longctx.plan.prediction.evaluate import Evaluation
+from hf_longctx.plan.predict.evaluate import Evaluation
+from hf_longctx.plan.predict.lending import lent_group
 
 # the predicted run of a plan; raises ValueError for a plan that cannot be evaluated
 Predict = Callable[[StepPlan], Evaluation]

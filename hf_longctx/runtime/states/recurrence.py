@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.core.mixers.state_spec import ScanSize
 from hf_longctx.plan.core.sharding import head_shares, passes_states
+from hf_longctx.plan.model.mixers import ScanSize
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.runs import Document, documents_of
 from hf_longctx.runtime.attention.sequence_parallel import gather_heads, spread_heads

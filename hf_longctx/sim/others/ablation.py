@@ -19,23 +19,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.activations.fit import with_layers
-from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
-from hf_longctx.plan.chunks.slices import slice_counts
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks, slice_counts
+from hf_longctx.plan.core.orders import pipelined
+from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
-from hf_longctx.plan.pipeline.layouts import deal_sequences
-from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.stage_layers import Ranges, balanced_ranges
+from hf_longctx.plan.pipeline.candidates import deal_sequences
+from hf_longctx.plan.pipeline.stages import Ranges, balanced_ranges
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.policies.fit import with_layers
+from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.sim.others.checkpointing import (
     CHECKPOINTINGS,

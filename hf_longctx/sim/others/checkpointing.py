@@ -17,12 +17,11 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.types import (
     LEAST_TILE_TOKENS,
     ActivationPolicy,
     Chunk,
+    FloatArray,
     GroupShape,
     LayerPolicy,
     SequenceGroup,
@@ -32,7 +31,8 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_load
+from hf_longctx.plan.memory.stage import chunk_load
+from hf_longctx.plan.model.attention_pairs import AttentionPairs
 
 
 @dataclass(frozen=True, slots=True)

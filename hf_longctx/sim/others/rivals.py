@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.messages import counted
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE
@@ -20,8 +20,8 @@ from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.weight_seconds import weight_seconds
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.planning import weight_seconds
 from hf_longctx.sim.others.baselines import (
     BASELINES,
     CannotRunError,

@@ -11,17 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_longctx._version import __version__
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.configs.experts import ExpertSpec
-from hf_longctx.plan.core.configs.heads import HeadSizes
-from hf_longctx.plan.core.layer_kinds import IndexSpec
-from hf_longctx.plan.core.mixers.state_spec import StateSpec
-from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
-from hf_longctx.plan.core.planner_config import GROUP_METHODS
 from hf_longctx.plan.core.serialize import parse_json, plan_from_json, plan_to_json
+from hf_longctx.plan.core.settings import GROUP_METHODS, ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.model.config import ExpertSpec, HeadSizes
+from hf_longctx.plan.model.layers import IndexSpec
+from hf_longctx.plan.model.mixers import StateSpec
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.sim.capacity import DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Forecast, StepForecast

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from hf_longctx.plan.core.messages import duration
-from hf_longctx.plan.core.planner_config import default_degrees
+from hf_longctx.plan.core.settings import default_degrees
 from hf_longctx.sim.capacity import DeviceMemory
 from hf_longctx.sim.forecast import Forecast
 from hf_longctx.sim.prices import Price

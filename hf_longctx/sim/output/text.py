@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
 from hf_longctx.plan.core.messages import counted, duration
+from hf_longctx.plan.core.settings import GENERIC_CPU
 from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators
-from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
+from hf_longctx.plan.predict.planning import WeightSeconds
 from hf_longctx.sim.capacity import DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import DegreeUse, Forecast

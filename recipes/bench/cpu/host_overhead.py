@@ -18,12 +18,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.sharding import block_pieces, rank_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy

@@ -12,9 +12,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from hf_longctx.plan.activations.lone_sequences import longest_alone
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
+from hf_longctx.plan.core.settings import ClusterSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
@@ -24,6 +22,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.policies.fit import longest_alone
 
 MODELS = ("gpt-oss-20b", "gemma-4-26b-a4b", "qwen3-8b")
 # GiB of the device beside the model, and of the host

@@ -39,14 +39,14 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
-from hf_longctx.plan.activations.slots import layer_slots
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerPolicy, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.layer import LayerBytes, Load
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.policies.fill import MemoryLimits, choose_policy
+from hf_longctx.plan.policies.slots import layer_slots
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
     checkpointed_layer_bytes,

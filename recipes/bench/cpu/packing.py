@@ -30,7 +30,7 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 
-from hf_longctx.plan.chunks.packing import fewest_bins, pack_sequences
+from hf_longctx.plan.groups.best_fit import fewest_bins, pack_sequences
 
 try:
     from trl import data_utils as peer

@@ -33,18 +33,18 @@ import transformers
 
 from hf_longctx.hf.planning.refit import without_waiting
 from hf_longctx.hf.planning.step_record import StepRecord
-from hf_longctx.plan.chunks.elastic import elastic_chunks
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.chunks import elastic_chunks
+from hf_longctx.plan.core.orders import Schedule, pipelined
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.fitting import Fit, fit_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.orders import Schedule, pipelined
-from hf_longctx.plan.pipeline.stage_layers import balanced_ranges, layer_ranges
-from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.model.attention_pairs import SpanRates
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.pipeline.stages import balanced_ranges, layer_ranges
+from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
 from hf_longctx.recipes.bench.cpu.stage_processes import Rows, StageProcesses, StageStep
 
 NUM_STAGES = 2

@@ -58,23 +58,21 @@ from statistics import mean, median
 
 import numpy as np
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, default_degrees
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape, Parameters, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.placement import PlacedGroup
-from hf_longctx.plan.groups.problem import GroupingProblem
+from hf_longctx.plan.groups.problem import GroupingProblem, fluid_bounds_s
 from hf_longctx.plan.groups.programs.step_bound import step_bound_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
-from hf_longctx.plan.pipeline.stage_layers import balanced_ranges
+from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 from hf_longctx.sim.scenario import Request, build_scenario
 from hf_longctx.sim.workloads import read_workload

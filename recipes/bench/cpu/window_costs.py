@@ -27,10 +27,10 @@ from hf_longctx.hf.calibration.calibrate import chunk_samples
 from hf_longctx.hf.calibration.shapes import build_model
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.fitting import fit_coefficients
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.host import RoundHost

@@ -23,19 +23,16 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx.hf.calibration.shapes import shaped_config
 from hf_longctx.hf.models.layers import output_head
-from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import USABLE_SHARE, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import LayerPolicy, RankPlan
 from hf_longctx.plan.cost.catalog import named_model
-from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.cost.operations import training_operations
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients, training_operations
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.pipeline_run import run_alone
+from hf_longctx.plan.predict.pipeline_run import run_alone
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
     attention_kernel,

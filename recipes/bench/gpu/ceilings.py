@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.kernels.merge_attention import accumulate_attention_
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.recipes.bench.gpu.cases import TOY
 from hf_longctx.recipes.bench.gpu.rows import append_row
 from hf_longctx.recipes.bench.gpu.timing import median_s, wall_s

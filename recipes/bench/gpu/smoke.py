@@ -32,12 +32,12 @@ from transformers import TrainingArguments
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.kernels.merge_attention import accumulate_attention_
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.sharding import HeadShare, block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
 from hf_longctx.recipes.bench.gpu.rows import append_row, end_with_children, is_wanted

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hf_longctx.plan.core.types import Action
-from hf_longctx.plan.prediction.event_loop import CopiedOut, CopyStep, Times, Wiring
+from hf_longctx.plan.predict.event_loop import CopiedOut, CopyStep, Times, Wiring
 
 # copy steps of an F or B, in the order in which they run; () for a pass without saved tensors on the host
 Copies = Callable[[Action], tuple[CopyStep, ...]]

@@ -53,14 +53,13 @@ from pathlib import Path
 from statistics import NormalDist, mean, stdev
 from typing import Any
 
-from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
+from hf_longctx.plan.core.settings import USABLE_SHARE, ClusterSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, read_profile
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_layout

@@ -30,21 +30,19 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from hf_longctx.plan.activations.fit import with_layers
-from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
-from hf_longctx.plan.chunks.slices import slice_bounds
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks, slice_bounds
+from hf_longctx.plan.core.orders import Schedule, families, pipelined
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.activations.cells import recomputed_layer
+from hf_longctx.plan.model.attention_pairs import SpanRates
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
-from hf_longctx.plan.pipeline.orders import Schedule, families, pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.policies.fit import with_layers
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.room.cells import recomputed_layer
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 
 NUM_STAGES, RANKS_PER_STAGE = 4, 8

@@ -26,18 +26,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_longctx.plan.chunks.slices import slice_bounds
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.chunks import slice_bounds
+from hf_longctx.plan.core.orders import pipelined
+from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.sharding import lent_order, running_stages
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
-from hf_longctx.plan.prediction.lent_run import run_lent
+from hf_longctx.plan.model.attention_pairs import SpanRates
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.predict.lending import lent_group, run_lent
 from hf_longctx.recipes.bench.papers.command_line import print_gains
 
 Seconds = Callable[[Action, int], float]

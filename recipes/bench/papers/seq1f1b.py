@@ -39,15 +39,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hf_longctx.plan.chunks.slices import slice_bounds
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.chunks import slice_bounds
+from hf_longctx.plan.core.orders import Schedule, compute_actions
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
-from hf_longctx.plan.pipeline.orders import Schedule, compute_actions
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
+from hf_longctx.plan.model.attention_pairs import SpanRates
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.recipes.bench.papers.action_times import run_actions
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 

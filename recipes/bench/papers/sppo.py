@@ -35,11 +35,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from hf_longctx.plan.activations.slots import SavedClass, Slot
-from hf_longctx.plan.chunks.slices import slice_bounds, slice_counts
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.chunks import slice_bounds, slice_counts
+from hf_longctx.plan.core.orders import compute_actions, pipelined
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     Action,
@@ -57,10 +55,12 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy
-from hf_longctx.plan.pipeline.orders import compute_actions, pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.event_loop import CopyStep
+from hf_longctx.plan.model.attention_pairs import SpanRates
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.policies.slots import SavedClass, Slot
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.event_loop import CopyStep
 from hf_longctx.recipes.bench.papers.action_times import run_actions, run_copying
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 

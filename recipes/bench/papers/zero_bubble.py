@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_longctx.plan.chunks.slices import slice_bounds
-from hf_longctx.plan.core.attention_pairs import FULL, SpanRates
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.chunks import slice_bounds
+from hf_longctx.plan.core.orders import compute_actions
+from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.types import Action, Chunk, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import default_coefficients
-from hf_longctx.plan.pipeline.orders import compute_actions
+from hf_longctx.plan.model.attention_pairs import FULL, SpanRates
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.recipes.bench.papers.command_line import print_gains
 
 

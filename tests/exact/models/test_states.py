@@ -35,9 +35,9 @@ from torch import Tensor
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.states.patching import mixers_of
-from hf_longctx.plan.core.mixers import state_spec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.model import mixers as state_spec
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool

@@ -19,12 +19,12 @@ from helpers.plans.sliced_plans import cut, forward_then_back, sliced_plan
 from helpers.ranks.rank_pool import RankPool
 from helpers.ranks.rank_steps import step_on_rank
 
-from hf_longctx.plan.chunks.slices import sliced_in_step
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.chunks import sliced_in_step
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.settings import ActivationBudget
 from hf_longctx.plan.core.types import Action, Chunk, LayerPolicy, MicroBatch, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 
 LENGTHS = [37, 9, 5, 20, 1]
@@ -117,7 +117,7 @@ def kept_beside_others() -> StepPlan:
 
 def test_groups_that_share_weights_match_where_only_slices_fit(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     # slices of the documents of this test, and not of 2K tokens
-    monkeypatch.setattr("hf_longctx.plan.chunks.slices.LEAST_SLICE_TOKENS", 3)
+    monkeypatch.setattr("hf_longctx.plan.chunks.LEAST_SLICE_TOKENS", 3)
     kept, costs = kept_beside_others(), replace(tiny_costs(4), parameters="sharded")
     plans = []
     for device_bytes in range(10_000, 200_000, 1_000):

@@ -14,8 +14,7 @@ from helpers.ranks.rank_steps import check_step
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.planner_config import GroupMethod, PlannerConfig
+from hf_longctx.plan.core.settings import ClusterSpec, GroupMethod, HardwareSpec, PlannerConfig
 from hf_longctx.plan.core.types import SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.planner import plan_step

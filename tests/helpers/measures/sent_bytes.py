@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import (
     Piece,
     block_pieces,
@@ -18,6 +17,7 @@ from hf_longctx.plan.core.sharding import (
 )
 from hf_longctx.plan.core.types import Chunk, GroupShape
 from hf_longctx.plan.cost.traffic import HeadCounts
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 def sent_bytes(model: ModelSpec, shape: GroupShape, chunk: Chunk, chunks: tuple[Chunk, ...] = ()) -> tuple[tuple[int, int], ...]:

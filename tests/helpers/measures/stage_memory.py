@@ -20,12 +20,12 @@ from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.planning.step_record import predicted_memory
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, StepPlan
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead

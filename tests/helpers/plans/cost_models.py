@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 MODEL = ModelSpec(
     num_layers=4,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.sim.capacity import DeviceMemory, Placement
 from hf_longctx.sim.forecast import Forecast, make_forecast
 from hf_longctx.sim.scenario import Scenario

@@ -16,7 +16,7 @@ from helpers.plans.cost_models import COST_KINDS, cost_model
 from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, MicroBatch, Parameters, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.exact import rank_layouts
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import Layout
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import build_plan
 
 TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from hf_longctx.plan.solver.program import LinearProgram
-from hf_longctx.plan.solver.solve import Backend, solve_integer_program
+from hf_longctx.plan.solver import Backend, LinearProgram, solve_integer_program
 
 small = st.integers(-5, 9)
 

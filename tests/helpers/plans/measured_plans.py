@@ -10,7 +10,7 @@ from helpers.plans.layouts import plan_of
 from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.plan.core.types import Estimate, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
 
 # <2> of 12 tokens, then <1,1> of 5 tokens and of a dummy

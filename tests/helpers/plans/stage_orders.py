@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.orders import Schedule, pipelined
 from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.pipeline.orders import Schedule, pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
+from hf_longctx.plan.pipeline.stages import layer_ranges
 
 # a family of chunks: (number of slices of one sequence, number of whole sequences packed after its last slice)
 FamilyShape = tuple[int, int]

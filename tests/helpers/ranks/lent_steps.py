@@ -24,7 +24,7 @@ from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.pipeline.lent_slices import lent_group
+from hf_longctx.plan.predict.lending import lent_group
 from hf_longctx.runtime.attention import lent_slice
 from hf_longctx.runtime.attention.lent_slice import LentSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs

@@ -25,8 +25,8 @@ from hf_longctx.hf.models.heads.logits import logit_change
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.routers import router_balance, spread_experts_of
 from hf_longctx.hf.self_test.rounded import find_rounded
-from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.settings import default_degrees
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.groups.problem import Layout
 from hf_longctx.runtime.activations.engine import ActivationEngine

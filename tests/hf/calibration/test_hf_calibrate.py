@@ -22,14 +22,14 @@ from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start import layer_kernels
 from hf_longctx.hf.start.setup import starting_costs
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.configs.kernels import kernel_fields
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import relative_errors
 from hf_longctx.plan.cost.profiles import profile_from_json, profile_to_json
+from hf_longctx.plan.model.config import kernel_fields
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 def small_config(num_layers: int) -> dict[str, object]:

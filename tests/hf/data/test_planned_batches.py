@@ -9,8 +9,8 @@ from helpers.ranks.rank_steps import group_pool
 from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 LENGTHS = np.array([5, 9, 3, 12, 7, 1, 20], dtype=np.int64)

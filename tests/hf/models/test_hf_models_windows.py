@@ -11,7 +11,7 @@ from helpers.models.versions import is_older
 from transformers import CONFIG_MAPPING
 
 from hf_longctx.hf.models.spec import model_spec, windows_of
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},

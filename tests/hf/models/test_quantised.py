@@ -38,10 +38,10 @@ from hf_longctx.hf.models.quantised import four_bit_layers, in_full, largest_pac
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.trainer.tokens.row_scores import plain_scores
-from hf_longctx.plan.core.model_spec import PackedSpec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, LayerRange, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.model.model_spec import PackedSpec
 from hf_longctx.recipes.sft import RecipeArguments, load_model, with_adapters
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

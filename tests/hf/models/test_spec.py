@@ -16,12 +16,11 @@ from helpers.models.tiny_models import FAMILIES, ModelCase, adapted, build_model
 from hf_longctx.hf.models import attention
 from hf_longctx.hf.models.adapters import largest_adapters
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, tokens_that_fit
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import part_state_bytes
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 

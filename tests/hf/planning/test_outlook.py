@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from hf_longctx.hf.planning.outlook import outlook, typical_step_s
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.messages import duration
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.runtime.process_groups.pool import GroupPool
 

@@ -10,13 +10,13 @@ from helpers.ranks.rank_steps import group_pool
 
 from hf_longctx.hf.planning.refit import CostRefit, MeasuredPlan, whole_step_factor, without_waiting
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.plan.core.attention_pairs import FULL
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import Estimate, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, num_tiles
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.model.attention_pairs import FULL
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TRUTH = CostCoefficients(

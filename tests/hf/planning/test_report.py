@@ -17,10 +17,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import Estimate, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
 from hf_longctx.runtime.execution.results import NO_MEMORY, StepMemory
 from hf_longctx.runtime.process_groups.pool import GroupPool

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from hf_longctx.hf.planning.refit import Samples, without_waiting
 from hf_longctx.hf.planning.samples import pass_samples
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, ActivationPolicy, GroupShape, LayerPolicy, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, ModelPart, PassCoefficients
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, fit_coefficients, scaled_coefficients
 from hf_longctx.plan.cost.traffic import Traffic
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
 
 # most of the layers with windows are on the first stage

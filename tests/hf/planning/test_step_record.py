@@ -14,7 +14,7 @@ from helpers.plans.sliced_plans import cut
 
 from hf_longctx.hf.planning.step_lines import record_parts
 from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -29,7 +29,7 @@ from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
 
 

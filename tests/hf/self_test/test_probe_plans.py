@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hf_longctx.hf.self_test.probe_plans import LONE, LONG, PACKED, least_lent_tokens, probe_lengths, probe_plans
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.core.sharding import is_lent, running_stages
 from hf_longctx.plan.core.types import LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 MODEL = ModelSpec(8, 32, 48, 4, 2, 8, 64, 512)
 LENGTHS = probe_lengths(61)

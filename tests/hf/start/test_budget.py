@@ -15,7 +15,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start import budget
 from hf_longctx.hf.start.setup import TrainingRows, choose_setup, threads_advice
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel

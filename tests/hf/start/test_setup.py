@@ -20,7 +20,7 @@ from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup
-from hf_longctx.plan.core.cluster_spec import HardwareSpec
+from hf_longctx.plan.core.settings import HardwareSpec
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from hf_longctx.plan.activations.fit import FittedGroups, Trial, first_fitting, lean_group, search_room
+from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
-from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.policies.fit import FittedGroups, Trial, first_fitting, lean_group, search_room
 
 MODEL = named_model("llama-3.1-8b")
 

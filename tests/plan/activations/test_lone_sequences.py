@@ -10,9 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.lone_sequences import WAYS, _LoneSequences, longest_alone
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, Parameters, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
@@ -22,6 +20,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.policies.fit import WAYS, _LoneSequences, longest_alone
 
 GIB = 2**30
 

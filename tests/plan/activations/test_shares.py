@@ -11,9 +11,9 @@ from helpers.plans.layouts import tiny_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.shares import MemoryLimits, _Problem, choose_policy, greedy_shares, outcome_of
-from hf_longctx.plan.activations.slots import SavedClass, Slot
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.policies.fill import MemoryLimits, _Problem, choose_policy, greedy_shares, outcome_of
+from hf_longctx.plan.policies.slots import SavedClass, Slot
 from hf_longctx.recipes.bench.papers.sppo import hidden_shares
 
 HUGE = 1e18

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations import filling, shares
-from hf_longctx.plan.activations.filling import fill_memory
-from hf_longctx.plan.activations.shares import MemoryLimits, _Problem, choose_policy, outcome_of
-from hf_longctx.plan.activations.slot_table import SlotTable
-from hf_longctx.plan.activations.slots import SavedClass, Slot
+from hf_longctx.plan.policies import fill as filling
+from hf_longctx.plan.policies import fill as shares
+from hf_longctx.plan.policies.fill import MemoryLimits, _Problem, choose_policy, fill_memory, outcome_of
+from hf_longctx.plan.policies.slots import SavedClass, Slot, SlotTable
 
 
 @st.composite

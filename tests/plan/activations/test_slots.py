@@ -9,13 +9,7 @@ from helpers.plans.layouts import tiny_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.fit import with_layers
-from hf_longctx.plan.activations.slots import SavedClass, chunk_slot, layer_slot, layer_slots
-from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.configs.experts import ExpertSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
     Chunk,
@@ -28,13 +22,17 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.catalog import named_model
-from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.cost.elementwise import elementwise_bytes, replayed_bytes
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients, elementwise_bytes, replayed_bytes
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.model.config import ExpertSpec
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.pipeline_run import run_alone
+from hf_longctx.plan.policies.fit import with_layers
+from hf_longctx.plan.policies.slots import SavedClass, chunk_slot, layer_slot, layer_slots
+from hf_longctx.plan.predict.pipeline_run import run_alone
 
 LOCAL = GroupShape(1)
 ACTIONS = (Action("F", 0, 0), Action("B", 0, 0))

@@ -12,9 +12,9 @@ from helpers.plans.grouping_problems import lognormal_lengths, set_partitions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
-from hf_longctx.plan.core.attention_pairs import FULL, SpanRates
+from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.core.types import Chunk, Span
+from hf_longctx.plan.model.attention_pairs import FULL, SpanRates
 
 RATES = st.sampled_from([(0.0, 1.0), (1.0, 0.0), (1e-3, 1.0), (0.1, 1.0), (1e-15, 1e-9)])
 LENGTHS = st.dictionaries(st.integers(0, 50), st.integers(1, 60) | st.integers(1, 3000), max_size=25)

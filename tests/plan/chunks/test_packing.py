@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import hf_longctx
-from hf_longctx.plan.chunks.packing import MAX_CAPACITY, fewest_bins, pack_sequences
+from hf_longctx.plan.groups.best_fit import MAX_CAPACITY, fewest_bins, pack_sequences
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:

@@ -10,11 +10,11 @@ from helpers.plans.sliced_plans import gathers_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.slices import cut_evenly, even_slice, slice_bounds, slice_counts, sliced_group, sliced_in_step
-from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.chunks import cut_evenly, even_slice, slice_bounds, slice_counts, sliced_group, sliced_in_step
 from hf_longctx.plan.core.sharding import length_step
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.model.attention_pairs import SpanRates
 
 K = 1024
 # seconds per pair or token: zero, or a value that some device may have

@@ -11,12 +11,12 @@ from helpers.plans.cost_models import MODEL, cost_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.slots import layer_slots
-from hf_longctx.plan.chunks.slices import slice_bounds
-from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs, SpanRates, masked_keys
+from hf_longctx.plan.chunks import slice_bounds
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import default_coefficients
-from hf_longctx.plan.cost.extrapolation import hardware_rates
+from hf_longctx.plan.cost.fitting import hardware_rates
+from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs, SpanRates, masked_keys
+from hf_longctx.plan.policies.slots import layer_slots
 
 WINDOWS = st.lists(st.none() | st.integers(1, 90), min_size=1, max_size=5).map(tuple)
 # keys that a device computes at once; 0: hidden pairs do not count

@@ -10,13 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.attention_pairs import AttentionPairs, SpanRates
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.configs.fields import NO_POSITIONS
-from hf_longctx.plan.core.layer_kinds import LayerKind, config_states, config_windows, with_states
-from hf_longctx.plan.core.mixers.state_spec import BLOCK_BYTES, ScanSize, StateSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec, PlannerConfig
 from hf_longctx.plan.core.sharding import rank_pieces, runs_of, state_readers
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
@@ -25,8 +19,13 @@ from hf_longctx.plan.cost.traffic import added_products, group_shapes, runs_and_
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.kv_book import book_kinds, book_moments
 from hf_longctx.plan.memory.saved_tensors import layer_class_bytes, saved_token_bytes
+from hf_longctx.plan.model.attention_pairs import AttentionPairs, SpanRates
+from hf_longctx.plan.model.config import NO_POSITIONS
+from hf_longctx.plan.model.layers import LayerKind, config_states, config_windows, with_states
+from hf_longctx.plan.model.mixers import BLOCK_BYTES, ScanSize, StateSpec
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 QWEN = named_model("qwen3.5-9b")

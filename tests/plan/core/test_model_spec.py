@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes, saved_token_bytes
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 LLAMA_7B = {
     "num_hidden_layers": 32,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, check_degrees, default_degrees
+from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig, all_degrees, check_degrees, default_degrees
 from hf_longctx.plan.core.types import LayerRange
 
 

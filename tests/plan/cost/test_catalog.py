@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from transformers import CONFIG_MAPPING
 
-from hf_longctx.plan.core.configs.kernels import kernel_fields
 from hf_longctx.plan.cost.catalog import model_names, named_model, named_type, spec_name, with_kernels
 from hf_longctx.plan.cost.public_configs import ALIASES
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.model.config import kernel_fields
 
 # parameter counts from model cards and safetensors indices; for gpt-* from FlexSP's artefact, at 192K positions
 PUBLISHED = {

@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 from helpers.plans.cost_models import COST_KINDS, HARDWARE, MODEL, cost_model
 
-from hf_longctx.plan.core.attention_pairs import FULL
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.configs.experts import ExpertSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import part_state_bytes
+from hf_longctx.plan.model.attention_pairs import FULL
+from hf_longctx.plan.model.config import ExpertSpec
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 
 # a model of one layer with 4 query heads and 2 KV heads of size 1, and one byte per element, so that bytes are elements
 TINY = ModelSpec(1, 4, 8, 4, 2, 1, 10, 100, bytes_per_element=1)

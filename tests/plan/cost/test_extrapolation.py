@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from helpers.plans.cost_models import HARDWARE, MODEL
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, default_coefficients
-from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model_costs
+from hf_longctx.plan.cost.fitting import hardware_rates, whole_model_costs
 
 MEASURED = replace(HARDWARE, exchange_bytes_per_s=((2, 3e8), (4, 2e8)))
 CLUSTER = ClusterSpec(4, 2, MEASURED)

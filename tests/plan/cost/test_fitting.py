@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from helpers.plans.cost_models import HARDWARE, MODEL
 
-from hf_longctx.plan.core.attention_pairs import FULL
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, Residuals, fit_coefficients, relative_errors
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
+from hf_longctx.plan.model.attention_pairs import FULL
 
 # seconds of a small model on a CPU: 100 tokens take 0.02 s, 2000 tokens 0.9 s
 FORWARD = PassCoefficients(2e-7, 1.5e-4, 4e-3, 2e-4, 3e-8, 9e-8)

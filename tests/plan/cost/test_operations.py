@@ -10,7 +10,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.plan.cost.operations import training_operations
+from hf_longctx.plan.cost.cost_model import training_operations
 from hf_longctx.plan.memory.lora import lora_adapters
 
 

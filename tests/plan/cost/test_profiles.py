@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, default_coefficients
@@ -24,6 +23,7 @@ from hf_longctx.plan.cost.profiles import (
     profile_to_json,
     read_profile,
 )
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 SHIPPED = (
     *("a100-40g", "a100-80g", "a10g", "b200", "cpu", "gb200", "h100", "h20", "h200", "l4", "l40s", "mi300x"),

@@ -19,8 +19,7 @@ from helpers.plans.grouping_problems import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.groups.bounds import fluid_bound_s, fluid_bounds_s, least_work
-from hf_longctx.plan.groups.problem import GroupingProblem, Piece
+from hf_longctx.plan.groups.problem import GroupingProblem, Piece, fluid_bound_s, fluid_bounds_s, least_work
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

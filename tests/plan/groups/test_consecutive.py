@@ -13,12 +13,11 @@ from helpers.plans.grouping_problems import check_layout, flexsp_problem, lognor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.groups.bounds import fluid_bounds_s
-from hf_longctx.plan.groups.consecutive import group_runs
 from hf_longctx.plan.groups.greedy import plan_greedy
-from hf_longctx.plan.groups.problem import Group, GroupingProblem
+from hf_longctx.plan.groups.packing import group_runs
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, fluid_bounds_s
 
 TOLERANCE = 2e-3
 

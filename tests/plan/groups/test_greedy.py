@@ -23,7 +23,7 @@ from helpers.plans.grouping_problems import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
+from hf_longctx.plan.core.settings import PlannerConfig, default_degrees
 from hf_longctx.plan.groups.greedy import (
     _pods,
     group_micro_batch,

@@ -12,9 +12,10 @@ from helpers.plans.grouping_problems import check_problem_layout, flexsp_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.groups import greedy, joint_packing
+from hf_longctx.plan.groups import greedy
+from hf_longctx.plan.groups import packing as joint_packing
 from hf_longctx.plan.groups.greedy import plan_greedy
-from hf_longctx.plan.groups.joint_packing import JointPacking, one_fewer_s
+from hf_longctx.plan.groups.packing import JointPacking, one_fewer_s
 from hf_longctx.plan.groups.problem import GroupingProblem
 
 

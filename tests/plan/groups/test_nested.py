@@ -14,14 +14,13 @@ from helpers.plans.grouping_problems import check_layout, lognormal_lengths, pla
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
+from hf_longctx.plan.core.settings import PlannerConfig, default_degrees
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.groups.nested import plan_nested
-from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, levels
+from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, levels, plan_nested
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 CAPACITY = 400
 STEP_S = 0.25  # seconds that `cost_model` adds once per step

@@ -23,14 +23,14 @@ from helpers.plans.grouping_problems import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import default_degrees
+from hf_longctx.plan.core.settings import default_degrees
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.groups.exact import solve_exactly
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_static
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 
 def test_the_brute_force_meets_every_partition_once() -> None:

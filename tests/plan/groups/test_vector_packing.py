@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.types import GroupShape
+from hf_longctx.plan.groups.packing import Rule, Trial, pack_trials
 from hf_longctx.plan.groups.problem import Group, GroupingProblem
-from hf_longctx.plan.groups.vector_packing import Rule, Trial, pack_trials
 
 # relative tolerance, so that rounding does not make a makespan that was reached infeasible
 HAIR = 1e-9

@@ -8,7 +8,7 @@ from helpers.plans.cost_models import MODEL, cost_model
 
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.memory.stage import accumulated_bytes
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 PARAMETERS = MODEL.part_parameters(MODEL.num_layers, True, True)
 

@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.layer_kinds import IndexSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.settings import GENERIC_CPU, ActivationBudget, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -32,6 +28,8 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import LayerBytes, Load
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
+from hf_longctx.plan.model.layers import IndexSpec
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.planner import plan_step
 
 # Llama-3.1-8B, and a small model with half as many KV heads as heads

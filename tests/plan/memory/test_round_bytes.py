@@ -11,8 +11,7 @@ from unittest.mock import patch
 import pytest
 from helpers.plans.stage_orders import chunks_of, plan_of, random_shapes
 
-from hf_longctx.plan.activations.fit import with_layers
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, TensorShare
 from hf_longctx.plan.cost.catalog import named_model
@@ -20,9 +19,10 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory import byte_model as byte_model_file
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import RoundBytes, chunk_load
-from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache
+from hf_longctx.plan.memory.stage import RoundBytes, chunk_load
+from hf_longctx.plan.policies.fit import with_layers
+from hf_longctx.plan.predict.pipeline_run import PredictionCache
+from hf_longctx.plan.room.cells import GroupCells, recomputed_layer
 
 MODEL = named_model("llama-3.1-8b")
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)

@@ -7,9 +7,6 @@ from dataclasses import replace
 import pytest
 from helpers.plans.layouts import tiny_costs
 
-from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
-from hf_longctx.plan.activations.slots import layer_slots
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span, TensorShare
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import (
@@ -18,6 +15,9 @@ from hf_longctx.plan.memory.saved_tensors import (
     plain_layer_bytes,
     saved_token_bytes,
 )
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.policies.fill import MemoryLimits, choose_policy
+from hf_longctx.plan.policies.slots import layer_slots
 from hf_longctx.recipes.bench.one_document import checkpointed_layer_bytes
 
 # Llama-3.1-8B

@@ -6,12 +6,12 @@ import pytest
 from helpers.plans.cost_models import MODEL, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.pipeline.candidates import Candidates
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
 from hf_longctx.plan.pipeline.staged_step import StagedStep
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 LENGTHS = lognormal_lengths(2, 30, 4000)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.pipeline.layouts import deal_sequences, promising, stage_layouts
+from hf_longctx.plan.pipeline.candidates import deal_sequences, promising, stage_layouts
 
 NO_LIMIT = 1 << 40
 

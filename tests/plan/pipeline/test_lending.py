@@ -13,8 +13,9 @@ from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.orders import Schedule, pipelined
 from hf_longctx.plan.core.serialize import plan_digest
+from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
@@ -23,11 +24,10 @@ from hf_longctx.plan.memory import byte_model as byte_model_module
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.lending import lend
-from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import Schedule, pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
+from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.predict.lending import lent_group
 
 
 def plan_of(

@@ -11,9 +11,8 @@ from helpers.plans.stage_orders import chunks_of, family_shapes, plan_of, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.orders import SCHEDULES, Schedule, without_messages
 from hf_longctx.plan.core.types import Action, SequenceGroup
-from hf_longctx.plan.pipeline.messages import without_messages
-from hf_longctx.plan.pipeline.orders import SCHEDULES, Schedule
 
 # where a chunk's activations, or their gradients, have been: (kind, stage, part)
 Path = tuple[tuple[str, int, int], ...]

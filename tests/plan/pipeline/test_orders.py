@@ -9,11 +9,10 @@ from helpers.plans.stage_orders import chunks_of, family_shapes, makespan, plan_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.schedule import schedule_grid
+from hf_longctx.plan.core.orders import SCHEDULES, Schedule, compute_actions, families, pipelined
 from hf_longctx.plan.core.types import Action, Chunk, LayerRange, SequenceGroup, Span
-from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.core.validate import schedule_grid, validate_plan
 from hf_longctx.plan.memory.stage import most_in_flight
-from hf_longctx.plan.pipeline.orders import SCHEDULES, Schedule, compute_actions, families, pipelined
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 

@@ -13,23 +13,22 @@ from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.elastic import fixed_chunks
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.chunks import fixed_chunks
+from hf_longctx.plan.core.orders import Schedule, pipelined
 from hf_longctx.plan.core.serialize import plan_digest
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline import pipeline_planner
+from hf_longctx.plan.pipeline import search as pipeline_planner
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
-from hf_longctx.plan.pipeline.orders import Schedule, pipelined
-from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch, SearchConstants
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
+from hf_longctx.plan.pipeline.search import PipelineSearch, SearchConstants
+from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.planning import Planning
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 MIXTURE = lognormal_lengths(1, 40, 6000, median=300.0)
@@ -235,7 +234,7 @@ def test_room_is_asked_for_and_several_pipelines_come_in_a_row_where_none_is_mad
         asked.append(plan)
         raise ValueError("nothing fits")
 
-    monkeypatch.setattr("hf_longctx.plan.pipeline.pipeline_planner.make_room", refuse)
+    monkeypatch.setattr("hf_longctx.plan.pipeline.search.make_room", refuse)
     for share in (0.9, 0.8, 0.7, 0.6, 0.5):
         try:
             limits = replace(budgeted(int(share * needed)), stages=stage_parts(costs.model, 2))

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec, PlannerConfig
 from hf_longctx.plan.core.types import Parameters, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients

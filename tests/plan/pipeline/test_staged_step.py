@@ -11,15 +11,15 @@ from helpers.plans.cost_models import COST_KINDS, cost_model
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.elastic import elastic_chunks
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.chunks import elastic_chunks
+from hf_longctx.plan.core.orders import Schedule, pipelined
+from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.pipeline.orders import Schedule, pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
+from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.pipeline.staged_step import StageRoom, busiest_rates, pipeline_s
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 
 def with_measured_head(costs: CostModel, factor: float) -> CostModel:

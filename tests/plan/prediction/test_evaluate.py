@@ -23,7 +23,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 
 def group(positions: tuple[int, ...], chunks: list[tuple[int, ...]], lengths: tuple[int, ...], order: str = "") -> SequenceGroup:

@@ -12,9 +12,9 @@ from helpers.plans.stage_orders import Stages, interleaved, one_forward_one_back
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Action
-from hf_longctx.plan.prediction.event_loop import CopyStep, Wiring
+from hf_longctx.plan.core.validate import PlanError
+from hf_longctx.plan.predict.event_loop import CopyStep, Wiring
 from hf_longctx.recipes.bench.papers.action_times import run_actions, run_copying
 
 

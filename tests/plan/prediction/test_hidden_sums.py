@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import Parameters, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.weight_traffic import StageWeights
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.weight_seconds import hidden_sums_s, weight_seconds
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.planning import hidden_sums_s, weight_seconds
 
 SPEC = named_model("llama-3.2-1b")
 

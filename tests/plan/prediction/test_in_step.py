@@ -7,17 +7,16 @@ from helpers.plans.cost_models import HARDWARE, MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.slices import sliced_in_step
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.chunks import sliced_in_step
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import Action, GroupShape, MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import PlacedGroup
+from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.in_step import in_step
-from hf_longctx.plan.prediction.pipeline_run import StageRun
+from hf_longctx.plan.predict.evaluate import evaluate_plan, in_step
+from hf_longctx.plan.predict.pipeline_run import StageRun
 
 ORDER = tuple(map(Action.parse, ["0F0", "0F1", "0B1", "0B0"]))
 

@@ -12,21 +12,19 @@ from helpers.plans.fixture_plans import fixture
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.schedule import PlanError
+from hf_longctx.plan.core.orders import pipelined
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.sharding import lent_order
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.stage import message_bytes
-from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
-from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.prediction.lent_run import run_lent
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.predict.lending import lent_group, run_lent
 
 # seconds per token: one forward, two backward; the model has no head
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)

@@ -13,8 +13,7 @@ from helpers.plans.grouping_problems import set_partitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
@@ -24,8 +23,8 @@ from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.fit_group import make_room
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.prediction.memory_limited import MemoryLimitedStep
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.predict.bounds import MemoryLimitedStep
+from hf_longctx.plan.predict.planning import Planning
 
 
 def costs_of(num_ranks: int, parameters: Parameters, copy_bytes_per_s: float = 1e9) -> CostModel:

@@ -11,8 +11,7 @@ from helpers.plans.cost_models import HARDWARE, MODEL
 from helpers.plans.fixture_plans import fixture
 from helpers.plans.stage_orders import Stages, interleaved, one_forward_one_backward, with_messages
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -31,11 +30,11 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes
-from hf_longctx.plan.memory.stage import message_bytes
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.pipeline_run import StageSeconds, run_alone
+from hf_longctx.plan.memory.stage import ChunkBytes, message_bytes
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.pipeline_run import StageSeconds, run_alone
 
 # seconds per token and rank: one forward, two backward; messages take none, and the model has no head
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import LayerRange, Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.weight_seconds import WeightSeconds, piped_s, weight_seconds
+from hf_longctx.plan.predict.planning import WeightSeconds, piped_s, weight_seconds
 
 SPEC = replace(named_model("llama-3.2-1b"), has_master_weights=True)
 HARDWARE = replace(GENERIC_GPU, memory_bytes_per_s=1e12)

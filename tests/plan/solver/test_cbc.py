@@ -9,8 +9,7 @@ import pytest
 from helpers.plans.linear_programs import check_against_brute_force, program, programs
 from hypothesis import given, settings
 
-from hf_longctx.plan.solver.cbc import solve_with_cbc
-from hf_longctx.plan.solver.program import LinearProgram, SearchLimits
+from hf_longctx.plan.solver import LinearProgram, SearchLimits, solve_with_cbc
 
 
 @settings(derandomize=True, deadline=None, max_examples=15)

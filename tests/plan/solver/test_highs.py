@@ -9,9 +9,7 @@ import pytest
 from helpers.plans.linear_programs import check_against_brute_force, hard_program, program, programs
 from hypothesis import given, settings
 
-from hf_longctx.plan.solver.highs import solve_with_highs
-from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
-from hf_longctx.plan.solver.solve import solve_integer_program
+from hf_longctx.plan.solver import LinearProgram, SearchLimits, SolverError, solve_integer_program, solve_with_highs
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

@@ -10,7 +10,7 @@ from helpers.plans.linear_programs import best_of_all, program, programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.solver.program import LinearProgram, Solution
+from hf_longctx.plan.solver import LinearProgram, Solution
 
 
 def test_activities_are_those_of_the_full_matrix() -> None:

@@ -17,11 +17,11 @@ from helpers.measures.cudnn_plans import cudnn_on_the_cpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.plan.chunks.slices import slice_bounds
+from hf_longctx.plan.chunks import slice_bounds
 from hf_longctx.plan.core import sharding
-from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.sharding import HeadShare, Piece, block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.runtime.attention.chunk import ChunkAttention
 from hf_longctx.runtime.attention.context import visible_tiles
 from hf_longctx.runtime.attention.heads import KVReaders

@@ -34,10 +34,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.models.states.functions import scan_line
 from hf_longctx.hf.models.states.patching import mixers_of
-from hf_longctx.plan.core.mixers import state_spec
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
-from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.state_layer import StateLayerBytes
+from hf_longctx.plan.memory.layer import Load, StateLayerBytes
+from hf_longctx.plan.model import mixers as state_spec
 from hf_longctx.runtime.attention.kv_book import Slice
 from hf_longctx.runtime.attention.runs import Document
 from hf_longctx.runtime.process_groups.pool import GroupPool

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
 from hf_longctx.hf.models.states.patching import mixers_of
-from hf_longctx.plan.core.mixers import state_spec
+from hf_longctx.plan.model import mixers as state_spec
 from hf_longctx.runtime.states import by_token
 from hf_longctx.runtime.states.kernels import MAMBA2_SCAN, HeadSizes
 

@@ -13,9 +13,9 @@ from helpers.models.reference import TOLERANCE, relative_error
 from helpers.ranks.rank_steps import group_pool
 from torch import Tensor
 
-from hf_longctx.plan.core.mixers.state_spec import ScanSize
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
+from hf_longctx.plan.model.mixers import ScanSize
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.states.book import LayerScan

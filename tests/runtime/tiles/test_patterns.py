@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.plan.core.attention_pairs import AttentionPairs, masked_keys
-from hf_longctx.plan.core.cluster_spec import CPU_TILE_KEYS
+from hf_longctx.plan.core.settings import CPU_TILE_KEYS
 from hf_longctx.plan.core.types import TensorShare
+from hf_longctx.plan.model.attention_pairs import AttentionPairs, masked_keys
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.chunk import ChunkAttention
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hf_longctx.cli.main import main
-from hf_longctx.plan.core.configs.adapters import AdapterSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.core.settings import ActivationBudget
+from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.sim.others.ablation import Machine, ablation, lent_row
 from hf_longctx.sim.scenario import Request, build_scenario
 

@@ -12,7 +12,7 @@ from helpers.plans.grouping_problems import check_layout, layout_seconds, least_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.sim.others.baselines import (

@@ -11,13 +11,13 @@ from helpers.plans.forecasts import cost_model as toy_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.slots import chunk_slot
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
-from hf_longctx.plan.prediction.pipeline_run import run_alone
+from hf_longctx.plan.policies.slots import chunk_slot
+from hf_longctx.plan.predict.pipeline_run import run_alone
 from hf_longctx.sim.others.checkpointing import (
     CHECKPOINTINGS,
     FULL,

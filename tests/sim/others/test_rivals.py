@@ -9,7 +9,7 @@ from helpers.plans.forecasts import COEFFICIENTS, LENGTHS, MODEL, scenario
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_of_degree

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.forecasts import MEMORY, cost_model, forecast, scenario
 
-from hf_longctx.plan.prediction.weight_seconds import WeightSeconds
+from hf_longctx.plan.predict.planning import WeightSeconds
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.output.text import _beside, execution_text, forecast_text

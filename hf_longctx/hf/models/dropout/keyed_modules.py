@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.wrapped.text import tower_names
-from hf_longctx.plan.core.model_spec import WEIGHT_DROPOUT
+from hf_longctx.plan.model.model_spec import WEIGHT_DROPOUT
 from hf_longctx.runtime.core.binding import is_written_by
 from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, DropoutTokens, keys_of
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hf_longctx.hf.models.wrapped.text import placeholder_ids
-from hf_longctx.plan.core.configs.fields import FROM_PADDING, NO_POSITIONS
+from hf_longctx.plan.model.config import FROM_PADDING, NO_POSITIONS
 
 # fields with the number of positions
 _LIMITS = ("max_position_embeddings", "max_seq_len")

@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.wrapped.text import text_class
-from hf_longctx.plan.core.mixers.divided import MEANS_SCAN
-from hf_longctx.plan.core.mixers.sizes import channel_scan, delta_scan, kimi_scan, mamba_scan
-from hf_longctx.plan.core.mixers.state_spec import StateSpec
+from hf_longctx.plan.model.mixers import MEANS_SCAN, StateSpec, channel_scan, delta_scan, kimi_scan, mamba_scan
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.book import LayerScan, scan_name
 from hf_longctx.runtime.states.convolution import convolve_documents

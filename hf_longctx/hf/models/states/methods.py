@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.hf.models.states.functions import MixerCall
-from hf_longctx.plan.core.mixers.divided import mlstm_scan
-from hf_longctx.plan.core.mixers.state_spec import ScanSize
+from hf_longctx.plan.model.mixers import ScanSize, mlstm_scan
 from hf_longctx.runtime.states.book import LayerScan
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.maps import Decay

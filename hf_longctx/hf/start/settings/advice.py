@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.settings import USABLE_SHARE
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.tiles.cuda import device_capability
 from hf_longctx.runtime.tiles.tile import attention_backend
 from hf_longctx.sim.capacity import DeviceMemory, Placement, fitting_remedies

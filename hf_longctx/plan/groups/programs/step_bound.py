@@ -24,11 +24,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.core.arrays import FloatArray
+from hf_longctx.plan.core.types import FloatArray
+from hf_longctx.plan.groups.flexsp import LengthClasses
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.groups.programs.length_classes import LengthClasses
-from hf_longctx.plan.solver.program import LinearProgram, SolverError
-from hf_longctx.plan.solver.solve import solve_linear_program
+from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
 
 
 @dataclass(frozen=True, slots=True)

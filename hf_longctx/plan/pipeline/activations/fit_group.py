@@ -16,24 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from hf_longctx.plan.activations.fit import (
-    FittedGroups,
-    Program,
-    Trial,
-    first_fitting,
-    in_tiles,
-    lean_group,
-    search_room,
-    with_layers,
-)
-from hf_longctx.plan.activations.lone_sequences import WAYS, in_equal_slices
-from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
-from hf_longctx.plan.activations.slot_table import SlotTable
-from hf_longctx.plan.activations.slots import Slot, chunk_slot
-from hf_longctx.plan.chunks.slices import SLICE_COUNTS, slice_counts, sliced_group, sliced_in_step
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.layer_kinds import ATTENTION
-from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.chunks import SLICE_COUNTS, slice_counts, sliced_group, sliced_in_step
+from hf_longctx.plan.core.settings import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
@@ -48,12 +32,28 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
 from hf_longctx.plan.memory.capacity import may_rerun
-from hf_longctx.plan.memory.round_bytes import RoundBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
-from hf_longctx.plan.pipeline.activations.cells import recomputed_layer
-from hf_longctx.plan.prediction.in_step import in_step
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_alone
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.memory.stage import RoundBytes
+from hf_longctx.plan.model.attention_pairs import SpanRates
+from hf_longctx.plan.model.layers import ATTENTION
+from hf_longctx.plan.policies.fill import MemoryLimits, choose_policy
+from hf_longctx.plan.policies.fit import (
+    WAYS,
+    FittedGroups,
+    Program,
+    Trial,
+    first_fitting,
+    in_equal_slices,
+    in_tiles,
+    lean_group,
+    search_room,
+    with_layers,
+)
+from hf_longctx.plan.policies.slots import Slot, SlotTable, chunk_slot
+from hf_longctx.plan.predict.evaluate import in_step
+from hf_longctx.plan.predict.pipeline_run import PredictionCache, run_alone
+from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.cells import recomputed_layer
 
 
 @dataclass(frozen=True, slots=True)

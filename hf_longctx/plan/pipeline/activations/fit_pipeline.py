@@ -17,7 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from hf_longctx.plan.activations.fit import (
+from hf_longctx.plan.core.settings import ActivationBudget
+from hf_longctx.plan.core.types import Action, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
+from hf_longctx.plan.policies.fit import (
     FittedGroups,
     Trial,
     first_fitting,
@@ -26,14 +30,10 @@ from hf_longctx.plan.activations.fit import (
     search_room,
     with_stages_of,
 )
-from hf_longctx.plan.core.planner_config import ActivationBudget
-from hf_longctx.plan.core.types import Action, SequenceGroup, StagePlan, StepPlan
-from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
-from hf_longctx.plan.pipeline.activations.cells import GroupCells, hidden_share
-from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache, busiest_stage_s, kept_pipeline_s, run_pipeline
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.policies.joint_program import choose_jointly
+from hf_longctx.plan.predict.pipeline_run import PredictionCache, busiest_stage_s, kept_pipeline_s, run_pipeline
+from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.cells import GroupCells, hidden_share
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,9 @@ from hf_longctx.hf.data.streams.planned_stream import PlannedStream, StreamSourc
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import sums_over_ranks
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec, PlannerConfig
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 VOCAB_SIZE = 4096

@@ -52,7 +52,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.profiles import profile_to_json, read_profile
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.recipes.bench.cpu.slow_links.network import LIMITED
 
 PLANNED, FIXED, DEEPSPEED, FLATTENING = "planned", "fixed", "DeepSpeed", "flattening, DDP"

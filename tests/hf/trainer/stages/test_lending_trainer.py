@@ -24,7 +24,7 @@ from helpers.trainers.trainer_runs import (
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
+from hf_longctx.plan.core.settings import GENERIC_CPU
 from hf_longctx.plan.cost.profiles import HardwareProfile, profile_to_json
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes

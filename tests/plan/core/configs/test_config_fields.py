@@ -17,8 +17,8 @@ from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.older.positions import has_limit, max_positions
 from hf_longctx.hf.models.spec import config_spec
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
-from hf_longctx.plan.core.configs.fields import has_position_table
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.model.config import has_position_table
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.sim.models import read_model
 
 

@@ -8,7 +8,7 @@ from helpers.models.any_model import build_any
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
-from hf_longctx.plan.core.configs.kept import KEPT, kept_reason
+from hf_longctx.plan.model.config import KEPT, kept_reason
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.hf.trainer.run import _covered
-from hf_longctx.plan.core.configs.kernels import KERNELS, kernels_of_config
+from hf_longctx.plan.model.config import KERNELS, kernels_of_config
 
 
 def test_the_table_says_of_every_class_what_its_models_say() -> None:

@@ -19,14 +19,13 @@ from helpers.plans.grouping_problems import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.groups.bounds import fluid_bound_s
+from hf_longctx.plan import solver as solve
+from hf_longctx.plan.groups import configurations
+from hf_longctx.plan.groups.configurations import Pricing, configuration_bound_s
+from hf_longctx.plan.groups.flexsp import LengthClasses
 from hf_longctx.plan.groups.greedy import plan_one_micro_batch
-from hf_longctx.plan.groups.programs import configurations
-from hf_longctx.plan.groups.programs.configurations import configuration_bound_s
-from hf_longctx.plan.groups.programs.length_classes import LengthClasses
-from hf_longctx.plan.groups.programs.pricing import Pricing
-from hf_longctx.plan.solver import solve
-from hf_longctx.plan.solver.program import SolverError
+from hf_longctx.plan.groups.problem import fluid_bound_s
+from hf_longctx.plan.solver import SolverError
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)

@@ -12,7 +12,7 @@ from helpers.plans.grouping_problems import flexsp_problem, flexsp_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.groups.programs.length_classes import LengthClasses, bucket_ends, draw_groups
+from hf_longctx.plan.groups.flexsp import LengthClasses, bucket_ends, draw_groups
 
 few_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 

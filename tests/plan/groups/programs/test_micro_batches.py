@@ -10,11 +10,11 @@ from helpers.plans.grouping_problems import check_layout, flexsp_problem, lognor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.groups import flexsp as micro_batches
 from hf_longctx.plan.groups.cuts import micro_batch_ends
+from hf_longctx.plan.groups.flexsp import GroupedMicroBatch, plan_by_micro_batches
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_one_micro_batch
 from hf_longctx.plan.groups.problem import Group, GroupingProblem
-from hf_longctx.plan.groups.programs import micro_batches
-from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, plan_by_micro_batches
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)

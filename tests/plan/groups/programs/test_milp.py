@@ -14,13 +14,12 @@ from helpers.plans.grouping_problems import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
+from hf_longctx.plan.groups import flexsp as milp
+from hf_longctx.plan.groups.flexsp import group_by_milp, plan_milp
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_one_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
-from hf_longctx.plan.groups.programs import milp
-from hf_longctx.plan.groups.programs.milp import group_by_milp, plan_milp
-from hf_longctx.plan.solver.program import Solution, SolverError
-from hf_longctx.plan.solver.solve import Backend
+from hf_longctx.plan.solver import Backend, Solution, SolverError
 
 PROBLEMS = {name: problem for name, problem, _, _ in flexsp_problems()}
 BEST_S = {name: best_s for name, _, _, best_s in flexsp_problems()}

@@ -14,12 +14,12 @@ from helpers.plans.grouping_problems import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
+from hf_longctx.plan.groups import configurations as price_and_round
+from hf_longctx.plan.groups.configurations import plan_by_configurations, plan_lp
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_one_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.groups.programs import price_and_round
-from hf_longctx.plan.groups.programs.price_and_round import plan_by_configurations, plan_lp
-from hf_longctx.plan.solver.program import SolverError
+from hf_longctx.plan.solver import SolverError
 
 PROBLEMS = {name: (problem, bound_s, best_s) for name, problem, bound_s, best_s in flexsp_problems()}
 

@@ -23,7 +23,7 @@ from hf_longctx.plan.groups.greedy import plan_greedy
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.groups.programs import step_bound
 from hf_longctx.plan.groups.programs.step_bound import _Node, _Prices, _Shares, step_bound_s
-from hf_longctx.plan.solver.program import SolverError
+from hf_longctx.plan.solver import SolverError
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

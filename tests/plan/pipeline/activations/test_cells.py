@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from plan.pipeline.activations.test_fit_pipeline import LARGE, costs_of, plan_of
 
-from hf_longctx.plan.activations.fit import with_layers
+from hf_longctx.plan.core.orders import Schedule
 from hf_longctx.plan.core.types import SequenceGroup
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.activations.cells import GroupCells
-from hf_longctx.plan.pipeline.orders import Schedule
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_pipeline
+from hf_longctx.plan.policies.fit import with_layers
+from hf_longctx.plan.predict.pipeline_run import PredictionCache, run_pipeline
+from hf_longctx.plan.room.cells import GroupCells
 
 LENGTHS = [40_000, 9_000, 3_000, 5_000, 7_000]
 

@@ -9,13 +9,8 @@ from helpers.plans.sliced_plans import gathers_of
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.configs.experts import ExpertSpec
-from hf_longctx.plan.core.layer_kinds import NO_INDEX, IndexSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest
+from hf_longctx.plan.core.settings import GENERIC_GPU, ActivationBudget, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import GroupShape, LayerPolicy, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
@@ -23,10 +18,14 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
+from hf_longctx.plan.model.config import ExpertSpec
+from hf_longctx.plan.model.layers import NO_INDEX, IndexSpec
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.prediction.pipeline_run import run_alone
+from hf_longctx.plan.policies.fill import MemoryLimits, choose_policy
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.pipeline_run import run_alone
 
 MODEL = ModelSpec(4, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
 LARGE = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 1 << 20, bytes_per_element=2)

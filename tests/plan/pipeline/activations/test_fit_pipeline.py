@@ -9,24 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.fit import in_tiles
-from hf_longctx.plan.chunks.elastic import elastic_chunks
-from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.chunks import elastic_chunks
+from hf_longctx.plan.core.orders import Schedule, pipelined
+from hf_longctx.plan.core.settings import GENERIC_GPU, ActivationBudget, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.activations.cells import GroupCells
+from hf_longctx.plan.model.attention_pairs import SpanRates
+from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.activations.fit_pipeline import FitConstants, PipelineRoom, make_room
-from hf_longctx.plan.pipeline.activations.joint_program import Moments
-from hf_longctx.plan.pipeline.orders import Schedule, pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
-from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache
-from hf_longctx.plan.prediction.planning import Planning
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.policies.fit import in_tiles
+from hf_longctx.plan.policies.joint_program import Moments
+from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.predict.pipeline_run import PredictionCache
+from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.cells import GroupCells
 
 MODEL = ModelSpec(8, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
 LARGE = ModelSpec(16, 4096, 14336, 32, 8, 128, 32000, 1 << 20, bytes_per_element=2)

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hf_longctx.plan.pipeline.activations import joint_program
-from hf_longctx.plan.pipeline.activations.joint_program import Cells, JointChoice, Moments
-from hf_longctx.plan.solver.program import LinearProgram
-from hf_longctx.plan.solver.solve import solve_linear_program
+from hf_longctx.plan.policies import joint_program
+from hf_longctx.plan.policies.joint_program import Cells, JointChoice, Moments
+from hf_longctx.plan.solver import LinearProgram, solve_linear_program
 
 
 class Cell(NamedTuple):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_longctx.plan.core.types import LayerPolicy
-from hf_longctx.plan.cost.elementwise import elementwise_bytes
+from hf_longctx.plan.cost.cost_model import elementwise_bytes
 from hf_longctx.recipes.bench.gpu import cases, matrix
 from hf_longctx.recipes.bench.gpu.cases import Case, run_case
 from hf_longctx.recipes.bench.gpu.ceilings import sizes_of

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.sharding import lent_order
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
-from hf_longctx.plan.pipeline import lent_slices
-from hf_longctx.plan.pipeline.lent_slices import lent_group
-from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.stage_layers import layer_ranges
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.predict import lending as lent_slices
+from hf_longctx.plan.predict.lending import lent_group
 from hf_longctx.recipes.bench.papers import lending as bench
 
 

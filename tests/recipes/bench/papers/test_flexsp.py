@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.recipes.bench.papers import flexsp as bench

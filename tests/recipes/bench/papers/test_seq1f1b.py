@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from hf_longctx.plan.core.orders import Schedule, compute_actions
 from hf_longctx.plan.core.types import Action, Chunk, Span
-from hf_longctx.plan.pipeline.orders import Schedule, compute_actions
 from hf_longctx.recipes.bench.papers import seq1f1b as bench
 from hf_longctx.recipes.bench.papers.action_times import run_actions
 

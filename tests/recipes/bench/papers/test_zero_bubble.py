@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from hf_longctx.plan.core import orders
+from hf_longctx.plan.core.orders import compute_actions
 from hf_longctx.plan.core.types import Chunk, Span
-from hf_longctx.plan.pipeline import orders
-from hf_longctx.plan.pipeline.orders import compute_actions
 from hf_longctx.recipes.bench.papers import zero_bubble as bench
 
 

@@ -1,1 +1,0 @@
-"""Make chunks from sequences: cut long sequences into slices and pack short ones."""

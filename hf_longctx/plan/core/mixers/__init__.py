@@ -1,1 +1,0 @@
-"""Sizes of mixers that carry a state along the sequence."""

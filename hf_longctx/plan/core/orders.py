@@ -1,0 +1,251 @@
+"""Orders the chunks of a group on pipeline stages: which forward or backward each stage runs when.
+
+A *family* is a run of consecutive chunks that slices of one long sequence link; a pack of whole sequences is a family of one.
+Backwards run family by family, in each family from the last chunk to the first, since a slice's keys and values get gradients
+from every later slice.
+
+"1f1b" runs as many forwards ahead as the longest family needs; on slices this is Seq1F1B (arXiv 2406.03488, section 3), on
+whole sequences plain 1F1B. "elastic" runs only as many forwards ahead as the families still waiting for their backward need, so
+a stage never holds more chunks than with "1f1b". "gpipe" runs all forwards, then all backwards; on slices this is TeraPipe
+(arXiv 2102.07988). "interleaved" gives every stage several parts of the model; the stage switches to the next part every P
+chunks, where P is the number of stages.
+
+Interleaving here takes any families and any number of chunks. Seq1F1B's warm-up is too short where a family does not end
+inside its round of P chunks, so it is extended to what the backwards need. A remainder of fewer than P chunks joins the last
+round, because a round shorter than P deadlocks on four or more stages. With equal times and at least P chunks, every stage is
+then idle for no more than P - 1 forwards and backwards of a part; this was checked by running all families of up to 11 chunks
+on up to 5 stages.
+
+Backwards are not split into gradients of inputs and of weights (zero bubble, arXiv 2401.10241): attention has no weights, so
+long contexts leave little to defer, and slices have already filled most of the idle time. The table has the share of the time of
+"1f1b" that the split would save for 8 sequences of a 7B model on 4 stages, under assumptions in favour of the split
+(`recipes/bench/papers/zero_bubble.py`) and with no more memory on any stage than the fullest stage needs:
+
+    tokens      4 slices    8 slices    idle time with 4 and 8 slices
+    32K         3.8 %       2.6 %       10.7 %, 6.4 %
+    64K         2.7 %       1.9 %       10.4 %, 6.1 %
+    128K        1.7 %       1.1 %       9.8 %, 5.6 %
+
+Eight slices instead of four save more, take less memory, and leave the modules' own backward alone.
+
+Inserts the messages between pipeline stages: who sends which chunk when, in an order that cannot deadlock.
+
+A receive stands right before the action that needs the message, and a send right after the action that makes it. Sends do not
+block. A stage sends over a link in the order of its own compute actions; the schedules of `orders.py` give both ends of a link
+the same order of chunks, so receives find their messages in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+
+from hf_longctx.plan.core.types import Action, ActionKind, Chunk, IntArray, LayerRange, SequenceGroup, StagePlan
+
+_MESSAGES = ("SF", "RF", "SB", "RB")
+# for each action, the receive before it and the send after it
+_AROUND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("RF", "SF"), "B": ("RB", "SB")}
+
+
+def without_messages(group: SequenceGroup) -> SequenceGroup:
+    """Removes all sends and receives of a group."""
+    return replace(
+        group,
+        stages=tuple(
+            replace(stage, actions=tuple(action for action in stage.actions if action.kind not in _MESSAGES))
+            for stage in group.stages
+        ),
+    )
+
+
+def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action, ...]:
+    """An F or B between the receive before it and the send after it, where its neighbours are on other stages.
+
+    num_places: number of layer ranges of all stages.
+    """
+    place = action.part * num_stages + action.stage
+    has_front = num_stages > 1 and place > 0
+    has_behind = num_stages > 1 and place < num_places - 1
+    receives, sends = (has_front, has_behind) if action.kind == "F" else (has_behind, has_front)
+    receive, send = _AROUND[action.kind]
+    before = (Action(receive, action.stage, action.chunk, action.part),) if receives else ()
+    after = (Action(send, action.stage, action.chunk, action.part),) if sends else ()
+    return (*before, action, *after)
+
+
+class MessagedPasses:
+    """Forwards and backwards with their messages, made once for all groups of a step: most actions of any two are equal.
+
+    stages: actions of all stages of groups, by what their order depends on.
+    """
+
+    def __init__(self) -> None:
+        self.stages: dict[Hashable, list[tuple[Action, ...]]] = {}
+        # forwards and backwards of all chunks so far, by stage, part, and numbers of stages and of layer ranges
+        self._known: dict[tuple[int, int, int, int], tuple[list[tuple[Action, ...]], list[tuple[Action, ...]]]] = {}
+
+    def actions(self, stage: int, num_stages: int, num_parts: int, passes: Iterable[tuple[bool, int, int]]) -> tuple[Action, ...]:
+        """Actions of a stage that runs these passes: whether it is a backward, its chunk and its part."""
+        known = [self._known.setdefault((stage, part, num_stages, num_parts), ([], [])) for part in range(num_parts)]
+        found: list[Action] = []
+        for is_backward, chunk, part in passes:
+            made = known[part][is_backward]
+            while len(made) <= chunk:
+                action = Action("B" if is_backward else "F", stage, len(made), part)
+                made.append(_messaged(action, num_stages, num_parts * num_stages))
+            found += made[chunk]
+        return tuple(found)
+
+
+Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+# chunk and part of one forward or backward of a stage
+Unit = tuple[int, int]
+# three arrays with an entry for every action of a stage: 1 for a backward and 0 for a forward; its chunk; its part
+ComputeOrder = tuple[IntArray, IntArray, IntArray]
+
+
+def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
+    """Places of the chunks of every family, in order. Chunks between two slices of a sequence belong to its family."""
+    last = {span.sequence: place for place, chunk in enumerate(chunks) for span in chunk.spans}
+    found: list[tuple[int, ...]] = []
+    first = stop = 0
+    for place, chunk in enumerate(chunks):
+        stop = max(stop, place, *(last[span.sequence] for span in chunk.spans))
+        if stop == place:
+            found.append(tuple(range(first, place + 1)))
+            first = place + 1
+    return tuple(found)
+
+
+def compute_actions(
+    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
+) -> tuple[tuple[Action, ...], ...]:
+    """Forwards and backwards of every stage in order, without messages."""
+    kinds: tuple[ActionKind, ActionKind] = ("F", "B")
+    return tuple(
+        tuple(
+            Action(kinds[is_backward], stage, chunk, part)
+            for is_backward, chunk, part in zip(*(each.tolist() for each in order), strict=True)
+        )
+        for stage, order in enumerate(compute_orders(chunks, num_stages, schedule, num_parts))
+    )
+
+
+def compute_orders(
+    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
+) -> tuple[ComputeOrder, ...]:
+    """Computes the order of `compute_actions` as arrays: for every stage, its actions' kinds, chunks and parts."""
+    return _family_orders(families(chunks), num_stages, schedule, num_parts)
+
+
+def _family_orders(
+    members: Sequence[Sequence[int]], num_stages: int, schedule: Schedule, num_parts: int
+) -> tuple[ComputeOrder, ...]:
+    """The `compute_orders` of chunks in these families."""
+    num_chunks = sum(map(len, members))
+    _check_request(num_chunks, num_stages, schedule, num_parts)
+    forwards: list[Unit] = [(place, 0) for family in members for place in family]
+    backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
+    longest = max(len(family) for family in members)
+    if schedule == "gpipe":
+        backwards = forwards[::-1]
+        needed = [[num_chunks] * num_chunks] * num_stages
+    elif schedule == "1f1b":
+        needed = [_window(num_chunks, longest + num_stages - 1 - stage) for stage in range(num_stages)]
+    elif schedule == "elastic":
+        ahead = _elastic_window(members)
+        needed = [[count + num_stages - 1 - stage for count in ahead] for stage in range(num_stages)]
+    else:
+        rounds = _rounds(num_chunks, num_stages)
+        forwards = _in_rounds(forwards, rounds, range(num_parts))
+        backwards = _in_rounds(backwards, rounds, range(num_parts)[::-1])
+        ahead_of_last = max((num_parts - 1) * num_stages + longest, _least_window(forwards, backwards))
+        needed = [_window(len(forwards), ahead_of_last + 2 * (num_stages - 1 - stage)) for stage in range(num_stages)]
+    forward_units, backward_units = (np.array(units, dtype=np.int64) for units in (forwards, backwards))
+    return tuple(_merged(forward_units, backward_units, np.array(counts, dtype=np.int64)) for counts in needed)
+
+
+def pipelined(
+    group: SequenceGroup,
+    parts: Sequence[tuple[LayerRange, ...]],
+    schedule: Schedule = "elastic",
+    known: MessagedPasses | None = None,
+) -> SequenceGroup:
+    """Gives the group a stage plan (compute actions, messages) per entry of `parts`; nothing is offloaded or recomputed.
+
+    known: actions that were made for other groups.
+    """
+    sizes = {len(ranges) for ranges in parts}
+    if len(sizes) != 1:
+        raise ValueError(f"every stage needs the same number of parts, at least one stage; found {[len(p) for p in parts]}")
+    known, num_stages, num_parts = MessagedPasses() if known is None else known, len(parts), sizes.pop()
+    members = families(group.chunks)
+    # chunks in equal families run in one order
+    key = num_stages, num_parts, schedule, *map(len, members)
+    if key not in known.stages:
+        orders = _family_orders(members, num_stages, schedule, num_parts)
+        passes = (zip(*(each.tolist() for each in order), strict=True) for order in orders)
+        known.stages[key] = [known.actions(stage, num_stages, num_parts, each) for stage, each in enumerate(passes)]
+    actions = zip(parts, known.stages[key], strict=True)
+    return replace(group, stages=tuple(StagePlan(stage, tuple(own), each) for stage, (own, each) in enumerate(actions)))
+
+
+def _check_request(num_chunks: int, num_stages: int, schedule: str, num_parts: int) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if num_chunks < 1 or num_stages < 1:
+        raise ValueError(f"a pipeline needs at least one chunk and one stage, not {num_chunks} and {num_stages}")
+    if (num_parts > 1) != (schedule == "interleaved") or num_parts < 1:
+        raise ValueError(
+            f"schedule {schedule!r} cannot run {num_parts} part(s) per stage; 'interleaved' needs at least 2, every other "
+            f"schedule has 1"
+        )
+
+
+def _window(num_units: int, ahead: int) -> list[int]:
+    """Forwards before each backward, for a stage that runs `ahead` before the first backward and then alternates."""
+    return [ahead + place for place in range(num_units)]
+
+
+def _elastic_window(members: Sequence[Sequence[int]]) -> list[int]:
+    """Forwards before each backward on the last stage, such that no later backward has to wait for two forwards in a row.
+
+    Backward i needs the forward of its family's last chunk. One forward can run before each later backward, so backward i needs
+    at most j - i forwards fewer than a later backward j.
+    """
+    counts = [family[-1] + 1 for family in members for _ in family]
+    for place in reversed(range(len(counts) - 1)):
+        counts[place] = max(counts[place], counts[place + 1] - 1)
+    return counts
+
+
+def _rounds(num_chunks: int, num_stages: int) -> list[int]:
+    """Bounds of the rounds of `num_stages` chunks; a remainder joins the last round."""
+    return [*(place * num_stages for place in range(max(1, num_chunks // num_stages))), num_chunks]
+
+
+def _in_rounds(units: list[Unit], rounds: list[int], parts: Sequence[int]) -> list[Unit]:
+    """Arranges `units` in rounds; each round goes through all `parts` before the next begins."""
+    return [(chunk, part) for start, stop in pairwise(rounds) for part in parts for chunk, _ in units[start:stop]]
+
+
+def _least_window(forwards: list[Unit], backwards: list[Unit]) -> int:
+    """Fewest forwards before the first backward for which every backward comes after its own forward."""
+    done = {unit: place + 1 for place, unit in enumerate(forwards)}
+    return max(done[unit] - place for place, unit in enumerate(backwards))
+
+
+def _merged(forwards: IntArray, backwards: IntArray, needed: IntArray) -> ComputeOrder:
+    """Merges both orders: before backward i there are at least `needed[i]` forwards, or all if there are fewer."""
+    num_units = len(forwards)
+    is_backward = np.zeros(2 * num_units, dtype=np.int64)
+    is_backward[np.arange(num_units) + np.minimum(np.maximum.accumulate(needed), num_units)] = 1
+    units = np.empty((2 * num_units, 2), dtype=np.int64)
+    units[is_backward == 0], units[is_backward == 1] = forwards, backwards
+    return is_backward, units[:, 0], units[:, 1]

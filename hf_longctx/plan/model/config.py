@@ -1,0 +1,451 @@
+"""The fields of a model's config under the names that most classes use, read from a `config.json` without transformers.
+
+Classes of transformers translate names of their own when their config is loaded; here a table does. A test compares both for the
+configs of all tested classes.
+
+Sizes of a mixture of experts, as a model's config gives them.
+
+Heads of every layer, as a model's config gives them, for models whose layers have heads of several sizes.
+
+Gemma 4 names the size and number of KV heads of its layers with full attention by fields of their own. A config that transformers
+loaded lists them layer by layer.
+
+Model types whose runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles.
+
+A run finds this out from the model itself (`hf/models/activations.py`); a forecast has only its config, and reads this table.
+`tests/plan/core/configs/test_kept.py` compares both for every class that runs, so a row without a cause is a failure there.
+
+Model types whose norms, gated MLPs or rotary embeddings run as single kernels where layers are compiled.
+
+A run finds this out from the model itself (`hf/models/fused/bind.py`); a forecast has only a config, or the name of a shape, and
+reads this table. `tests/plan/core/configs/test_kernel_types.py` compares both for every class that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# positions of a model that needs none, or of one without attention, whose documents may have any length
+NO_POSITIONS = 2**30
+# model types whose embeddings count positions from the padding token
+FROM_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+# model types without rotary embeddings whose positions are limited: a table has a row for each, or attention's bias is made for
+# so many. Nothing extends them, so runs refuse longer documents
+_POSITION_TABLES = (
+    *("bert", "bert-generation", "biogpt", "codegen", "electra", "ernie", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"),
+    *("megatron-bert", "mpt", "opt", "rembert", "roc_bert", "roformer", *FROM_PADDING),
+)
+# nested configs: of the decoder of a multimodal model, and of the sizes of layers
+_TEXTS = ("text_config", "decoder", "generator", "text_encoder")
+_NESTED = ("attn_config", "ffn_config")
+# name of a field -> its names in other classes
+_NAMES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("kv_n_heads",),
+    "head_dim": ("attention_head_dim", "kv_channels"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
+    "n_shared_experts": ("num_shared_experts",),
+    "layer_types": ("layers_block_type",),
+    "sliding_window": ("attention_window_size",),
+}
+# model types whose MLP is four times as wide as hidden states; so it is where `n_inner` is there without a value
+_FOUR_TIMES = ("bloom", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt")
+
+
+# whole numbers of a config that plans read: those that must be at least 1, and those that may be 0
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("conv_L_cache", "conv_kernel", "expand", "mamba_expand", "mamba_d_state", "state_size", "ssm_state_size", "n_mamba_heads"),
+    *("mamba_n_heads", "mamba_num_heads", "mamba_head_dim", "mamba_d_ssm", "mamba_n_groups", "mamba_ngroups", "n_groups"),
+    *("mamba_chunk_size", "chunk_size", "mamba_d_conv", "conv1d_width", "block_size", "lru_width", "cca_time0", "cca_time1"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"),
+    *("linear_head_dim", "linear_conv_kernel_dim", "short_conv_kernel_size", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"),
+    *("q_lora_rank", "intermediate_size_mlp", "router_hidden_size", "attention_hidden_size", "global_head_dim"),
+    *("num_global_key_value_heads", "full_attention_interval", "decoder_sparse_step", "sliding_window_pattern", "index_topk"),
+    *("index_head_dim", "index_n_heads", "no_rope_layer_interval", "layer_group_size", "ffn_round_up_to_multiple_of"),
+    *("block_multiple_of", "num_mem_blocks", "time_step_rank", "mamba_dt_rank", "adapter_rank"),
+)
+_COUNTS = (
+    *("intermediate_size", "max_position_embeddings", "pad_token_id", "sliding_window", "attention_chunk_size"),
+    *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "top_k_experts"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("shared_intermediate_size", "n_shared_experts", "first_k_dense_replace", "attn_layer_period", "attn_layer_offset"),
+    *("expert_layer_period", "expert_layer_offset", "max_window_layers", "num_kv_shared_layers", "qk_nope_head_dim"),
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+)
+_FACTORS = ("block_ffn_dim_multiplier", "qk_dim_factor", "v_dim_factor", "ffn_proj_factor")
+# fields that may be 0, or a list with a number for every layer, or the word "auto"
+_MAY_BE_0 = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "adapter_rank",
+    "index_topk",
+    "index_head_dim",
+    "num_mem_blocks",
+    "sliding_window_pattern",
+)
+_MAY_BE_LISTS = ("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "head_dim")
+_MAY_BE_AUTO = ("time_step_rank", "mamba_dt_rank")
+# lists of a config: of words, or of numbers of layers
+_WORDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "block_types")
+_LAYERS = (
+    "moe_layers",
+    "mlp_only_layers",
+    "full_attn_idxs",
+    "attn_layer_indices",
+    "kda_layers",
+    "full_attn_layers",
+    "no_rope_layers",
+)
+_OBJECTS = ("linear_attn_config", "per_layer_config", *_TEXTS, *_NESTED)
+# largest numbers: of layers, of positions, and of anything else
+_MOST_LAYERS, _MOST_POSITIONS, _MOST_SIZE = 10_000, 2**40, 2**31
+
+
+def check_fields(config: Mapping[str, Any], path: str = "") -> None:
+    """Raises ValueError for the first field of a config.json whose value no model can have, with the field and the value."""
+    rules = {name: (1, _whole) for name in _SIZES} | {name: (0, _whole) for name in (*_COUNTS, *_MAY_BE_0)}
+    rules |= {other: rules[name] for name, others in _NAMES.items() for other in others if name in rules}
+    for name, value in config.items():
+        if value is None:
+            continue
+        if name in rules:
+            least, check = rules[name]
+            is_layers = name in ("num_hidden_layers", *_NAMES["num_hidden_layers"])
+            is_positions = name in ("max_position_embeddings", *_NAMES["max_position_embeddings"])
+            most = _MOST_LAYERS if is_layers else _MOST_POSITIONS if is_positions else _MOST_SIZE
+            values = value if isinstance(value, list | tuple) and value and name in _MAY_BE_LISTS else [value]
+            if not all(check(each, least, most) or (each == "auto" and name in _MAY_BE_AUTO) for each in values):
+                raise ValueError(f"{path}{name} is {_shown(value)}; a whole number from {least} to {most:,} is needed")
+        elif name in _FACTORS and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_SIZE):
+            raise ValueError(f"{path}{name} is {_shown(value)}; a number above 0 and below {_MOST_SIZE:,} is needed")
+        elif name in _WORDS or name in _LAYERS:
+            is_layer = name in _LAYERS
+            if not isinstance(value, list | tuple) or not all(
+                _whole(each, 0, _MOST_LAYERS) if is_layer else isinstance(each, str) for each in value
+            ):
+                raise ValueError(f"{path}{name} is {_shown(value)}; a list of {'layers' if is_layer else 'words'} is needed")
+        elif name in ("model_type", "hybrid_override_pattern") and not isinstance(value, str):
+            raise ValueError(f"{path}{name} is {_shown(value)}; a word is needed")
+        elif name in _OBJECTS:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{path}{name} is {_shown(value)}; an object of fields is needed")
+            if name != "per_layer_config":
+                check_fields(value, f"{path}{name}.")
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and least <= value <= most and value == int(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the decoder inside that of a multimodal model; any other config itself."""
+    return next((config[name] for name in _TEXTS if isinstance(config.get(name), Mapping)), config)
+
+
+def has_position_table(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a config has positions for a number of tokens beyond which nothing extends them."""
+    return decoder_config(config).get("model_type") in _POSITION_TABLES
+
+
+def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config, or of the decoder's config inside one; fields that are not there stay away."""
+    text = decoder_config(config)
+    parts = [text[name] for name in _NESTED if isinstance(text.get(name), Mapping)]
+    fields: dict[str, Any] = {name: value for part in (*parts, text) for name, value in part.items()}
+    for name, others in _NAMES.items():
+        if fields.get(name) is None:
+            found = next((fields[other] for other in others if fields.get(other) is not None), None)
+            fields.update({} if found is None else {name: found})
+    if isinstance(experts := fields.get("moe_intermediate_size"), list | tuple):
+        # Ernie 4.5 VL has experts for text, and others for images
+        fields["moe_intermediate_size"] = experts[0]
+    return {**fields, **_layers(fields), **_width(fields), **_positions(fields), **_most_kv(fields)}
+
+
+def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of layers, where a class derives it from another field."""
+    kind, kinds = fields.get("model_type"), fields.get("layer_types") or fields.get("hybrid_override_pattern")
+    if kind == "nemotron_h" and kinds:
+        return {"num_hidden_layers": len(kinds)}
+    # each of its layers calls attention twice, as two layers of other classes do
+    if kind == "longcat_flash" and fields.get("num_layers"):
+        return {"num_hidden_layers": 2 * int(fields["num_layers"])}
+    return {}
+
+
+def _width(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The width of the MLP: the largest, if layers differ."""
+    width, hidden_size = fields.get("intermediate_size"), fields.get("hidden_size")
+    if isinstance(width, list | tuple):
+        return {"intermediate_size": max(width)}
+    if width is not None and fields.get("block_auto_adjust_ff_dim"):
+        # a Lfm2 has two thirds of it, rounded up to a multiple
+        multiple = int(fields.get("block_multiple_of") or 1)
+        width = int(float(fields.get("block_ffn_dim_multiplier") or 1) * int(2 * int(width) / 3))
+        return {"intermediate_size": -(-width // multiple) * multiple}
+    is_default = "n_inner" in fields or fields.get("model_type") in _FOUR_TIMES
+    return {"intermediate_size": 4 * int(hidden_size)} if width is None and hidden_size and is_default else {}
+
+
+def _positions(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The most tokens of a document; a class that names no limit has none."""
+    limit = int(fields.get("max_position_embeddings") or 0)
+    first = int(fields.get("pad_token_id") or 0) + 1 if fields.get("model_type") in FROM_PADDING else 0
+    return {"max_position_embeddings": limit - first if limit else NO_POSITIONS}
+
+
+def _most_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """KV heads of the layer with the most, if the config states too few.
+
+    MiMo has twice as many KV heads in layers with a window. JetMoe copies keys and values for every expert of a token.
+    """
+    kind, heads = fields.get("model_type"), fields.get("num_key_value_heads")
+    if kind == "jetmoe":
+        return {"num_key_value_heads": fields.get("num_attention_heads")}
+    if kind == "mimo_v2_flash" and heads and "sliding_attention" in (fields.get("layer_types") or ()):
+        return {"num_key_value_heads": 2 * int(heads)}
+    return {}
+
+
+# values of `model_type` whose layers have an MLP only where they have attention, which reads the embeddings beside hidden states
+SHARED_TYPES = ("zamba", "zamba2")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Sizes of the routed experts of a mixture, and over how many ranks they are spread; empty without experts.
+
+    parameters: matrix parameters of all experts of a layer, the mean over layers. token_rows: copies of a token's hidden state
+    that go to experts in all layers together, one for each expert that it chooses. num_layers: layers with experts. num_experts:
+    experts of such a layer. num_ranks: ranks of a block, among which whole experts are dealt and tokens travel; 1 if experts lie
+    where the other weights do. are_rounded: where their weights are gathered, they travel in two bytes.
+    """
+
+    parameters: int = 0
+    token_rows: int = 0
+    num_layers: int = 0
+    num_experts: int = 0
+    num_ranks: int = 1
+    are_rounded: bool = False
+
+    @property
+    def spread_parameters(self) -> int:
+        """Matrix parameters of a layer that are never gathered, since they are spread over ranks."""
+        return self.parameters if self.num_ranks > 1 else 0
+
+    @property
+    def travelling_rows(self) -> int:
+        """Copies of a token's hidden state that travel between ranks in all layers together, those that stay included."""
+        return self.token_rows if self.num_ranks > 1 else 0
+
+    @property
+    def are_spread(self) -> bool:
+        """Whether tokens travel to experts, so that a layer's MLP runs whole, and a replay runs all of it."""
+        return self.num_ranks > 1
+
+
+NO_EXPERTS = ExpertSpec()
+# config fields for the number of experts in a layer
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def expert_sizes(
+    config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int, names: Sequence[str]
+) -> tuple[int, int, int, ExpertSpec]:
+    """Returns `intermediate_size`, `idle_parameters`, `routed_elements`, `experts`; `dense_size` and nothing without experts.
+
+    Granite without experts has only the MLP that otherwise all tokens share. Each chosen expert gets a copy of the token and
+    returns one. Experts of GPT-OSS clamp gate and up, which saves three more inner tensors. Experts of Gemma 4 stand beside an
+    MLP of every token. In Llama 4 every token runs through all experts, multiplied by zero where it did not choose them.
+    """
+    num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
+    chosen = int(config.get("num_experts_per_tok") or 0)
+    if is_beside := bool(config.get("enable_moe_block")):
+        chosen = int(config.get("top_k_experts") or 0)
+    is_nemotron = config.get("model_type") == "nemotron_h"
+    dense_names = ("mlp",) if is_nemotron else ("hybrid",) if config.get("model_type") in SHARED_TYPES else ()
+    if dense_names:
+        dense_size = round(dense_size * sum(name in dense_names for name in names) / num_layers)
+    if not num_experts and config.get("model_type") == "granitemoehybrid":
+        dense_size = int(config.get("shared_intermediate_size") or dense_size)
+    if num_experts < 2 or not chosen or (is_nemotron and "moe" not in names):
+        return dense_size, 0, 0, NO_EXPERTS
+    size = int(config.get("moe_intermediate_size") or dense_size)
+    is_llama4 = config.get("model_type") == "llama4_text"
+    if is_llama4:
+        chosen, dense_size = num_experts, int(config["intermediate_size_mlp"])
+    dense, every = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
+    first = int(config.get("first_k_dense_replace") or 0)
+    has_experts = [layer >= first and layer not in dense and not (layer + 1) % every for layer in range(num_layers)]
+    if types := config.get("mlp_layer_types"):
+        has_experts = [kind == "sparse" for kind in types]
+    if (layers := config.get("moe_layers")) is not None:
+        has_experts = [layer in layers for layer in range(num_layers)]
+    if period := int(config.get("expert_layer_period") or 0):
+        has_experts = [layer % period == int(config.get("expert_layer_offset") or 0) for layer in range(num_layers)]
+    if is_nemotron:
+        has_experts = [name == "moe" for name in names]
+    share = sum(has_experts) / max(1, num_layers)
+    shared_sizes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = next((int(config[name]) for name in shared_sizes if config.get(name)), 0)
+    shared = shared or size * int(config.get("n_shared_experts") or is_llama4) + dense_size * is_beside
+    passed, matrices = chosen * size + shared, 2 if is_nemotron else 3
+    idle = matrices * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
+    routed = 2 * chosen * hidden_size + (3 * chosen * size if config.get("model_type") == "gpt_oss" else 0)
+    parameters = round(share * matrices * num_experts * hidden_size * size)
+    experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts)
+    dense_share = 1 if is_nemotron else 1 - share
+    return round(share * passed + dense_share * dense_size), round(share * idle), round(share * routed), experts
+
+
+# model types whose layers without a window have heads of their own size
+_GLOBAL = ("gemma4_text", "gemma4_unified_text")
+# size of these heads in a config that does not say it
+_GLOBAL_HEAD_DIM = 512
+# fields of a layer's own config that change its heads alone
+_HEAD_FIELDS = {"head_dim", "num_key_value_heads"}
+
+
+class HeadSizes(NamedTuple):
+    """Heads of one layer.
+
+    num_kv: KV heads. head_dim: elements of each head. num_made: of keys and values, how many the layer makes by a matrix of its
+    own: 2, or 1 if values are made of the same product as keys, or 0 if it reads those of an earlier layer.
+    """
+
+    num_kv: int
+    head_dim: int
+    num_made: int = 2
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of all keys of a token."""
+        return self.num_kv * self.head_dim
+
+
+def config_heads(config: Mapping[str, Any], windows: Sequence[int | None]) -> tuple[HeadSizes, ...]:
+    """Heads of every layer; () where all layers have the same. windows: of every layer, or () if all see everything."""
+    num_layers = int(config.get("num_hidden_layers") or 0)
+    own = {name: int(config[name]) for name in sorted(_HEAD_FIELDS) if config.get(name)}
+    if len(own) < len(_HEAD_FIELDS) or config.get("kv_lora_rank"):
+        return ()
+    is_full = [window is None for window in windows] or [True] * num_layers
+    num_shared = int(config.get("num_kv_shared_layers") or 0) if config.get("model_type") in _GLOBAL else 0
+    is_once = bool(config.get("attention_k_eq_v")) and config.get("model_type") in _GLOBAL
+    changes = _changes(config, is_full, is_once)
+    found = []
+    for layer in range(num_layers):
+        sizes = {**own, **changes.get(layer, {})}
+        made = 0 if layer >= num_layers - num_shared else 1 if is_once and is_full[layer] else 2
+        found.append(HeadSizes(sizes["num_key_value_heads"], sizes["head_dim"], made))
+    return tuple(found) if len(set(found)) > 1 else ()
+
+
+def largest_heads(heads: Sequence[HeadSizes]) -> HeadSizes:
+    """The heads of the layer with the most keys and values."""
+    return max(heads, key=lambda each: each.kv_size)
+
+
+def _changes(config: Mapping[str, Any], is_full: Sequence[bool], is_once: bool) -> dict[int, dict[str, int]]:
+    """Fields of layers whose heads differ from the config's, by layer. is_once: values are made of the same product as keys."""
+    if listed := config.get("per_layer_config"):
+        if any(set(each) - _HEAD_FIELDS for each in listed.values()):
+            return {}
+        return {int(layer): {name: int(size) for name, size in each.items()} for layer, each in listed.items()}
+    if config.get("model_type") not in _GLOBAL:
+        return {}
+    change = {"head_dim": int(config.get("global_head_dim") or _GLOBAL_HEAD_DIM)}
+    if is_once and config.get("num_global_key_value_heads"):
+        change["num_key_value_heads"] = int(config["num_global_key_value_heads"])
+    return {layer: change for layer, each in enumerate(is_full) if each}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One cause. model_types: of the decoder."""
+
+    reason: str
+    model_types: tuple[str, ...]
+
+
+KEPT = (
+    Kept("it has no layer of class GradientCheckpointingLayer", ("gpt_neox_japanese",)),
+    Kept("its layers call attention twice", ("longcat_flash",)),
+    Kept("it has layers of other parts beside those of its decoder", ("phi4_multimodal",)),
+)
+
+
+def kept_reason(config: Mapping[str, Any]) -> str:
+    """Why a run of a model with this config keeps everything; empty if plans may recompute its layers and tile its loss."""
+    kind = decoder_config(config).get("model_type")
+    return next((row.reason for row in KEPT if kind in row.model_types), "")
+
+
+# types of decoders all of whose layers' norms, MLPs or rotary embeddings have kernels: those of a type with all three are first
+_ALL = (
+    *("cwm", "emu3_text_model", "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "granite4_vision_text"),
+    *("granite_docling_text", "granite_swa", "hunyuan_v1_dense", "hyperclovax", "llama", "minicpm3", "ministral", "ministral3"),
+    *("mistral", "paddleocr_vl_text", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text", "smollm3"),
+    *("vaultgemma", "youtu"),
+)
+_NORMS_AND_ROTARY = (
+    *("apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bitnet", "cosmos3_edge_text", "deepseek_ocr2_text"),
+    *("deepseek_v3", "dots1", "exaone_moe", "falcon_h1", "glm4_moe_lite", "granitemoe", "granitemoe_swa", "granitemoeshared"),
+    *("hunyuan_v1_moe", "hy_v3", "jetmoe", "kolibri1", "mellum", "mistral4", "mixtral", "olmoe", "qwen2_5_omni_text"),
+    *("qwen2_moe", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "seed_oss", "solar_open"),
+)
+_NORMS_AND_GATES = ("ernie4_5", "hunyuan_vl_text")
+_GATES_AND_ROTARY = ("cohere_compass_text", "muse_glimmer_text", "stablelm")
+_NORMS_ALONE = (
+    *("deepseek_v2", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text"),
+    *("glm_ocr_text", "jamba", "laguna", "lfm2", "lfm2_moe", "lfm3", "longcat_flash", "mamba", "mimo_v2_flash", "minimax"),
+    *("minimax_m2", "minimax_m3_vl_text", "phi3", "recurrent_gemma", "step3p5", "zamba"),
+)
+_GATES_ALONE = (
+    *("bamba", "cohere", "cohere2", "gemma4_unified_text", "helium", "olmo", "olmo2", "olmo3", "olmo_hybrid", "qwen3_5_text"),
+)
+_ROTARY_ALONE = (
+    *("afmoe", "dbrx", "flint", "jais2", "moshi", "muse_spark_text", "persimmon", "phi", "phimoe"),
+    *("starcoder2",),
+)
+# field of `ModelSpec` -> model types
+KERNELS: Mapping[str, frozenset[str]] = {
+    "fuses_norms": frozenset((*_ALL, *_NORMS_AND_ROTARY, *_NORMS_AND_GATES, *_NORMS_ALONE)),
+    "fuses_gates": frozenset((*_ALL, *_NORMS_AND_GATES, *_GATES_AND_ROTARY, *_GATES_ALONE)),
+    "fuses_rotary": frozenset((*_ALL, *_NORMS_AND_ROTARY, *_GATES_AND_ROTARY, *_ROTARY_ALONE)),
+}
+
+
+# activations of gated MLPs that have kernels, by their names in a config
+_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+
+
+def kernel_fields(model_type: str) -> dict[str, Any]:
+    """Fields of `ModelSpec` that say which functions of all layers of a decoder of this type have kernels."""
+    return {field: model_type in types for field, types in KERNELS.items()}
+
+
+def kernels_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `kernel_fields` of a model with this config."""
+    text = decoder_config(config)
+    model_type = str(text.get("model_type"))
+    # configs of multimodal models may have the fields of their decoder, without its type
+    is_known = any(model_type in types for types in KERNELS.values())
+    fields = kernel_fields(model_type if is_known else f"{model_type}_text")
+    activation = text.get("hidden_activation") or text.get("hidden_act")
+    fields["fuses_gates"] &= activation is None or activation in _ACTIVATIONS
+    return fields

@@ -1,0 +1,383 @@
+"""Plans of several pipeline stages: the micro-batches that are predicted fastest among those that fit.
+
+    lengths -> `StagedStep` -> `Candidates`: layouts of a stage, sequences to their groups, chunks, schedules, the fastest by
+            simulation -> `PipelineSearch`: predictions, activation policies for what does not fit
+
+Sequences that fit no pipeline of several chunks get micro-batches of single chunks (`single_chunks.py`). Where nothing fits even
+so, long sequences get a micro-batch of their own, and the others another one after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hf_longctx.plan.core.types import MicroBatch, StepPlan
+from hf_longctx.plan.groups.placement import PlacedGroup
+from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
+from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks
+from hf_longctx.plan.pipeline.lending import lend
+from hf_longctx.plan.pipeline.staged_step import StagedStep
+from hf_longctx.plan.predict.evaluate import Evaluation
+from hf_longctx.plan.predict.planning import Planning
+
+
+@dataclass(frozen=True, slots=True)
+class SearchConstants:
+    """Constants of the search among candidates.
+
+    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of those that may
+    fit get room, the quickest first. much_lost: factor on the seconds with everything kept beyond which a plan is compared with
+    finer chunks, of which fewer need to be recomputed. worth: factor by which a candidate with everything kept must beat the
+    fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
+    least bytes of sequences are counted before candidates for them are made. few: sequences for each of the largest groups that
+    are counted in place of all. in_turn: factor on the least seconds of sequences where stages run one after the other, beyond
+    which a pipeline is slower: these mostly take 1.15 to 1.25 times as long. few_chunks: chunks per stage, up to which stages may
+    idle so much that sequences take less time in two parts; much_idle: factor on their least seconds beyond which this is tried.
+    most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
+    """
+
+    equal: float = 1.01
+    most_fits: int = 2
+    much_lost: float = 1.05
+    worth: float = 1.03
+    much_waiting: float = 0.5
+    few: int = 4
+    in_turn: float = 1.3
+    few_chunks: int = 2
+    much_idle: float = 1.5
+    most_alone: int = 2
+
+
+# repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_CHOICE = SearchConstants()
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A plan of some of the sequences in one micro-batch, and its predicted run."""
+
+    plan: StepPlan
+    run: Evaluation
+
+
+class PipelineSearch:
+    """Finds micro-batches that fit: tries candidates in the order of their seconds and makes room where they need it."""
+
+    def __init__(self, step: int, lengths: Sequence[int], planning: Planning) -> None:
+        self.step, self.planning = step, planning
+        self.costs, self.config = planning.costs, planning.config
+        self.staged = StagedStep(lengths, self.costs, self.config)
+        self.candidates = Candidates(self.staged)
+        self._least_of: dict[tuple[int, ...], LeastMemory] = {}
+
+    def plan(self) -> StepPlan:
+        """Plans all sequences; raises ValueError for a sequence for which nothing fits."""
+        return self._plan_of(self._micro_batches(tuple(range(len(self.staged.lengths)))))
+
+    def _micro_batches(self, members: tuple[int, ...]) -> list[MicroBatch]:
+        """Micro-batches for these sequences, in running order: as few as fit, those of the longest sequences first."""
+        # with one backward no gradients wait; to search for pipelines of these sequences would be in vain
+        apart = self._single_only(members)
+        others = tuple(i for i in members if i not in set(apart))
+        try:
+            may_leave = self._waiting_bytes > 0 and bool(members)
+            found, left = self._in_pipelines(others, may_leave) if others or not members else ([], ())
+            single = self._in_single_chunks(tuple(sorted((*apart, *left)))) if apart or left else ()
+            if single is None:
+                # to search for pipelines of all sequences tells which of them does not fit
+                return self._in_pipelines(members, False)[0]
+            return [*single, *found]
+        except ValueError:
+            # sequences side by side that share weights cannot have slices, but may take turns
+            whole = self._in_single_chunks(members)
+            if whole is None:
+                raise
+            return [*whole]
+
+    def _in_pipelines(self, members: tuple[int, ...], may_leave: bool) -> tuple[list[MicroBatch], tuple[int, ...]]:
+        """Micro-batches of several chunks in which these sequences fit, and the sequences that are left.
+
+        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, and all longer ones.
+        Raises ValueError for a sequence for which nothing fits.
+        """
+        found: list[MicroBatch] = []
+        waiting = [members]
+        while waiting:
+            together = waiting.pop()
+            most_s = _CHOICE.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
+            row, is_slow = None, False
+            if not self._is_hopeless(together):
+                row = self._fastest(together)
+                is_slow = row is None and self._is_slow(together, most_s)
+                row = row or (None if is_slow else self._least_memory(together, not may_leave))
+            if is_slow or (row is not None and row.run.step_s - row.run.once_s > most_s):
+                return found, tuple(i for each in (together, *waiting) for i in each)
+            if row is None:
+                if together is members:
+                    # to split is in vain if the longest does not fit even alone
+                    longest = (self._longest(members),)
+                    _ = self._fastest(longest) or self._least_memory(longest)
+                waiting += self._apart(together)
+            else:
+                found = [*self._or_apart(together, row).micro_batches, *found]
+        return found, ()
+
+    def _or_apart(self, members: tuple[int, ...], row: _Row) -> StepPlan:
+        """The plan of these sequences in one micro-batch, or a faster one of more where stages idle for lack of chunks."""
+        num_chunks = min((len(group.chunks) for group in row.plan.micro_batches[0].groups if group.num_tokens), default=0)
+        is_short = self._room is not None and len(members) > 1 and num_chunks <= _CHOICE.few_chunks * self.staged.num_stages
+        if not is_short or row.run.step_s - row.run.once_s <= _CHOICE.much_idle * self.staged.least_s(members):
+            return row.plan
+        try:
+            plan = self._plan_of([each for part in self._apart(members) for each in self._in_pipelines(part, False)[0]])
+        except ValueError:
+            return row.plan
+        return min(row.plan, plan, key=lambda each: self.planning.predict(each).step_s)
+
+    @property
+    def _waiting_bytes(self) -> int:
+        """Most bytes of gradients that wait whole on a rank for the last of several backwards."""
+        return 0 if self._room is None else self._room.waiting_bytes
+
+    def _single_only(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Sequences that do not fit in several chunks; only gradients that wait for the last backward make a difference."""
+        if self._room is None or not self._waiting_bytes or not members:
+            return ()
+        return SingleChunks(self.candidates, self._room).needed_for(members)
+
+    def _in_single_chunks(self, members: tuple[int, ...]) -> tuple[MicroBatch, ...] | None:
+        """Micro-batches of these sequences with one chunk for each group; None where a sequence does not fit so."""
+        if self._room is None:
+            return None
+        plans = map(self._plan_of, SingleChunks(self.candidates, self._room).steps(members))
+        row = next(filter(None, map(self._with_room, plans)), None)
+        return None if row is None else row.plan.micro_batches
+
+    @cached_property
+    def _room(self) -> PipelineRoom | None:
+        """Room of every stage; None without a budget."""
+        if self.config.activations is None:
+            return None
+        idle = self._plan_of([self.candidates.micro_batch([PlacedGroup(0, 1, ())], {})])
+        return PipelineRoom(idle, self.costs, self.config.activations, known=self.planning.known)
+
+    def _is_hopeless(self, members: tuple[int, ...]) -> bool:
+        """Whether several sequences need more than there is even on the largest groups in many slices.
+
+        Asked only where gradients that wait leave little room: the search for pipelines would be in vain.
+        """
+        if self._room is None or len(members) < 2:
+            return False
+        if self._room.waiting_bytes < _CHOICE.much_waiting * self._room.budget.device_bytes:
+            return False
+        few = self._least_memory_of(self._few(members))
+        return bool(few.counts) and not self._may_fit(few.of(few.counts[-1]))
+
+    def _few(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The longest of these sequences, which mostly need as much memory as all of them where memory is short."""
+        count = _CHOICE.few * -(-self.staged.ranks_per_stage // self.staged.degrees[-1])
+        return members if len(members) <= count else tuple(sorted(self.staged.by_length(members)[:count]))
+
+    def _least_memory_of(self, members: tuple[int, ...]) -> LeastMemory:
+        """`Candidates.least_memory` of these sequences, made once."""
+        if members not in self._least_of:
+            self._least_of[members] = self.candidates.least_memory(members)
+        return self._least_of[members]
+
+    def _least(self, members: tuple[int, ...]) -> Iterator[Candidate]:
+        """Candidates of least memory that may fit, with ever more slices; those that not even few sequences fit are not made."""
+        every = self._least_memory_of(members)
+        # without gradients that wait, sequences mostly fit in few slices
+        few = self._least_memory_of(self._few(members)) if self._waiting_bytes else every
+        counts = (count for count in every.counts if every is few or self._may_fit(few.of(count)))
+        return filter(self._may_fit, map(every.of, counts))
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Whether there is no group in the candidate that no policy fits."""
+        return self._room is None or not any(map(self._room.is_hopeless, candidate.micro_batch.groups))
+
+    def _may_keep(self, candidate: Candidate) -> bool:
+        """Whether the candidate may fit as it is; its prediction tells whether it does."""
+        return self._room is None or not any(map(self._room.exceeds, candidate.micro_batch.groups))
+
+    def _kept_s(self, candidate: Candidate) -> float:
+        """Predicted seconds of a candidate's groups, which recompute and move nothing."""
+        assert self._room is not None
+        return max(map(self._room.kept_s, candidate.micro_batch.groups))
+
+    def _takes(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether a candidate takes at least so many seconds even with everything kept; without a budget it counts as if."""
+        return self._room is None or any(self._room.takes(group, seconds) for group in candidate.micro_batch.groups)
+
+    def _as_it_is(self, candidate: Candidate) -> _Row | None:
+        """The candidate's prediction; None where it does not fit as it is."""
+        if not self._may_keep(candidate):
+            return None
+        row = self._row(candidate)
+        return row if self._fits(row.plan, row.run) else None
+
+    def _fastest(self, members: tuple[int, ...]) -> _Row | None:
+        """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
+        candidates = self.candidates.fastest(members)
+        equal = [each for each in candidates if each.seconds <= _CHOICE.equal * candidates[0].seconds]
+        # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
+        row = next(filter(None, map(self._as_it_is, equal)), None)
+        if row is not None:
+            return row
+        best = self._made_fastest(self._quickest(equal))
+        for candidate in candidates[len(equal) :]:
+            if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
+                break
+            fitting = self._as_it_is(candidate)
+            if fitting is None and best is None and self._may_fit(candidate):
+                fitting = self._made_to_fit(candidate)
+            if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
+                best = fitting
+        if best is not None and self._loses_much(best):
+            most_tokens = _most_tokens(best.plan.micro_batches[0])
+            finer = (each for each in self._least(members) if _most_tokens(each.micro_batch) < most_tokens)
+            best = self._made_fastest(finer, best)
+        return best
+
+    def _loses_much(self, row: _Row) -> bool:
+        """Whether a plan of one micro-batch takes much longer than with everything kept, so that others may recompute less."""
+        if self._room is None:
+            return False
+        groups = row.plan.micro_batches[0].groups
+        kept = [replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages)) for group in groups]
+        return row.run.step_s - row.run.once_s > _CHOICE.much_lost * max(map(self._room.kept_s, kept))
+
+    def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The quickest of these candidates that may fit, quickest first."""
+        found = [] if self._room is None else [each for each in candidates if self._may_fit(each)]
+        return sorted(found, key=self._kept_s)[: _CHOICE.most_fits] if len(found) > 1 else found
+
+    def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
+        """The fastest of `best` and of these candidates with room made; None where nothing fits.
+
+        The first candidate that is hardly faster than the best so far, even with everything kept, ends the search.
+        """
+        for candidate in candidates:
+            if best is not None and self._takes(candidate, (best.run.step_s - best.run.once_s) / _CHOICE.worth):
+                break
+            made = self._as_it_is(candidate) or self._made_to_fit(candidate)
+            if made is not None and (best is None or made.run.step_s < best.run.step_s):
+                best = made
+        return best
+
+    def _row(self, candidate: Candidate) -> _Row:
+        plan = self._plan_of([candidate.micro_batch])
+        return _Row(plan, self.planning.predict(plan))
+
+    def _plan_of(self, micro_batches: Sequence[MicroBatch]) -> StepPlan:
+        """Builds the step plan of these micro-batches."""
+        return StepPlan(
+            step=self.step,
+            lengths=tuple(self.staged.lengths.tolist()),
+            num_stages=self.staged.num_stages,
+            ranks_per_stage=self.staged.ranks_per_stage,
+            parameters=self.costs.parameters,
+            micro_batches=tuple(micro_batches),
+            shard_ranks=self.staged.costs.shards,
+        )
+
+    def _fits(self, plan: StepPlan, run: Evaluation) -> bool:
+        """Whether every rank stays within the budget in bytes.
+
+        Without a budget, tokens times layers of a rank are limited to `tokens_per_rank` times the model's layers.
+        """
+        stages = plan.micro_batches[0].groups[0].stages
+        budget = self.config.activations
+        if budget is not None:
+            return max(run.peak_bytes) <= self.planning.limit_bytes(plan) and max(run.host_bytes) <= budget.host_bytes
+        most = self.config.tokens_per_rank * self.costs.model.num_layers
+        return all(rank.peak_tokens * stages[rank.rank // plan.ranks_per_stage].num_layers <= most for rank in run.ranks)
+
+    def _made_to_fit(self, candidate: Candidate) -> _Row | None:
+        """Makes room in a candidate; None where it does not fit even so, or without a budget."""
+        return self._with_room(self._plan_of([candidate.micro_batch]))
+
+    def _with_room(self, plan: StepPlan) -> _Row | None:
+        """The plan with room; None where it does not fit even so, or without a budget."""
+        if self.config.activations is None:
+            return None
+        try:
+            plan = make_room(plan, self.planning)
+        except ValueError:
+            return None
+        made = _Row(plan, self.planning.predict(plan))
+        return made if self._fits(made.plan, made.run) else None
+
+    def _least_memory(self, members: tuple[int, ...], tries_longest: bool = True) -> _Row | None:
+        """Finds a micro-batch that fits of the largest groups with as few slices as possible; None where none does.
+
+        Raises ValueError for a single sequence that does not fit; tries_longest: also if the longest does not fit even alone.
+        """
+        longest = self._longest(members)
+        for tried in dict.fromkeys([members, (longest,)]) if tries_longest or len(members) == 1 else [members]:
+            row = self._made_fastest(self._least(tried))
+            if row is not None:
+                return row if tried == members else None
+        if tried != (longest,):
+            return None
+        raise ValueError(self._nothing_fits(longest))
+
+    def _longest(self, members: Sequence[int]) -> int:
+        """The longest of these sequences."""
+        return max(members, key=lambda i: (self.staged.lengths[i], -i))
+
+    def _is_slow(self, members: tuple[int, ...], most_s: float) -> bool:
+        """Whether a stage works more than `most_s` seconds in all pipelines of these sequences with little memory."""
+        if self._room is None or math.isinf(most_s):
+            return False
+        is_busy = [False]
+        for candidate in self._least(members):
+            is_busy = [self._room.is_busy(group, most_s) for group in candidate.micro_batch.groups]
+            if not any(is_busy):
+                break
+        return any(is_busy)
+
+    def _nothing_fits(self, sequence: int) -> str:
+        budget = self.config.activations
+        room = f"{budget.device_bytes / 2**30:.3g} GiB beside the model" if budget else f"{self.config.tokens_per_rank} tokens"
+        return (
+            f"sequence {sequence} has {self.staged.lengths[sequence]} tokens and fits no pipeline of "
+            f"{self.staged.num_stages} stages of {self.staged.ranks_per_stage} rank(s) with {room} on each; allow "
+            f"larger degrees, more tokens_per_rank, more room or recomputation (activations)"
+        )
+
+    def _apart(self, members: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sequences longer than half of the longest, and the others; two halves if all are that long."""
+        lengths = self.staged.lengths
+        ordered = self.staged.by_length(members)
+        num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
+        num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
+        return tuple(ordered[:num_long]), tuple(ordered[num_long:])
+
+    def lent_plans(self, plan: StepPlan) -> Iterator[StepPlan]:
+        """Plans with lent ranks to compare with `plan`, which has none: lent to its own groups, or to long sequences apart.
+
+        There are none unless `lend_stages` is set. A group of several sequences cannot be lent ranks, so the longest sequences
+        get a micro-batch each, one more in every plan, before the micro-batches of the others.
+        """
+        if not self.config.lend_stages:
+            return
+        yield lend(plan, self.planning.predict, self._fits).plan
+        order = self.staged.by_length(range(len(self.staged.lengths)))
+        alone: list[MicroBatch] = []
+        for count, sequence in enumerate(order[: _CHOICE.most_alone], 1):
+            tried = [replace(plan, micro_batches=(each.micro_batch,)) for each in self.candidates.alone(sequence)]
+            lent = [found for found in (lend(each, self.planning.predict, self._fits) for each in tried) if found.num_lent]
+            if not lent:
+                return
+            alone += min(lent, key=lambda found: found.lent_s).plan.micro_batches
+            others = tuple(sorted(order[count:]))
+            yield replace(plan, micro_batches=(*alone, *(self._micro_batches(others) if others else ())))
+
+
+def _most_tokens(micro_batch: MicroBatch) -> float:
+    """Tokens of the largest chunk on a rank."""
+    return max(chunk.num_tokens / group.degree for group in micro_batch.groups for chunk in group.chunks)

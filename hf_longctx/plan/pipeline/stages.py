@@ -1,0 +1,150 @@
+"""Deal the layers of a model to pipeline stages, so that the slowest stage takes as few seconds as possible.
+
+Layers differ: one with a window takes seconds that grow with the tokens, one without a window seconds that grow with their
+square, and the last stage also has the output head and the loss. At long contexts a stage with one full layer more than
+another is what all wait for, so layers are dealt by seconds and not by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.model.attention_pairs import AttentionPairs
+
+# layer ranges of every stage
+Ranges = tuple[tuple[LayerRange, ...], ...]
+
+# work that differs by less than this share of a layer counts as equal
+_EQUAL = 1e-9
+
+
+def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], num_parts: int = 1) -> Ranges:
+    """Layers of every stage, in `num_parts` ranges each, balanced by seconds for sequences of these lengths.
+
+    The head with the loss counts as the number of layers that takes as many seconds. Raises ValueError for too few layers.
+    """
+    model = costs.model
+    if num_stages == 1:
+        return ((LayerRange(0, model.num_layers),),)
+    chunk, shape = Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(lengths))), GroupShape(1)
+    # leave the constant cost of a chunk out of the cost of a layer, since a run has fewer chunks than sequences
+    coefficients = replace(
+        costs.coefficients,
+        forward=replace(costs.coefficients.forward, chunk_s=0.0),
+        backward=replace(costs.coefficients.backward, chunk_s=0.0),
+    )
+    per_token = replace(costs, coefficients=coefficients)
+
+    def seconds(num_layers: int, has_head: bool, pairs: AttentionPairs | None = None) -> float:
+        passes = (False, True)
+        return sum(per_token.part_s(chunk, shape, is_backward, num_layers, has_head, pairs=pairs) for is_backward in passes)
+
+    mean_s, head_s = seconds(1, has_head=False), seconds(0, has_head=True)
+    if mean_s <= 0:
+        # a fit to very small chunks may find constant costs only
+        return layer_ranges(model.num_layers, num_stages, num_parts)
+    kinds = model.layer_kinds(LayerRange(0, model.num_layers))
+    seconds_of = {kind: seconds(1, has_head=False, pairs=costs.pairs_of((kind,))) for kind in dict.fromkeys(kinds)}
+    layer_work = [seconds_of[kind] / mean_s for kind in kinds]
+    return layer_ranges(model.num_layers, num_stages, num_parts, head_s / mean_s, layer_work)
+
+
+def layer_ranges(
+    num_layers: int, num_stages: int, num_parts: int = 1, head_layers: float = 0.0, layer_work: Sequence[float] = ()
+) -> Ranges:
+    """Layers of every stage's parts, divided so that the most loaded stage has as little work as possible.
+
+    layer_work: work of every layer, in units of a layer; () where all have as much. The last stage also has the output head,
+    which takes as long as `head_layers` layers. Between equally loaded stages an extra layer goes to the later one, because it
+    holds fewer chunks. With unequal layers in several parts, bounds move as long as a single move helps, which may end a
+    little above the least. Raises ValueError for fewer layers than parts.
+    """
+    if num_stages < 1 or num_parts < 1 or num_layers < num_stages * num_parts:
+        raise ValueError(
+            f"{num_layers} layers cannot be cut into {num_stages} stage(s) of {num_parts} part(s) with a layer in each; use at "
+            f"most {num_layers} stages and parts together, at least one of each"
+        )
+    is_even = not layer_work or max(layer_work) - min(layer_work) <= _EQUAL
+    if is_even:
+        bounds = _even_bounds(num_layers, num_stages, num_parts, head_layers)
+    elif num_parts == 1:
+        bounds = _least_bounds(layer_work, num_stages, head_layers)
+    else:
+        even = _even_bounds(num_layers, num_stages, num_parts, head_layers)
+        bounds = _moved_bounds(layer_work, num_stages, even, head_layers)
+    ranges = [LayerRange(start, stop - start) for start, stop in pairwise(bounds)]
+    return tuple(tuple(ranges[stage::num_stages]) for stage in range(num_stages))
+
+
+def _even_bounds(num_layers: int, num_stages: int, num_parts: int, head_layers: float) -> list[int]:
+    """First layers of all parts in order, and the number of layers, where layers are alike."""
+    counts = [num_parts] * num_stages
+    work = [float(num_parts)] * (num_stages - 1) + [num_parts + head_layers]
+    for _ in range(num_layers - num_stages * num_parts):
+        stage = min(range(num_stages), key=lambda stage: (work[stage], -stage))
+        counts[stage] += 1
+        work[stage] += 1
+    # later parts hold their chunks for a shorter time, so they get the remainder
+    return list(accumulate(((count + part) // num_parts for part in range(num_parts) for count in counts), initial=0))
+
+
+def _least_bounds(layer_work: Sequence[float], num_stages: int, head_layers: float) -> list[int]:
+    """Bounds of stages of one part each: the least largest work, among these the least sum of squares, then the earliest."""
+    before = list(accumulate(layer_work, initial=0.0))
+    num_layers = len(layer_work)
+
+    def work(first: int, stop: int) -> float:
+        return before[stop] - before[first] + (head_layers if stop == num_layers else 0.0)
+
+    def cut(most: float) -> tuple[float, list[int]]:
+        """The least largest work, with the cut of least squares where no stage has more than `most`."""
+
+        def rating(option: tuple[float, float, list[int]]) -> tuple[float, list[int]]:
+            largest, squares, bounds = option
+            return round(largest if most == float("inf") else squares, 9), bounds
+
+        # for every number of layers: largest work, sum of squares, and bounds of the stages so far
+        best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
+        for stage in range(1, num_stages + 1):
+            found: dict[int, tuple[float, float, list[int]]] = {}
+            stops = [num_layers] if stage == num_stages else range(stage, num_layers - (num_stages - stage) + 1)
+            for stop in stops:
+                options = [
+                    (max(largest, own), squares + own * own, [*bounds, stop])
+                    for first, (largest, squares, bounds) in best.items()
+                    if first < stop and (own := work(first, stop)) <= most
+                ]
+                if options:
+                    found[stop] = min(options, key=rating)
+            best = found
+        largest, _, bounds = best[num_layers]
+        return largest, bounds
+
+    least, _ = cut(float("inf"))
+    return cut(least + _EQUAL)[1]
+
+
+def _moved_bounds(layer_work: Sequence[float], num_stages: int, bounds: list[int], head_layers: float) -> list[int]:
+    """Moves bounds of parts by one layer as long as that lowers the largest work of a stage, or else the sum of squares."""
+    before = list(accumulate(layer_work, initial=0.0))
+
+    def rating(bounds: Sequence[int]) -> tuple[float, float]:
+        parts = [before[stop] - before[start] for start, stop in pairwise(bounds)]
+        work = [sum(parts[stage::num_stages]) + (head_layers if stage == num_stages - 1 else 0) for stage in range(num_stages)]
+        return round(max(work), 9), round(sum(own * own for own in work), 9)
+
+    while True:
+        moves = [
+            [*bounds[:place], bounds[place] + by, *bounds[place + 1 :]]
+            for place in range(1, len(bounds) - 1)
+            for by in (-1, 1)
+            if bounds[place - 1] < bounds[place] + by < bounds[place + 1]
+        ]
+        best = min(moves, key=rating, default=bounds)
+        if rating(best) >= rating(bounds):
+            return bounds
+        bounds = best

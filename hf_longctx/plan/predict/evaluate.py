@@ -1,0 +1,248 @@
+"""Runs a plan under a cost model: seconds of the step and of every rank, bytes, and the predicted timeline.
+
+Times of groups that wait for one another at every action, because their ranks gather weights together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hf_longctx.plan.core.sharding import is_lent, shard_tokens
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.stage import most_in_flight
+from hf_longctx.plan.predict.lending import run_lent_pipeline
+from hf_longctx.plan.predict.pipeline_run import PredictionCache, StageRun, near_ranks, run_pipeline
+from hf_longctx.timeline import TimelineEvent
+
+
+def in_step(runs: Sequence[StageRun], start_s: float = 0.0) -> tuple[StageRun, ...]:
+    """The runs of groups, each predicted by itself from second 0, as they run from `start_s` on if all wait for the slowest.
+
+    All have equally many actions. An action begins when every group has ended the one before; a group that waited for copies
+    before it waits as long from then on.
+    """
+    times: list[list[tuple[float, float]]] = [[] for _ in runs]
+    shift_s = [start_s] * len(runs)
+    for actions in zip(*(run.times for run in runs), strict=True):
+        for place, (begin_s, end_s) in enumerate(actions):
+            times[place].append((begin_s + shift_s[place], end_s + shift_s[place]))
+        last_s = max(own[-1][1] for own in times)
+        shift_s = [last_s - end_s for _, end_s in actions]
+    return tuple(replace(run, times=tuple(own)) for run, own in zip(runs, times, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RankUse:
+    """Seconds that one rank spends on the chunks of a step, and the most tokens that it holds at once.
+
+    compute_s + exchange_s + idle_s is the step's time without `Evaluation.once_s`.
+    """
+
+    rank: int
+    compute_s: float
+    exchange_s: float
+    idle_s: float
+    peak_tokens: int
+
+    @property
+    def busy_s(self) -> float:
+        return self.compute_s + self.exchange_s
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Predicted seconds and bytes of a plan.
+
+    once_s: seconds that a step spends once, on the optimizer and everything else that is not part of a chunk. peak_bytes,
+    host_bytes: one entry per rank. events: every F and B of every rank; exchange_s: communication inside each event. in_flight:
+    for each stage, the most chunks that wait for their backward at one time; a chunk counts once for each layer range where it
+    waits.
+    """
+
+    step_s: float
+    once_s: float
+    ranks: tuple[RankUse, ...]
+    peak_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+    events: tuple[TimelineEvent, ...]
+    exchange_s: tuple[float, ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        return tuple(rank.busy_s for rank in self.ranks)
+
+
+def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, known: PredictionCache | None = None) -> Evaluation:
+    """Predicts the plan's run. A rank waits for its group; ranks that hold one copy of the shards end every micro-batch together.
+
+    Each group is a pipeline through its positions on all stages. `with_events=False` leaves `events` empty, which is faster.
+    known: cache for plans of the same model, so that the bytes of equal chunks are computed once. Raises ValueError naming what
+    cannot be predicted yet: lent ranks together with interleaving, policies or packs. Raises PlanError for a deadlock.
+    """
+    run = _Run(plan, costs, with_events, PredictionCache() if known is None else known)
+    for micro_batch in plan.micro_batches:
+        run.enter_all(micro_batch)
+        run.leave_together()
+    return run.result()
+
+
+# actions of one chunk on one stage: its forward, then its backward
+_KEPT_ACTIONS = (Action("F", 0, 0), Action("B", 0, 0))
+
+
+class _Run:
+    """Clocks of all ranks, and the seconds, bytes and events that have been added up so far."""
+
+    def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: PredictionCache) -> None:
+        self.plan, self.costs, self.block_ranks, self.with_events, self.known = plan, costs, plan.block_ranks, with_events, known
+        self.clocks = [0.0] * plan.num_ranks
+        self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
+        self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
+        self.state_bytes = state_bytes(plan, costs, known.byte_model(costs.model))
+        self.peak_bytes = list(self.state_bytes)
+        self.in_flight = [0] * plan.num_stages
+        self.events: list[TimelineEvent] = []
+        self.exchange_s: list[float] = []
+        # (shape, near ranks, is backward) -> seconds of an exchange, fixed and per token; many groups have equal keys
+        self.exchanges: dict[tuple[GroupShape, int, bool], tuple[float, float]] = {}
+
+    def enter_all(self, micro_batch: MicroBatch) -> None:
+        """Runs all groups of a micro-batch; those of several chunks that share weights run in step.
+
+        One forward and one backward take about the same shares of every group's seconds, so that waits inside do not count.
+        """
+        groups = micro_batch.groups
+        has_several = self.plan.num_stages == 1 and any(len(group.chunks) > 1 for group in groups)
+        for places in self.plan.in_step(micro_batch) if has_several else [range(len(groups))]:
+            own = [groups[place] for place in places]
+            if has_several and len(own) > 1 and len(own[0].chunks) > 1:
+                self._enter_in_step(own)
+            else:
+                for group in own:
+                    self.enter(group)
+
+    def enter(self, group: SequenceGroup) -> None:
+        """Runs all actions of a group; each stage starts when the last of its ranks is free."""
+        per_stage = self.plan.ranks_per_stage
+        ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
+        starts = [max(self.clocks[rank] for rank in of_stage) for of_stage in ranks]
+        for place, stage in enumerate(group.stages):
+            self.in_flight[place] = max(self.in_flight[place], most_in_flight(stage.actions))
+        if keeps_whole_chunk(group, self.costs):
+            self._enter_kept(group, starts[0])
+            return
+        run = run_lent_pipeline if is_lent(group) and len(group.stages) > 1 else run_pipeline
+        for of_stage, stage_run in zip(ranks, run(self.plan, group, self.costs, starts, self.known), strict=True):
+            self._add_run(group, of_stage, stage_run)
+
+    def _enter_in_step(self, groups: Sequence[SequenceGroup]) -> None:
+        """Runs groups on one stage that gather weights together in every action, and so wait for one another."""
+        start_s = max(self.clocks[position] for group in groups for position in group.positions)
+        runs = [run_pipeline(self.plan, group, self.costs, [0.0], self.known)[0] for group in groups]
+        for group, run in zip(groups, in_step(runs, start_s), strict=True):
+            self.in_flight[0] = max(self.in_flight[0], most_in_flight(group.stages[0].actions))
+            self._add_run(group, group.positions, run)
+
+    def _add_run(self, group: SequenceGroup, ranks: Sequence[int], run: StageRun) -> None:
+        """Adds the run of one stage of a group to its ranks."""
+        self._add(ranks, run.times, run.exchange_s)
+        for rank in ranks:
+            self.tokens[rank] = max(self.tokens[rank], run.peak_tokens)
+            self.peak_bytes[rank] = max(self.peak_bytes[rank], run.peak_bytes)
+            self.host_bytes[rank] = max(self.host_bytes[rank], run.host_bytes)
+        for action, time, inside_s in zip(run.actions, run.times, run.exchange_s, strict=True):
+            self._record(group, ranks, action, time, inside_s)
+
+    def _enter_kept(self, group: SequenceGroup, start_s: float) -> None:
+        """Runs a chunk that keeps everything by formulas for the whole model; most groups without stages need no event loop."""
+        (stage,), (chunk,) = group.stages, group.chunks
+        near = near_ranks(group.positions, self.costs.cluster.ranks_per_node)
+        clock_s, times, inside = start_s, [], []
+        for is_backward in (False, True):
+            exchange_s = self._exchange_s(chunk, group.shape, near, is_backward)
+            stop_s = clock_s + (self.costs.local_s(chunk, group.shape, is_backward) + exchange_s)
+            times.append((clock_s, stop_s))
+            inside.append(exchange_s)
+            clock_s = stop_s
+        self._add(group.positions, times, inside)
+        chunk_bytes = self.known.byte_model(self.costs.model).kept_peak(group)
+        for position, tokens in zip(group.positions, shard_tokens(chunk, group.shape), strict=True):
+            self.tokens[position] = max(self.tokens[position], tokens)
+            self.peak_bytes[position] = max(self.peak_bytes[position], self.state_bytes[position] + chunk_bytes)
+        for action, time, exchange_s in zip(stage.actions, times, inside, strict=True):
+            self._record(group, group.positions, action, time, exchange_s)
+
+    def _exchange_s(self, chunk: Chunk, shape: GroupShape, near: int, is_backward: bool) -> float:
+        """Seconds of communication in one pass of a chunk over the whole model."""
+        key = shape, near, is_backward
+        if key not in self.exchanges:
+            self.exchanges[key] = self.costs.exchange_line(shape, is_backward, near)
+        fixed_s, token_s = self.exchanges[key]
+        # a group with fewer tokens than ranks runs dummy tokens
+        return fixed_s + token_s * max(chunk.num_tokens, shape.degree)
+
+    def _add(self, ranks: Sequence[int], times: Sequence[tuple[float, float]], exchange_s: Sequence[float]) -> None:
+        """Adds the passes of one stage to the clocks of its ranks."""
+        busy_s = sum(stop_s - start_s for start_s, stop_s in times)
+        for rank in ranks:
+            self.clocks[rank] = max(self.clocks[rank], times[-1][1])
+            self.busy[rank] += busy_s
+            self.exchanging[rank] += sum(exchange_s)
+
+    def _record(
+        self, group: SequenceGroup, ranks: Sequence[int], action: Action, time: tuple[float, float], exchange_s: float
+    ) -> None:
+        if self.with_events:
+            chunk = group.chunks[action.chunk]
+            detail = f"<{group.degree}> {chunk.num_tokens} tokens in {len(chunk.spans)} sequence(s)"
+            self.events += [TimelineEvent(rank, action.kind, str(action), *time, detail) for rank in ranks]
+            self.exchange_s += [exchange_s] * len(ranks)
+
+    def leave_together(self) -> None:
+        """Ends a micro-batch: ranks that hold one copy of the shards wait for the last of them."""
+        block = self.block_ranks
+        if block > 1:
+            for first in range(0, len(self.clocks), block):
+                self.clocks[first : first + block] = [max(self.clocks[first : first + block])] * block
+
+    def result(self) -> Evaluation:
+        chunks_s = max(self.clocks)
+        once_s = self.costs.coefficients.step_s
+        ranks = tuple(
+            # rounding must not make a rank wait for less than nothing
+            RankUse(rank, busy_s - exchanged_s, exchanged_s, max(0.0, chunks_s - busy_s), tokens)
+            for rank, (busy_s, exchanged_s, tokens) in enumerate(zip(self.busy, self.exchanging, self.tokens, strict=True))
+        )
+        return Evaluation(
+            step_s=chunks_s + once_s,
+            once_s=once_s,
+            ranks=ranks,
+            peak_bytes=tuple(self.peak_bytes),
+            host_bytes=tuple(self.host_bytes),
+            events=tuple(self.events),
+            exchange_s=tuple(self.exchange_s),
+            in_flight=tuple(self.in_flight),
+        )
+
+
+def keeps_whole_chunk(group: SequenceGroup, costs: CostModel) -> bool:
+    """Whether the group runs one chunk over the whole model on one stage, forward and backward, and keeps everything."""
+    first = group.stages[0]
+    return (
+        len(group.stages) == len(group.chunks) == len(first.parts) == 1
+        and not first.activations
+        and first.num_layers == costs.model.num_layers
+        and first.actions == _KEPT_ACTIONS
+    )
+
+
+def state_bytes(plan: StepPlan, costs: CostModel, byte_model: ByteModel) -> list[int]:
+    """Bytes of weights, gradients and optimizer states on every rank."""
+    if plan.num_stages == 1:
+        return [byte_model.states(costs.parameters, costs.shard_ranks)] * plan.num_ranks
+    stages = plan.micro_batches[0].groups[0].stages if plan.micro_batches else ()
+    return [byte_model.stage_states(stage, plan) for stage in stages for _ in range(plan.ranks_per_stage)]

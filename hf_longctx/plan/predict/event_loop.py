@@ -1,0 +1,303 @@
+"""Computes when every action of a pipeline starts and stops, given the seconds of each action.
+
+The seconds do not change which action waits for which: `Wiring` finds that once, and reuses it for every set of seconds.
+
+The layer ranges (parts) of all stages form a chain: part 0 of every stage, then part 1 of every stage. A forward waits until the
+result of the layer range before it arrives; a backward waits for its own forward, and for the gradient from the layer range after
+it. A stage runs one action at a time in its own order. Sends do not block, receives do; neither takes the stage any time of its
+own. If the actions contain no messages, a result is sent as soon as it is made, and the action that needs it waits.
+
+Each stage has one channel to the host and one back; each serves copies in the order of their requests. A copy out is requested
+when its layers have run forward. As the runtime does it, the next layers take at least as long as that copy, and what follows
+a forward's layers waits for the last one. A copy back is requested when the backward of the layers above begins, and starts when
+its copy out is done; its own layers wait for it. The topmost layers have none above them: their copy back is requested when their
+backward begins. With `runs_ahead`, as SPPO does it (arXiv 2503.10377), nothing waits for copies out, and the topmost layers' copy
+back is requested when the stage begins its previous backward, both of which need more device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from hf_longctx.plan.core.types import Action, FloatArray, IntArray
+from hf_longctx.plan.core.validate import PlanError
+
+# (start, stop) of every action of a stage
+Times = tuple[tuple[float, float], ...]
+
+# codes of action kinds: backwards are odd, messages come after F and B
+_KINDS = {"F": 0, "B": 1, "RF": 2, "RB": 3, "SF": 4, "SB": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """Consecutive layers of one pass: seconds to compute them, and seconds to copy what they save over the link.
+
+    In forward the copy out starts after the last of these layers; in backward the copy back ends before the first of them begins.
+    """
+
+    compute_s: float
+    copy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedOut:
+    """Times at which the copies out of one forward's steps are done. A stage's entries are in the order of its forwards."""
+
+    stage: int
+    steps: tuple[CopyStep, ...]
+    stops_s: tuple[float, ...]
+
+
+class Wiring:
+    """An order in which the actions of all stages can run, and the action whose result each of them waits for.
+
+    Actions are numbered stage after stage. order: (number, stage, number of the action whose result must arrive, or -1).
+    handing: numbers of actions whose results others wait for. units: each action's index into a table of seconds,
+    ((part * stages + stage) * chunks + chunk) * 2, plus 1 for a backward and its messages. is_pass: whether each action is an F
+    or B.
+    """
+
+    def __init__(self, kinds: Sequence[IntArray], chunks: Sequence[IntArray], parts: Sequence[IntArray], num_parts: int) -> None:
+        """Takes each stage's actions in order, as three arrays: codes from `_KINDS`, chunks and parts."""
+        self.num_stages, self.num_parts = len(kinds), num_parts
+        self.num_chunks = 1 + max((int(of_stage.max(initial=-1)) for of_stage in chunks), default=-1)
+        keys = [
+            (part * self.num_stages + stage) * self.num_chunks + chunk
+            for stage, (part, chunk) in enumerate(zip(parts, chunks, strict=True))
+        ]
+        self.starts = [0, *accumulate(map(len, kinds))]
+        all_kinds = np.concatenate(kinds)
+        self.is_pass = all_kinds < 2
+        self.units: IntArray = 2 * np.concatenate(keys) + all_kinds % 2
+        self.order: list[tuple[int, int, int]] = []
+        self.handing: list[int] = []
+        sends = bool(all_kinds.max(initial=0) > 3)
+        self._find([of_stage.tolist() for of_stage in kinds], [of_stage.tolist() for of_stage in keys], sends)
+
+    @classmethod
+    def of_actions(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring:
+        """Builds the wiring. Raises PlanError when no stage can go on, naming the action at which each of them is stuck."""
+        kinds, chunks, parts = zip(*map(_codes, stages), strict=True)
+        return cls(kinds, chunks, parts, num_parts)
+
+    @classmethod
+    def of_passes(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring | None:
+        """Builds the wiring of the F and B alone, which has the same times, if all have their messages beside them; None if not.
+
+        All have them also where no action is a message. Raises PlanError like `of_actions`.
+        """
+        found: list[tuple[IntArray, IntArray, IntArray]] = []
+        for stage, actions in enumerate(stages):
+            kinds, chunks, parts = _codes(actions)
+            is_pass = kinds < 2
+            if not is_pass.all() and not _stand_beside(kinds, chunks, parts, stage, len(stages), num_parts):
+                return None
+            found.append((kinds[is_pass], chunks[is_pass], parts[is_pass]))
+        all_kinds, all_chunks, all_parts = zip(*found, strict=True)
+        return cls(all_kinds, all_chunks, all_parts, num_parts)
+
+    def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
+        """Lets each stage that is ready run until it has to wait, until no stage is ready. sends: SF and SB hand over results."""
+        num_stages, num_chunks = self.num_stages, self.num_chunks
+        size = self.num_parts * num_stages * num_chunks
+        # for each result, forward and backward: number of the action that hands it over; -1: not needed, -2: not made yet
+        made = [[-1] * num_chunks + [-2] * (size - num_chunks), [-2] * (size - num_chunks) + [-1] * num_chunks]
+        has_run = bytearray(size)
+        hands_over = [not sends or num_stages == 1] * 2 + [False] * 2 + [True] * 2
+        done = [0] * num_stages
+        # for each stage, the result that it waits for: (0 for forward or 1 for backward, key), or None
+        waits_for: list[tuple[int, int] | None] = [None] * num_stages
+        ready = list(range(num_stages))
+        order, handing = self.order, self.handing
+        while ready:
+            stage = ready.pop()
+            first, of_kind, of_key = self.starts[stage], kinds[stage], keys[stage]
+            place = done[stage]
+            while place < len(of_kind):
+                kind, key = of_kind[place], of_key[place]
+                source = made[kind & 1][key] if kind < 4 else -1
+                if source == -2 or (kind == 1 and not has_run[key]):
+                    waits_for[stage] = kind & 1, key
+                    break
+                number = first + place
+                order.append((number, stage, source))
+                if kind == 0:
+                    has_run[key] = 1
+                place += 1
+                if not hands_over[kind]:
+                    continue
+                there, other = (key - num_chunks, stage - 1) if kind & 1 else (key + num_chunks, stage + 1)
+                if 0 <= there < size:
+                    handing.append(number)
+                    made[kind & 1][there] = number
+                    other %= num_stages
+                    if waits_for[other] == (kind & 1, there):
+                        waits_for[other] = None
+                        ready.append(other)
+            done[stage] = place
+        waiting = [
+            _action_text(stage, of_kind[place], of_key[place], num_stages, num_chunks)
+            for stage, (of_kind, of_key, place) in enumerate(zip(kinds, keys, done, strict=True))
+            if place < len(of_kind)
+        ]
+        if waiting:
+            raise PlanError(f"deadlock: {', '.join(waiting)} wait for what no stage will make")
+
+    def seconds(self, units: FloatArray) -> list[float]:
+        """Seconds of every action, looked up in a (parts * stages, chunks, F/B) table; messages take 0."""
+        return np.where(self.is_pass, units.ravel()[self.units], 0.0).tolist()  # type: ignore[no-any-return]
+
+    def hops(self, hop_s: FloatArray) -> list[float]:
+        """Seconds of the message after every action, looked up in a (stages, chunks, F/B) table; 0 where there is one stage."""
+        if self.num_stages == 1:
+            return [0.0] * len(self.units)
+        return hop_s.ravel()[self.units % (2 * self.num_stages * self.num_chunks)].tolist()  # type: ignore[no-any-return]
+
+    def run(
+        self,
+        seconds: Sequence[float],
+        hop_s: Sequence[float],
+        start_s: Sequence[float] = (),
+        copies: Sequence[tuple[CopyStep, ...]] = (),
+        runs_ahead: bool = False,
+    ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
+        """Returns (start, stop) of every action of every stage, messages included, with no length, and the copies to the host.
+
+        seconds, hop_s, copies: of every action, in the order of their numbers. hop_s: seconds from the end of an action to the
+        arrival of its result at another stage. start_s: when each stage is free. copies: steps in the order in which they run,
+        () for a pass without saved tensors on the host; a pass also takes the seconds it waits for its copies.
+        """
+        begun, ended, copied = self._walk(seconds, hop_s, start_s, copies, runs_ahead)
+        times = tuple(tuple(zip(begun[start:stop], ended[start:stop], strict=True)) for start, stop in pairwise(self.starts))
+        return times, tuple(copied)
+
+    def stop_s(self, seconds: Sequence[float], hop_s: Sequence[float]) -> float:
+        """When the last action stops, of a `run` without copies from second 0."""
+        return max(self._walk(seconds, hop_s)[1])
+
+    def _walk(
+        self,
+        seconds: Sequence[float],
+        hop_s: Sequence[float],
+        start_s: Sequence[float] = (),
+        copies: Sequence[tuple[CopyStep, ...]] = (),
+        runs_ahead: bool = False,
+    ) -> tuple[list[float], list[float], list[CopiedOut]]:
+        """When every action starts and stops, and the copies to the host, as in `run`."""
+        clocks = list(start_s) or [0.0] * self.num_stages
+        begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
+        links = [_Links(runs_ahead) for _ in clocks]
+        copied: list[CopiedOut] = []
+        for number, stage, source in self.order:
+            clock_s = clocks[stage]
+            if source >= 0:
+                arrived_s = ended[source] + hop_s[source]
+                if arrived_s > clock_s:
+                    clock_s = arrived_s
+            begun[number] = clock_s
+            if copies and ((steps := copies[number]) or runs_ahead):
+                clock_s = self._copy(number, stage, clock_s, seconds[number], steps, links[stage], copied)
+            else:
+                clock_s += seconds[number]
+            ended[number] = clocks[stage] = clock_s
+        return begun, ended, copied
+
+    def _copy(
+        self,
+        number: int,
+        stage: int,
+        start_s: float,
+        seconds: float,
+        steps: tuple[CopyStep, ...],
+        links: _Links,
+        copied: list[CopiedOut],
+    ) -> float:
+        """Queues the copies of a pass; returns when the pass stops."""
+        chunk, is_backward = divmod(int(self.units[number]), 2)
+        if is_backward and self.is_pass[number]:
+            return links.backward(chunk, start_s, seconds, steps)
+        if not steps:
+            return start_s + seconds
+        stop_s, stops_s = links.forward(chunk, start_s, seconds, steps)
+        copied.append(CopiedOut(stage, steps, stops_s))
+        return stop_s
+
+
+def _codes(actions: Sequence[Action]) -> tuple[IntArray, IntArray, IntArray]:
+    """Codes from `_KINDS`, chunks and parts of actions."""
+    kinds = np.array([_KINDS[action.kind] for action in actions], dtype=np.int64)
+    chunks, parts = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "part"))
+    return kinds, chunks, parts
+
+
+def _stand_beside(kinds: IntArray, chunks: IntArray, parts: IntArray, stage: int, num_stages: int, num_parts: int) -> bool:
+    """Whether a receive stands right before and a send right after every F and B whose neighbour is on another stage."""
+    is_backward, place = kinds % 2, parts * num_stages + stage
+    has_front, has_behind = place > 0, place < num_stages * num_parts - 1
+    receives, sends = np.flatnonzero((kinds == 2) | (kinds == 3)), np.flatnonzero(kinds > 3)
+    if (len(receives) and receives[-1] == len(kinds) - 1) or (len(sends) and sends[0] == 0):
+        return False
+    for message, beside in ((receives, receives + 1), (sends, sends - 1)):
+        same = (kinds[beside] < 2) & (is_backward[beside] == is_backward[message])
+        if not (same & (chunks[beside] == chunks[message]) & (parts[beside] == parts[message])).all():
+            return False
+    # no F or B has two of a kind, so that numbers tell whether all have theirs
+    needed = [(kinds == kind) & has for kind in (0, 1) for has in (has_front, has_behind)]
+    given = [np.count_nonzero(kinds == kind) for kind in (2, 4, 5, 3)]
+    return [int(each.sum()) for each in needed] == given
+
+
+def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: int) -> str:
+    names = {code: name for name, code in _KINDS.items()}
+    return str(Action(names[kind], stage, key % num_chunks, key // num_chunks // num_stages))  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class _Links:
+    """Channels between one stage and the host.
+
+    out_s, back_s: times at which the channels become free. begun_s: start of the stage's latest backward. done: for each chunk,
+    the times at which its copies out are done, in the order of the forward.
+    """
+
+    runs_ahead: bool
+    out_s: float = 0.0
+    back_s: float = 0.0
+    begun_s: float = 0.0
+    done: dict[int, list[float]] = field(default_factory=dict)
+
+    def forward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> tuple[float, tuple[float, ...]]:
+        """Queues the copies out of a forward that starts at `start_s`; returns when it stops, and when each of them is done."""
+        done = []
+        clock_s, out_s, waits = start_s, self.out_s, not self.runs_ahead
+        # the head, and layers without copies, run after the last copy step
+        rest_s = seconds - sum([step.compute_s for step in steps])
+        for step in steps:
+            clock_s += step.compute_s
+            if waits and out_s > clock_s:
+                clock_s = out_s
+            out_s = max(out_s, clock_s) + step.copy_s
+            done.append(out_s)
+        self.out_s = out_s
+        self.done[chunk] = done
+        return (max(clock_s, out_s) if waits else clock_s) + rest_s, tuple(done)
+
+    def backward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
+        """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
+        # the head, and layers without copies, run before the first copy step
+        clock_s = start_s + seconds - sum([step.compute_s for step in steps])
+        sent_s = self.begun_s if self.runs_ahead else clock_s
+        self.begun_s = start_s
+        for step, out_s in zip(steps, reversed(self.done.pop(chunk, ())), strict=True):
+            if step.copy_s:
+                self.back_s = max(self.back_s, out_s, sent_s) + step.copy_s
+                clock_s = max(clock_s, self.back_s)
+            # the next step's copy is requested when this step begins
+            sent_s = clock_s
+            clock_s += step.compute_s
+        return clock_s

@@ -1,0 +1,445 @@
+"""Predicts one sequence group on its pipeline stages: when every action runs, and how many bytes every stage holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress, pairwise
+
+import numpy as np
+
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    FloatArray,
+    GroupShape,
+    LayerPolicy,
+    MicroBatch,
+    SequenceGroup,
+    StagePlan,
+    StepPlan,
+)
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.stage import message_bytes, most_tokens_at_once
+from hf_longctx.plan.model.attention_pairs import AttentionPairs
+from hf_longctx.plan.model.layers import ATTENTION, LayerKind
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.policies.slots import SavedClass, Slot, kind_slot
+from hf_longctx.plan.predict.event_loop import CopyStep, Times, Wiring
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """Run of a group on one stage. actions: its F and B; times: (start, stop) of each; exchange_s: communication inside each.
+
+    peak_bytes: most bytes on the device, including states. host_bytes: saved tensors on the host. peak_tokens: most tokens that
+    wait for their backward on the fullest rank.
+    """
+
+    actions: tuple[Action, ...]
+    times: Times
+    exchange_s: tuple[float, ...]
+    peak_bytes: int
+    host_bytes: int
+    peak_tokens: int
+
+    def later(self, seconds: float) -> StageRun:
+        """Returns this run, started later."""
+        if not seconds:
+            return self
+        return replace(self, times=tuple((start_s + seconds, stop_s + seconds) for start_s, stop_s in self.times))
+
+
+def check_action(action: Action, stage: StagePlan) -> None:
+    """Raises ValueError naming an action that cannot be evaluated: one with lenders, or of a layer range that does not exist."""
+    if action.lenders or action.part >= len(stage.parts):
+        raise ValueError(
+            f"action {action} cannot be evaluated yet; use only messages, and F and B of the stage's {len(stage.parts)} layer "
+            f"range(s) without lenders"
+        )
+
+
+def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
+    """Number of these ranks on the node that has the fewest; these receive the most over the network, from other nodes."""
+    if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node:
+        return len(ranks)
+    return min(Counter(rank // ranks_per_node for rank in ranks).values())
+
+
+class PredictionCache:
+    """Cache for all plans of one step under one cost model: bytes and seconds of chunks, and predicted runs of groups."""
+
+    def __init__(self) -> None:
+        self._bytes: ByteModel | None = None
+        # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
+        self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
+        self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
+        # whether a pipeline needs more bytes above the limit than these, by ids of chunks and stages, and by shape
+        self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
+        self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
+
+    def byte_model(self, model: ModelSpec) -> ByteModel:
+        """Returns the byte model of this model, made once."""
+        if self._bytes is None or self._bytes.model != model:
+            self._bytes = ByteModel(model)
+        return self._bytes
+
+    def wiring(self, group: SequenceGroup) -> Wiring:
+        """Returns the wiring of the group's F and B, or of all its actions where messages do not stand beside these.
+
+        It does not depend on policies. Raises ValueError like `check_action`.
+        """
+        key = tuple(id(stage.actions) for stage in group.stages)
+        if key not in self._wirings:
+            for stage in group.stages:
+                for action in stage.actions:
+                    if action.lenders or action.part:
+                        check_action(action, stage)
+            way = [stage.actions for stage in group.stages], len(group.stages[0].parts)
+            self._wirings[key] = group, Wiring.of_passes(*way) or Wiring.of_actions(*way)
+        return self._wirings[key][1]
+
+    def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
+        """Returns the seconds of the group's chunks, which depend neither on policies nor on positions."""
+        key = id(group.chunks), group.shape
+        if key not in self._seconds:
+            self._seconds[key] = group.chunks, ChunkSeconds(group, costs)
+        return self._seconds[key][1]
+
+
+def run_pipeline(
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: PredictionCache | None = None
+) -> tuple[StageRun, ...]:
+    """Predicts a group whose stages are free at `start_s`; returns one run per stage."""
+    known = PredictionCache() if known is None else known
+    if len(group.stages) == 1:
+        # a group without stages meets no others while it runs, so that its run may start at any time and place
+        near = near_ranks(group.positions, costs.cluster.ranks_per_node)
+        alone = id(group.chunks), id(group.stages), (near,), (0.0,)
+        if alone not in known.runs:
+            known.runs[alone] = group, _run_pipeline(plan, group, costs, (0.0,), known)
+        return tuple(run.later(start_s[0]) for run in known.runs[alone][1])
+    key = id(group.chunks), id(group.stages), group.positions, tuple(start_s)
+    if key not in known.runs:
+        known.runs[key] = group, _run_pipeline(plan, group, costs, start_s, known)
+    return known.runs[key][1]
+
+
+def kept_pipeline_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
+    """Seconds of the `run_pipeline` of a group that recomputes and moves nothing, from second 0; bytes are not counted."""
+    wiring, seconds = known.wiring(group), StageSeconds(plan, group, costs, known)
+    return wiring.stop_s(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()))
+
+
+def busiest_stage_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
+    """Seconds that the busiest stage works on a group that recomputes and moves nothing: at most those of its run."""
+    return float(StageSeconds(plan, group, costs, known).table().sum(axis=(0, 2, 3)).max())
+
+
+def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:
+    """Predicts a group on one stage that runs by itself from second 0."""
+    plan = StepPlan(0, (), 1, group.degree, costs.parameters, (MicroBatch((group,)),))
+    (run,) = run_pipeline(plan, group, costs, [0.0], known)
+    return run
+
+
+def _run_pipeline(
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: PredictionCache
+) -> tuple[StageRun, ...]:
+    wiring = known.wiring(group)
+    seconds = StageSeconds(plan, group, costs, known)
+    passes = [known.byte_model(costs.model).passes(stage) for stage in group.stages]
+    copies = [seconds.copies(action) for of_stage in passes for action in of_stage.actions] if seconds.has_copies else []
+    if copies and not wiring.is_pass.all():
+        left = iter(copies)
+        copies = [next(left) if is_pass else () for is_pass in wiring.is_pass]
+    times, _ = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()), start_s, copies)
+    exchange_s = wiring.seconds(seconds.exchanges())
+    runs = []
+    for place, (stage, (start, stop)) in enumerate(zip(group.stages, pairwise(wiring.starts), strict=True)):
+        is_pass = wiring.is_pass[start:stop]
+        when, exchanges = tuple(compress(times[place], is_pass)), tuple(compress(exchange_s[start:stop], is_pass))
+        runs.append(_stage_run(plan, seconds, stage, when, exchanges, known))
+    return tuple(runs)
+
+
+def _stage_run(
+    plan: StepPlan,
+    seconds: StageSeconds,
+    stage: StagePlan,
+    when: Times,
+    exchange_s: tuple[float, ...],
+    known: PredictionCache,
+) -> StageRun:
+    """Run of one stage, given the times of its F and B and the exchanges inside each of them."""
+    byte_model = known.byte_model(seconds.costs.model)
+    passes = byte_model.passes(stage)
+    model, group = seconds.costs.model, seconds.group
+    is_alone = plan.num_stages == 1
+    waiting = 0 if is_alone else byte_model.stage_waiting(stage, plan)
+    found = byte_model.moments(group, stage, waiting=waiting).most
+    messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
+    if is_alone:
+        sharing = seconds.costs.parameters, seconds.costs.shard_ranks
+        state_bytes = byte_model.states(*sharing) + (byte_model.accumulated(*sharing) if len(group.chunks) > 1 else 0)
+    else:
+        state_bytes = byte_model.stage_states(stage, plan)
+    return StageRun(
+        passes.actions,
+        when,
+        exchange_s,
+        state_bytes + found.peak + messages,
+        found.host,
+        most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),
+    )
+
+
+class ChunkSeconds:
+    """Seconds of a group's chunks on one layer; each number is computed once."""
+
+    def __init__(self, group: SequenceGroup, costs: CostModel) -> None:
+        self.group, self.costs = group, costs
+        shape = group.shape
+        self.tokens = [max(shard_tokens(chunk, shape)) for chunk in group.chunks]
+        self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
+        self._hops: dict[bool, list[float]] = {}
+        self._slots: dict[tuple[int, LayerKind], Slot] = {}
+        # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
+        self._layers: dict[tuple[int, int, LayerKind, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
+
+    def passes(self, is_backward: bool, near: int, pairs: AttentionPairs) -> FloatArray:
+        """Seconds of every chunk, shape (chunks, 3): one layer (with these pairs), the head, communication in one layer.
+
+        near: see `near_ranks`.
+        """
+        key = is_backward, near, pairs
+        if key not in self._passes:
+            costs, shape, found = self.costs, self.group.shape, []
+            fixed_s, token_s = costs.exchange_line(shape, is_backward, near)
+            for chunk in self.group.chunks:
+                exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
+                pass_s = costs.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
+                found.append((*pass_s, exchange_s / costs.model.num_layers))
+            self._passes[key] = np.array(found)
+        return self._passes[key]
+
+    def hops(self, leaves: bool) -> list[float]:
+        """Seconds of the message that takes each chunk to the next stage. leaves: whether that stage is on another node."""
+        if leaves not in self._hops:
+            self._hops[leaves] = [self.costs.hop_s(count, leaves) for count in self.tokens]
+        return self._hops[leaves]
+
+    def layer(self, chunk: int, layer: LayerPolicy, kind: LayerKind, before: LayerKind) -> tuple[float, float] | None:
+        """Seconds recomputed and seconds copied in a layer of this kind; None if the layer keeps everything.
+
+        before: kind of the layer before it, whose other run makes a layer input that is recomputed.
+        """
+        key = chunk, id(layer), kind, before
+        if key not in self._layers:
+            found = None
+            if not layer.keeps_everything:
+                shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk, kind)]
+                again_s = self.slot(chunk, kind).replay_s
+                again_s += sum(item.recompute_part_s(share.recompute) for item, share in shares[1:])
+                again_s += self.saved(chunk, before)[0].recompute_part_s(shares[0][1].recompute)
+                again_s += self._pieces_s(chunk, layer.head_pieces, shares[2][0].recompute_s)
+                copied = sum(item.num_bytes * share.host for item, share in shares)
+                found = again_s, copied / self.costs.cluster.hardware.copy_bytes_per_s
+            self._layers[key] = layer, found
+        return self._layers[key][1]
+
+    def _pieces_s(self, chunk: int, head_pieces: int, projections_s: float) -> float:
+        """Seconds that pieces of heads add to a layer: projections and their exchange once more, and messages of every piece.
+
+        A forward, a replay and a backward exchange each piece by itself.
+        """
+        if head_pieces == 1:
+            return 0.0
+        costs, shape, tokens = self.costs, self.group.shape, self.group.chunks[chunk].num_tokens
+        (fixed_s, token_s), (back_s, _) = (costs.exchange_line(shape, is_backward) for is_backward in (False, True))
+        exchange_s = fixed_s + token_s * max(tokens, shape.degree) + (head_pieces - 1) * (2 * fixed_s + back_s)
+        return projections_s + exchange_s / costs.model.num_layers
+
+    def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
+        """Tensors that a layer saves for a chunk."""
+        return self.slot(chunk, kind).saved
+
+    def slot(self, chunk: int, kind: LayerKind) -> Slot:
+        """The slot of a layer of this kind for a chunk."""
+        if (chunk, kind) not in self._slots:
+            self._slots[chunk, kind] = kind_slot(self.costs, self.group.chunks[chunk], self.group.shape, kind)
+        return self._slots[chunk, kind]
+
+
+class StageSeconds:
+    """Seconds of a group's actions; each number is computed once."""
+
+    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> None:
+        self.group, self.costs = group, costs
+        self.chunks = (PredictionCache() if known is None else known).seconds(group, costs)
+        self.tokens = self.chunks.tokens
+        per_node, per_stage = costs.cluster.ranks_per_node, plan.ranks_per_stage
+        ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
+        self.near = [near_ranks(of_stage, per_node) for of_stage in ranks]
+        # whether any rank's next stage is on another node, for each stage: one message across nodes makes the whole group wait
+        self.leaves = [
+            any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
+            for place, of_stage in enumerate(ranks)
+        ]
+        self.pairs = [[costs.attention_pairs((part,)) for part in stage.parts] for stage in group.stages]
+        self.kinds = [[costs.model.layer_kinds(part) for part in stage.parts] for stage in group.stages]
+        self.policies = [
+            {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
+        ]
+        # id of a policy's layers -> whether they have copies; the group keeps the policies alive
+        self._moves: dict[int, bool] = {}
+        self._under_seconds: dict[tuple[int, bool, int, int, tuple[LayerKind, ...], int], tuple[float, tuple[CopyStep, ...]]] = {}
+        self._layer_seconds: dict[tuple[int, tuple[LayerKind, ...], int], list[tuple[float, float] | None]] = {}
+        self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
+
+    def table(self) -> FloatArray:
+        """Seconds of every pass, as `of` returns them, shape (parts, stages, chunks, F/B); input of `Wiring.seconds`."""
+        table = self._by_layer(0)
+        last = self.near[-1], self.pairs[-1][-1]
+        table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
+        for stage, policies in enumerate(self.policies):
+            for (chunk, part), policy in policies.items():
+                for is_backward in (False, True):
+                    table[part, stage, chunk, int(is_backward)] += self._under_policy(stage, policy, is_backward)[0]
+        return table
+
+    def exchanges(self) -> FloatArray:
+        """Seconds of communication in every pass, as `exchange_s` returns them, in the shape of `table`."""
+        return self._by_layer(2)
+
+    def hops(self) -> FloatArray:
+        """Seconds of messages, shape (sending stage, chunk, F/B); input of `Wiring.hops`."""
+        ways = [(leaves, self.leaves[stage - 1]) for stage, leaves in enumerate(self.leaves)]
+        return np.array([[self.chunks.hops(leaves) for leaves in of_stage] for of_stage in ways]).swapaxes(1, 2)
+
+    def _by_layer(self, column: int) -> FloatArray:
+        """A column of `ChunkSeconds.passes` times the number of layers of every part; shape (parts, stages, chunks, F/B)."""
+        stages = self.group.stages
+        per_layer = np.array(
+            [
+                [
+                    [self.chunks.passes(is_backward, near, pairs)[:, column] for is_backward in (False, True)]
+                    for near, pairs in zip(self.near, of_part, strict=True)
+                ]
+                for of_part in zip(*self.pairs, strict=True)
+            ]
+        ).swapaxes(2, 3)
+        num_layers = np.array([[part.num_layers for part in stage.parts] for stage in stages], dtype=np.float64).T
+        table: FloatArray = num_layers[:, :, None, None] * per_layer
+        return table
+
+    def of(self, action: Action) -> float:
+        """Seconds of an F or B, with recomputation but without waits for copies."""
+        body_s, head_s, _ = self._body(action)
+        stage = self.group.stages[action.stage]
+        is_last = action.stage == len(self.group.stages) - 1 and action.part == len(stage.parts) - 1
+        seconds = body_s * stage.parts[action.part].num_layers + (head_s if is_last else 0.0)
+        return seconds + self._policy(action)[0] if self.policies[action.stage] else seconds
+
+    def exchange_s(self, action: Action) -> float:
+        """Seconds of an F or B that are communication between the ranks of the group."""
+        return self._body(action)[2] * self.group.stages[action.stage].parts[action.part].num_layers
+
+    def hop_s(self, action: Action) -> float:
+        """Seconds of the message that carries an action's result to another stage."""
+        is_forward = action.kind == "F" or action.kind == "SF"
+        leaves = self.leaves[action.stage] if is_forward else self.leaves[action.stage - 1]
+        return self.costs.hop_s(self.tokens[action.chunk], leaves)
+
+    def copies(self, action: Action) -> tuple[CopyStep, ...]:
+        return self._policy(action)[1] if self.policies[action.stage] else ()
+
+    def _body(self, action: Action) -> tuple[float, float, float]:
+        """Seconds of one layer, of the head, and of the communication in one layer."""
+        pairs = self.pairs[action.stage][action.part]
+        passes = self.chunks.passes(action.kind == "B", self.near[action.stage], pairs)
+        layer_s, head_s, exchange_s = passes[action.chunk].tolist()
+        return layer_s, head_s, exchange_s
+
+    def _policy(self, action: Action) -> tuple[float, tuple[CopyStep, ...]]:
+        """Seconds recomputed in an action, and its copies."""
+        policy = self.policies[action.stage].get((action.chunk, action.part))
+        return (0.0, ()) if policy is None else self._under_policy(action.stage, policy, action.kind == "B")
+
+    def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
+        """Seconds of recomputation, and copies, that a policy adds to a pass; computed once for equal stages."""
+        num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]
+        kinds = self.kinds[stage][policy.part]
+        key = (policy.chunk, is_backward, near, num_layers, kinds, id(policy.layers))
+        if key not in self._under_seconds:
+            if self._has_copies(policy.layers):
+                self._under_seconds[key] = self._under(policy, is_backward, near, kinds or (ATTENTION,) * num_layers)
+            else:
+                own = _with_kinds(policy.layers, kinds or (ATTENTION,) * num_layers) if is_backward else ()
+                again = (self.chunks.layer(policy.chunk, *each) for each in own)
+                self._under_seconds[key] = sum(of_layer[0] for of_layer in again if of_layer is not None), ()
+        return self._under_seconds[key]
+
+    def _has_copies(self, layers: tuple[LayerPolicy, ...]) -> bool:
+        if id(layers) not in self._moves:
+            self._moves[id(layers)] = any(share.host > 0 for layer in layers for share in layer.shares)
+        return self._moves[id(layers)]
+
+    def _under(
+        self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
+    ) -> tuple[float, tuple[CopyStep, ...]]:
+        pass_s = self._kind_seconds(policy.chunk, is_backward, near, kinds)
+        again_s = plain_s = 0.0
+        steps: list[CopyStep] = []
+        moves_below = False
+        for of_layer, kind in zip(self._of_layers(policy, kinds), kinds, strict=True):
+            own_s = pass_s[kind]
+            if of_layer is None and moves_below:
+                # while it runs, tensors of the layer below leave or come
+                steps.append(CopyStep(own_s, 0.0))
+            elif of_layer is None:
+                # other layers that keep everything belong to the step above them
+                plain_s += own_s
+            else:
+                layer_s = of_layer[0] if is_backward else 0.0
+                again_s += layer_s
+                steps.append(CopyStep(own_s + layer_s + plain_s, of_layer[1]))
+                plain_s = 0.0
+            moves_below = of_layer is not None
+        if not any(step.copy_s for step in steps):
+            return again_s, ()
+        return again_s, tuple(reversed(steps) if is_backward else steps)
+
+    def _kind_seconds(self, chunk: int, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]) -> dict[LayerKind, float]:
+        """Seconds of a layer of each kind; those of all `kinds` sum to what a pass takes without its head."""
+        whole_s = len(kinds) * float(self.chunks.passes(is_backward, near, self.costs.pairs_of(kinds))[chunk, 0])
+        slots = {kind: self.chunks.slot(chunk, kind) for kind in dict.fromkeys(kinds)}
+        own_s = {kind: slot.backward_s if is_backward else slot.forward_s for kind, slot in slots.items()}
+        sum_s = sum(own_s[kind] for kind in kinds)
+        return {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
+
+    def _of_layers(self, policy: ActivationPolicy, kinds: tuple[LayerKind, ...]) -> list[tuple[float, float] | None]:
+        """`ChunkSeconds.layer` of all layers, which both passes need."""
+        key = policy.chunk, kinds, id(policy.layers)
+        if key not in self._layer_seconds:
+            # equal layers are mostly one object, so each object is looked up once
+            known: dict[tuple[int, int, int], tuple[float, float] | None] = {}
+            found: list[tuple[float, float] | None] = []
+            for layer, kind, before in _with_kinds(policy.layers, kinds):
+                own = id(layer), id(kind), id(before)
+                if own not in known:
+                    known[own] = self.chunks.layer(policy.chunk, layer, kind, before)
+                found.append(known[own])
+            self._layer_seconds[key] = found + [None] * (len(kinds) - len(policy.layers))
+        return self._layer_seconds[key]
+
+
+def _with_kinds(
+    layers: Sequence[LayerPolicy], kinds: tuple[LayerKind, ...]
+) -> Iterator[tuple[LayerPolicy, LayerKind, LayerKind]]:
+    """Policy of each layer with its kind and that of the layer before it; of the first layer, its own kind twice."""
+    return zip(layers, kinds, (*kinds[:1], *kinds), strict=False)

@@ -1,0 +1,253 @@
+"""Inputs of every pass of the planner besides the plan: costs, settings, and the predictions made so far.
+
+Predicts the seconds in which ranks gather sharded weights, sum gradients and update weights, beside the chunks of `evaluate`.
+
+They stand apart because FSDP2 gathers the next layer while the present one computes, so that only a part of these seconds
+lengthens a step, and because coefficients that were measured in a run contain that part already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hf_longctx.plan.core.settings import PlannerConfig
+from hf_longctx.plan.core.sharding import is_lent
+from hf_longctx.plan.core.types import Parameters, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, StageWeights, copies_traffic, round_traffic
+from hf_longctx.plan.memory.stage import host_state_bytes, layer_shard_bytes, part_state_bytes, trained_sizes, update_part_bytes
+from hf_longctx.plan.policies.fit import FittedGroups
+from hf_longctx.plan.predict.evaluate import Evaluation, RankUse, evaluate_plan, state_bytes
+from hf_longctx.plan.predict.pipeline_run import PredictionCache
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSeconds:
+    """Seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile.
+
+    gathers_s: for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches, with copies
+    of shards from the host before gathers. sum_s: the sum of gradients over copies, once per step. update_s: the optimizer.
+    hidden_s: most seconds of that sum, or of an update on the host, that run beside the last backward. away_s: copies of shards
+    that leave for the host and come back, once per step. Empty and 0 if the cost model was measured.
+    """
+
+    gathers_s: tuple[float, ...] = ()
+    sum_s: float = 0.0
+    update_s: float = 0.0
+    hidden_s: float = 0.0
+    away_s: float = 0.0
+
+    @property
+    def gather_s(self) -> float:
+        """Seconds of the gathers and reduce-scatters of the rank that has most of them."""
+        return max(self.gathers_s, default=0.0)
+
+    def counted_gathers_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> float:
+        """Seconds of gathers that plans count: those that links are busy after all computing, and a share of the others.
+
+        `COUNTED_SHARE` says why.
+        """
+        if not self.gathers_s:
+            return 0.0
+        least_s = max(step_s, once_s + self._on_links_s(ranks)) - step_s
+        return least_s + COUNTED_SHARE * (self.gather_s - least_s)
+
+    def _on_links_s(self, ranks: Sequence[RankUse]) -> float:
+        """Most seconds for which exchanges and gathers keep a rank's links busy."""
+        return max(rank.exchange_s + gather_s for rank, gather_s in zip(ranks, self.gathers_s, strict=True))
+
+    def range_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> tuple[float, float]:
+        """Least and most seconds of a step that takes `step_s` without these.
+
+        Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of
+        replicated weights, or their copies to the host, run beside the last backward. Most: nothing runs beside them, as where
+        the step clips gradients or the user's code may change them. The update itself counts in full in both, and so do shards
+        that leave and come back.
+        """
+        alone_s = self.sum_s + self.update_s + self.away_s
+        if not self.gathers_s:
+            return step_s + alone_s - self.hidden_s, step_s + alone_s
+        return max(step_s, once_s + self._on_links_s(ranks)) + alone_s - self.hidden_s, step_s + self.gather_s + alone_s
+
+
+def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
+    """Seconds in which the ranks of `plan` gather, sum and update weights; none if the coefficients of `costs` were measured.
+
+    Coefficients that follow from the hardware's rates contain neither. Measured ones contain what their measurement had, and are
+    not told apart from it.
+    """
+    if not plan.micro_batches or costs.coefficients != default_coefficients(costs.model, costs.cluster):
+        return WeightSeconds()
+    found = [_of_stage(plan, place, costs) for place in range(plan.num_stages)]
+    gathers_s = tuple(s for each in found for s in each.gathers_s)
+    longest = max(found, key=lambda each: each.sum_s)
+    # rest of the longest sum, but never less than of another stage's
+    left_s = max(each.sum_s - each.hidden_s for each in found)
+    update_s = _update_s(plan, costs)
+    hidden_s = longest.sum_s - left_s + update_s - _update_s(plan, costs, is_early=True)
+    away_s = max(each.away_s for each in found)
+    return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s, away_s)
+
+
+def hidden_sums_s(layer_sums_s: float, backward_s: float, num_layers: int) -> float:
+    """Seconds of early sums that run beside the last backward.
+
+    layer_sums_s: seconds of the sums of all layers, which are equal. backward_s: of the backward of these layers. A layer's sum
+    starts when its backward and the sum of the layer after it have ended, so that the sum of the first layer always remains, and
+    more where sums take longer than backwards.
+    """
+    return (num_layers - 1) / num_layers * min(layer_sums_s, backward_s) if num_layers else 0.0
+
+
+def _update_s(plan: StepPlan, costs: CostModel, is_early: bool = False) -> float:
+    """Seconds of the optimizer, which reads and writes all states once: 0 if the rate of the device's memory is unknown.
+
+    is_early: without the copies to the host that the last backward hides.
+    """
+    hardware = costs.cluster.hardware
+    last, share = plan.num_stages - 1, 1 if plan.parameters == "replicated" else plan.block_ranks
+    counts = [stage.num_layers for stage in plan.micro_batches[0].groups[0].stages]
+    stages = [(count, place == 0, place == last) for place, count in enumerate(counts)]
+    whole = max(part_state_bytes(costs.model, *stage, "replicated", 1) for stage in stages)
+    device_s = 2 * whole / share / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
+    on_host_s = []
+    for place, stage in enumerate(stages):
+        backward_s = _early_copies_s(plan, place, costs) if is_early else 0.0
+        on_host_s.append(_host_update_s(costs, stage, plan.parameters, share, backward_s))
+    return device_s + max(on_host_s)
+
+
+def _early_copies_s(plan: StepPlan, place: int, costs: CostModel) -> float:
+    """Seconds of the backward beside which a stage's gradients leave for the host; 0 where they do not before its end."""
+    is_tied = costs.model.tied_embeddings and plan.num_stages > 1 and place in (0, plan.num_stages - 1)
+    if plan.ranks_per_stage > 1 or costs.model.keeps_all_stages or is_tied:
+        return 0.0
+    return max(_last_backward_s(group, place, costs) for group in plan.micro_batches[-1].groups)
+
+
+def _host_update_s(
+    costs: CostModel, part: tuple[int, bool, bool], parameters: Parameters, share: int, backward_s: float = 0.0
+) -> float:
+    """Seconds of the updates of a stage's weights on the host; 0 if its states are on the device.
+
+    part: number of layers, and whether the embedding and the head are there. backward_s: seconds of a backward during which
+    weights and gradients of its layers leave.
+
+    The CPU reads and writes all of the host's bytes once, at the rate of copies, which the memory of a host gives each of its
+    devices. Gradients and weights come from the device and weights go back at that rate, too, in parts that follow one another.
+    """
+    # stages that lend their ranks update the weights of all
+    stage = (costs.model.num_layers, True, True) if costs.model.keeps_all_stages else part
+    states = host_state_bytes(costs.model, *stage, parameters, share)
+    if not states:
+        return 0.0
+    _, trained_bytes = trained_sizes(costs.model, *stage)
+    num_parts = max(1.0, trained_bytes / share / max(1, update_part_bytes(costs.model, *stage, share)))
+    moved = 2 * trained_bytes / share, 2 * states, trained_bytes / share
+    out_s, cpu_s, back_s = (num_bytes / costs.cluster.hardware.copy_bytes_per_s for num_bytes in moved)
+    of_layers = trained_sizes(costs.model, part[0], False, False)[1] / max(1, trained_bytes)
+    hidden_s = hidden_sums_s(of_layers * out_s, backward_s, part[0])
+    return piped_s([out_s - hidden_s, cpu_s, back_s], num_parts)
+
+
+def piped_s(seconds: Sequence[float], num_parts: float) -> float:
+    """Seconds of work in several stages, each of which works on one of `num_parts` equal parts while others have the next ones.
+
+    seconds: of every stage, for all parts. The longest works all the time, and the first part passes the others before and after.
+    """
+    return max(seconds) + (sum(seconds) - max(seconds)) / num_parts
+
+
+def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
+    cluster, block = costs.cluster, plan.block_ranks
+    stage = plan.micro_batches[0].groups[0].stages[place]
+    weights = StageWeights.of(costs.model, stage.num_layers, place == 0, place == plan.num_stages - 1)
+    # a gather reads shards that were copied before it, while others compute
+    copy_s = layer_shard_bytes(costs.model, stage.num_layers, plan.parameters, block) / cluster.hardware.copy_bytes_per_s
+    gathers = [0.0] * (plan.ranks_per_stage // block)
+    for micro_batch in plan.micro_batches:
+        # blocks may leave out micro-batches; all groups of a block run equally many chunks
+        chunks = {
+            position // block: _num_forwards(group.stages[place]) for group in micro_batch.groups for position in group.positions
+        }
+        for index, num_chunks in chunks.items():
+            traffic = round_traffic(weights, cluster, plan.parameters, block, num_chunks)
+            gathers[index] += costs.coefficients.forward.exchange_s(traffic) + 2 * num_chunks * copy_s
+    to_copies = copies_traffic(weights, cluster, block, plan.ranks_per_stage // block)
+    gathers_s = tuple(gathers[position // block] for position in range(plan.ranks_per_stage))
+    sum_s = costs.coefficients.forward.exchange_s(to_copies)
+    hidden_s = _hidden_s(plan, place, costs, sum_s) if sum_s else 0.0
+    return WeightSeconds(gathers_s, sum_s, hidden_s=hidden_s, away_s=2 * copy_s)
+
+
+def _hidden_s(plan: StepPlan, place: int, costs: CostModel, sum_s: float) -> float:
+    """Most seconds of a stage's sum over copies that early sums hide; sums over shards, or of lent stages, start at the end."""
+    groups = plan.micro_batches[-1].groups
+    if plan.block_ranks > 1 or any(is_lent(group) for micro_batch in plan.micro_batches for group in micro_batch.groups):
+        return 0.0
+    num_layers = groups[0].stages[place].num_layers
+    whole = StageWeights.of(costs.model, num_layers, place == 0, place == plan.num_stages - 1)
+    layers = StageWeights.of(costs.model, num_layers, False, False)
+    share = min(1.0, layers.gradients / whole.gradients)
+    return hidden_sums_s(share * sum_s, max(_last_backward_s(group, place, costs) for group in groups), num_layers)
+
+
+def _last_backward_s(group: SequenceGroup, place: int, costs: CostModel) -> float:
+    stage = group.stages[place]
+    last = next((action for action in reversed(stage.actions) if action.kind == "B"), None)
+    if last is None:
+        return 0.0
+    chunk = next(chunk for chunk in group.chunks if chunk.index == last.chunk)
+    return costs.backward_s(chunk, group.shape, stage.parts[last.part].num_layers)
+
+
+def _num_forwards(stage: StagePlan) -> int:
+    return sum(action.kind == "F" for action in stage.actions)
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """Inputs for planning one step, and two caches that all plans of the step share.
+
+    known: bytes and runs of groups predicted so far. fitted: groups that were made to fit.
+    """
+
+    costs: CostModel
+    config: PlannerConfig
+    known: PredictionCache = field(default_factory=PredictionCache)
+    fitted: FittedGroups = field(default_factory=FittedGroups)
+    _runs: dict[int, tuple[StepPlan, Evaluation]] = field(default_factory=dict)
+
+    def predict(self, plan: StepPlan) -> Evaluation:
+        """Predicts the plan's run, without events; once for each plan."""
+        if id(plan) not in self._runs:
+            # the plan is stored too, so that its id is not reused
+            self._runs[id(plan)] = plan, evaluate_plan(plan, self.costs, with_events=False, known=self.known)
+        return self._runs[id(plan)][1]
+
+    def gathers_s(self, plan: StepPlan) -> float:
+        """Seconds of gathers of sharded weights that plans of one stage count beside their predicted seconds.
+
+        Pipelines do not count them.
+        """
+        if plan.num_stages > 1 or plan.parameters == "replicated":
+            return 0.0
+        run = self.predict(plan)
+        return weight_seconds(plan, self.costs).counted_gathers_s(run.step_s, run.once_s, run.ranks)
+
+    def counted_s(self, plan: StepPlan) -> float:
+        """Seconds by which plans are compared: predicted ones, and those of gathers that count."""
+        return self.predict(plan).step_s + self.gathers_s(plan)
+
+    def limit_bytes(self, plan: StepPlan) -> int:
+        """Most bytes that a rank may hold: the largest states of any stage plus the budget; 0 means that no budget is set."""
+        budget = self.config.activations
+        if budget is None:
+            return 0
+        return budget.device_bytes + max(state_bytes(plan, self.costs, self.known.byte_model(self.costs.model)))
+
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """Most host bytes of a rank for saved tensors; None means that no budget is set."""
+        return None if self.config.activations is None else self.config.activations.host_bytes
