@@ -25,7 +25,7 @@ from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, RankPlan, SequenceGroup, Span, StagePlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 Value = TypeVar("Value")
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fake_cuda.machine.computing import Computing
 from fake_cuda.machine.device import FakeDevice
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
-from hf_longctx.runtime.execution.out_of_memory import active_bytes, explained
+from hf_longctx.runtime.execution.round import active_bytes, explained
 
 CUDA = torch.device("cuda", 0)
 

@@ -37,11 +37,11 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.round import StepResult
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.rounded import note_rounded, noted_rounded
 from hf_longctx.runtime.parameters.sharded import layer_shards, shard_mesh, shard_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 CUDA = torch.device("cuda", 0)
 TOKENS = 64

@@ -21,8 +21,7 @@ from fake_cuda.machine.device import FakeDevice
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.process_groups.links import few_multiprocessors
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool, few_multiprocessors
 
 CUDA = torch.device("cuda", 0)
 LENGTHS = [12, 9, 7]

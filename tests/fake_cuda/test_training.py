@@ -19,7 +19,7 @@ from fake_cuda.machine.device import FakeDevice, HostWait
 from hf_longctx import LongContextConfig, LongContextTrainer, recipes
 from hf_longctx.plan.core import sharding
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.attention import runs
+from hf_longctx.runtime.attention import chunk as runs
 from hf_longctx.runtime.tiles import cuda
 
 STEPS, FIRST_WATCHED = 5, 2

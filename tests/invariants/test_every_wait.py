@@ -7,7 +7,7 @@ import torch
 from fake_cuda.machine.removals import Removal, removed, waits, waits_in
 from fake_cuda.test_waits import ONE_PROCESS, TWO_RANKS
 
-from hf_longctx.runtime.core.strides import dense_strides
+from hf_longctx.runtime.core.host_copies import dense_strides
 
 REMOVALS = [removal for removal, _ in (*ONE_PROCESS.values(), *TWO_RANKS.values())]
 # found once, since all files are read

@@ -300,7 +300,7 @@ def test_the_wheel_has_every_folder() -> None:
         ("hf_longctx/plan/solver/solve.py", "import highspy"),
         ("hf_longctx/plan/solver/solve.py", "def f():\n    import torch"),
         ("hf_longctx/sim/workloads.py", "import triton"),
-        ("hf_longctx/sim/workloads.py", "from hf_longctx.runtime.process_groups.pool import GroupPool"),
+        ("hf_longctx/sim/workloads.py", "from hf_longctx.runtime.process_groups import GroupPool"),
         ("kernels/longctx/rms.py", "import torch.distributed as dist"),
         ("kernels/longctx/rms.py", "from torch import distributed"),
         ("kernels/longctx/rms.py", "import torch\nx = torch.distributed.get_rank()"),

@@ -19,7 +19,7 @@ from hf_longctx.hf.models.fused.bind import FusedLayers
 from hf_longctx.hf.models.fused.choice import kernel_problems
 from hf_longctx.plan.core.types import LayerPolicy
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.fused import liger
+from hf_longctx.runtime.core import kernels as liger
 
 CPU = torch.device("cpu")
 

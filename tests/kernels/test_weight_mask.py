@@ -11,7 +11,7 @@ from helpers.models.dropout_truth import kept_weights
 
 from hf_longctx.kernels import weight_mask as op
 from hf_longctx.kernels.weight_mask import dropped_weights
-from hf_longctx.runtime.dropout.keys import DropoutKeys
+from hf_longctx.runtime.core.dropout import DropoutKeys
 
 POSITIONS = torch.arange(128).unsqueeze(0)
 KEY = DropoutKeys(seed=3).site_key("layer weights")

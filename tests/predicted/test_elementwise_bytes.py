@@ -27,9 +27,9 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.host_copies import PlainCopies
+from hf_longctx.runtime.core.kernels import CompiledFunction
 from hf_longctx.runtime.execution.executor import no_mask
-from hf_longctx.runtime.fused.compiled import CompiledFunction
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 TOKENS = 256
 PRODUCTS = ("mm", "attention", "embedding", "linear")

@@ -29,7 +29,7 @@ from hf_longctx.plan.model.layers import LayerKind
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 NUM_TOKENS, WINDOW = 512, 64
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -35,7 +35,7 @@ from hf_longctx.runtime.activations.output_head import OutputHead, loss_of
 from hf_longctx.runtime.core.loss import Targets, summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 NUM_TOKENS = 2048
 

@@ -34,18 +34,17 @@ from hf_longctx.plan.memory.saved_tensors import (
 )
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.recipes.bench.one_document import checkpointed_layer_bytes
-from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.attention.chunk import ChunkAttention
+from hf_longctx.runtime.activations.records import AttentionRecord
+from hf_longctx.runtime.attention.chunk import ChunkAttention, documents_of
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
-from hf_longctx.runtime.attention.runs import documents_of
-from hf_longctx.runtime.dropout.keys import keys_of
+from hf_longctx.runtime.core.dropout import keys_of
+from hf_longctx.runtime.core.kernels import CompiledFunction
 from hf_longctx.runtime.execution.executor import no_mask
-from hf_longctx.runtime.fused.compiled import CompiledFunction
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.tiles.plain import Scores
 
 NUM_TOKENS = 512

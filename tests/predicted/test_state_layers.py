@@ -34,7 +34,7 @@ from hf_longctx.plan.model import mixers as state_spec
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 pytestmark = newest
 QWEN = ModelCase("qwen3_5", num_layers=4)

@@ -33,7 +33,7 @@ from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.spread_experts import spread_experts
+from hf_longctx.runtime.execution.experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 

@@ -33,7 +33,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.spread_experts import spread_experts, spread_group
+from hf_longctx.runtime.execution.experts import spread_experts, spread_group
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
 

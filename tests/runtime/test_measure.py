@@ -25,7 +25,7 @@ from hf_longctx.runtime.measure import (
     probe_grid,
     target_seconds,
 )
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 SHAPES = (GroupShape(2, 2), GroupShape(2), GroupShape(4, 4), GroupShape(4, 2), GroupShape(4))
 CPU = torch.device("cpu")

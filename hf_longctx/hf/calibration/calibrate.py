@@ -59,7 +59,7 @@ from hf_longctx.runtime.measure import (
     probe_grid,
     target_seconds,
 )
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 # a chunk that ran less often than this has noisy timings, which the report says
 FEW_RUNS = 4

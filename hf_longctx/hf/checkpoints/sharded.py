@@ -24,7 +24,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.optimizers.trained_weights import check_sizes
 from hf_longctx.hf.checkpoints.unpickling import load_shards
-from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps, owns_weight
 from hf_longctx.runtime.parameters.low_bit import is_low_bit, own_moment
 from hf_longctx.runtime.parameters.master_weights import (
     MASTER_WEIGHT,
@@ -34,6 +33,7 @@ from hf_longctx.runtime.parameters.master_weights import (
     host_state,
 )
 from hf_longctx.runtime.parameters.sharded import copies_group
+from hf_longctx.runtime.parameters.whole_weights import has_whole_steps, owns_weight
 
 SHARDS_FOLDER = "optimizer_shards"
 # states of an optimizer that updates whole weights, each on the rank that owns it: one file for each rank

@@ -45,7 +45,7 @@ from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.process_groups.pool import sum_over_ranks
+from hf_longctx.runtime.process_groups import sum_over_ranks
 
 # keyword of a forward that asks for the balance of the experts
 ROUTED = "output_router_logits"

@@ -19,7 +19,7 @@ from hf_longctx.plan.core.types import LayerRange, RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.execution.spread_experts import spread_group
+from hf_longctx.runtime.execution.experts import spread_group
 
 # room in a slab for the gaps between blocks, as a share of what a plan stores
 _GAPS_SHARE = 1 / 8

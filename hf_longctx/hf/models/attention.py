@@ -32,7 +32,7 @@ from hf_longctx.hf.models.wrapped.text import restore_text, serve_text, text_par
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.core.binding import is_written_by
-from hf_longctx.runtime.dropout.keys import SITE, DropoutSite
+from hf_longctx.runtime.core.dropout import SITE, DropoutSite
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}

@@ -29,7 +29,7 @@ from hf_longctx.hf.models.states.patching import num_calls
 from hf_longctx.hf.models.wrapped.text import text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound, put
-from hf_longctx.runtime.dropout.keys import keys_of
+from hf_longctx.runtime.core.dropout import keys_of
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
 
 # for every stage the layer ranges of its parts (several with interleaving)

@@ -30,7 +30,7 @@ from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem
 from hf_longctx.runtime.core.binding import is_written_by, own_forward
-from hf_longctx.runtime.execution.spread_experts import spread_group
+from hf_longctx.runtime.execution.experts import spread_group
 
 # attributes of a layer that may hold its MLP; a layer adds the outputs of several
 _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "mixer")

@@ -27,7 +27,7 @@ from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import Residuals
 from hf_longctx.plan.predict.evaluate import evaluate_plan
-from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.round import StepResult
 from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline
 
 

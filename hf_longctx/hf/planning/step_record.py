@@ -20,7 +20,7 @@ from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
-from hf_longctx.runtime.execution.results import NO_MEMORY, StepMemory
+from hf_longctx.runtime.execution.round import NO_MEMORY, StepMemory
 from hf_longctx.timeline import TimelineEvent
 
 

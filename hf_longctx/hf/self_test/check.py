@@ -61,9 +61,8 @@ from hf_longctx.hf.start.losses import WAY_OUT, loss_name, token_loss_problems
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.plan.core.types import Span, StepPlan
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss
-from hf_longctx.runtime.core.value_losses import SquaredError, ValueLoss
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, SquaredError, TokenLoss, ValueLoss
+from hf_longctx.runtime.process_groups import GroupPool
 
 logger = logging.getLogger(__name__)
 

@@ -43,16 +43,15 @@ from hf_longctx.plan.core.sharding import Piece, is_lent, lent_order, lent_piece
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StepPlan
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses, wide_logits
-from hf_longctx.runtime.core.value_losses import ValueLoss
-from hf_longctx.runtime.dropout.keys import keys_of
+from hf_longctx.runtime.core.dropout import keys_of
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, ValueLoss, custom_losses, wide_logits
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.experts import spread_experts
 from hf_longctx.runtime.execution.lent_round import block_of
-from hf_longctx.runtime.execution.spread_experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.rounded import note_rounded
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.states.book import CONVOLUTION, scan_name
 
 Rows = list[dict[str, list[int]]]

@@ -12,7 +12,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels.task import HeadTask, Problem
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.heads.kinds import inner_model
-from hf_longctx.runtime.core.value_losses import OwnLogit
+from hf_longctx.runtime.core.loss import OwnLogit
 
 
 def classifier_problems(

@@ -19,8 +19,7 @@ from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, LabelSmoothing, TokenLoss
-from hf_longctx.runtime.core.value_losses import BinaryCrossEntropy, SquaredError, ValueLoss
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, BinaryCrossEntropy, LabelSmoothing, SquaredError, TokenLoss, ValueLoss
 
 # the losses of transformers that plans train by default, by what the head predicts: module and names
 _MODULE = "transformers.loss.loss_utils"

@@ -50,9 +50,9 @@ from hf_longctx.plan.policies.fit import longest_alone
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
 from hf_longctx.runtime.parameters.low_bit import moment_bytes
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
+from hf_longctx.runtime.tiles.packages import active_flash
 from hf_longctx.runtime.tiles.packs import flash_problems, takes_packs
-from hf_longctx.runtime.tiles.registered import active_flash
 from hf_longctx.runtime.tiles.tile import attention_backend
 from hf_longctx.sim.capacity import Placement
 

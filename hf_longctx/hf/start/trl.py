@@ -29,8 +29,7 @@ from hf_longctx.hf.models.routers import balance_problems
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
 from hf_longctx.plan.core.messages import listed
-from hf_longctx.runtime.core.loss import TemperedCrossEntropy, TokenLoss
-from hf_longctx.runtime.core.value_losses import OwnLogit
+from hf_longctx.runtime.core.loss import OwnLogit, TemperedCrossEntropy, TokenLoss
 
 # add a trainer only together with its runs in tests/hf/trainer/test_trl_trainers.py
 _PLANNED = "SFTTrainer"

@@ -50,10 +50,10 @@ from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.plan.core.messages import listed
 from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.runtime.core.dropout import DropoutKeys
 from hf_longctx.runtime.core.loss import TokenLoss
-from hf_longctx.runtime.dropout.keys import DropoutKeys
-from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient, nonfinite_names
-from hf_longctx.runtime.process_groups.pool import sum_over_ranks
+from hf_longctx.runtime.parameters.gradients import has_nonfinite_gradient, nonfinite_names
+from hf_longctx.runtime.process_groups import sum_over_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.output_head import loss_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import all_to_all
+from hf_longctx.runtime.core.dropout import DropoutKeys
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
-from hf_longctx.runtime.dropout.keys import DropoutKeys
 from hf_longctx.runtime.execution.executor import no_mask
 
 logger = logging.getLogger(__name__)

@@ -30,9 +30,9 @@ from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.round import StepResult
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
-from hf_longctx.runtime.parameters.finite import nonfinite_names
+from hf_longctx.runtime.parameters.gradients import nonfinite_names
 
 # file of a saved step, and the folder beside it that holds the model
 STEP_FILE, MODEL_FOLDER = "step.json", "model"

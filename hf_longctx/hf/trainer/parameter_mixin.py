@@ -35,7 +35,6 @@ from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import Placement
 from hf_longctx.hf.trainer.run import Run
-from hf_longctx.runtime.optimizers.whole_steps import needs_whole_weights, step_on_whole_weights
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.low_bit import has_low_bit_moments, seed_steps, settle_moments, widen_shards
 from hf_longctx.runtime.parameters.master_weights import (
@@ -47,6 +46,7 @@ from hf_longctx.runtime.parameters.master_weights import (
     why_no_master_weights,
 )
 from hf_longctx.runtime.parameters.sharded import layer_shards
+from hf_longctx.runtime.parameters.whole_weights import needs_whole_weights, step_on_whole_weights
 
 SCHEDULER_FILE = "scheduler.pt"
 

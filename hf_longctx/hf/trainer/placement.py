@@ -45,12 +45,12 @@ from hf_longctx.hf.models.parts.refusing import refuse_saving
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.routers import spread_experts_of
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.runtime.execution.spread_experts import spread_experts
+from hf_longctx.runtime.execution.experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel
-from hf_longctx.runtime.optimizers.whole_steps import has_whole_steps
-from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
+from hf_longctx.runtime.parameters.gradients import clip_stage_gradients
 from hf_longctx.runtime.parameters.sharded import block_mesh, free_gathered, is_sharded, shard_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.parameters.whole_weights import has_whole_steps
+from hf_longctx.runtime.process_groups import GroupPool
 
 
 class Placement(Protocol):

@@ -20,9 +20,9 @@ from hf_longctx.hf.start.losses import loss_name
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, STEP_FILE, ModelOrder, watched
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.dropout import keys_of
 from hf_longctx.runtime.core.loss import Targets, summed_loss
-from hf_longctx.runtime.dropout.keys import keys_of
-from hf_longctx.runtime.parameters.finite import nonfinite_names
+from hf_longctx.runtime.parameters.gradients import nonfinite_names
 
 
 def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str], None] = print) -> bool:

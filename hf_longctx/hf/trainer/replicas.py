@@ -14,8 +14,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.trainer.run import Run
 from hf_longctx.plan.core.messages import listed
-from hf_longctx.runtime.parameters.finite import nonfinite_names
-from hf_longctx.runtime.parameters.gradients import local_shard
+from hf_longctx.runtime.parameters.gradients import local_shard, nonfinite_names
 
 # integer types with the sizes of weights, in bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

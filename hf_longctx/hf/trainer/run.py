@@ -72,14 +72,13 @@ from hf_longctx.hf.trainer.placement import (
 )
 from hf_longctx.hf.trainer.sets import SequenceSets
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
-from hf_longctx.runtime.core.value_losses import ValueLoss
-from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
+from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
+from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.rounded import note_rounded
 from hf_longctx.runtime.parameters.sharded import shard_mesh
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 logger = logging.getLogger(__name__)
 

@@ -85,14 +85,13 @@ from hf_longctx.hf.trainer.tokens.predictions import TokenMetrics
 from hf_longctx.hf.trainer.tokens.row_scores import RowScores, step_scores
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, TokenTally
-from hf_longctx.runtime.core.value_losses import ValueLoss
+from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, TokenTally, ValueLoss
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
-from hf_longctx.runtime.parameters.finite import nonfinite_names
+from hf_longctx.runtime.parameters.gradients import nonfinite_names
 from hf_longctx.runtime.parameters.master_weights import copied_dtypes
 from hf_longctx.runtime.parameters.sharded import layer_shards
-from hf_longctx.runtime.process_groups.pool import sum_over_ranks
+from hf_longctx.runtime.process_groups import sum_over_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_longctx.plan.core.sharding import ADAPTER_ELEMENTS
 from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward
-from hf_longctx.runtime.dropout.keys import SITE, DropoutTokens
+from hf_longctx.runtime.core.dropout import SITE, DropoutTokens
 
 # a matrix of an adapter, its second one, and the bias of that
 Matrices = tuple[Tensor, Tensor, Tensor | None]

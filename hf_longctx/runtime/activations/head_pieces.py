@@ -42,7 +42,7 @@ from hf_longctx.runtime.activations.adapted_projection import (
     hook_problem,
     plain_projection,
 )
-from hf_longctx.runtime.activations.attention_record import AttentionRecord, KeptOutput
+from hf_longctx.runtime.activations.records import AttentionRecord, KeptOutput
 
 # projections of a module to queries, keys and values; its output projection; norms of each head of queries and keys
 _INPUTS, _OUTPUT, _NORMS = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")

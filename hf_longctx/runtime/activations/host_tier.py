@@ -28,8 +28,16 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.core.types import TensorShare
-from hf_longctx.runtime.core.host_copies import ALIGNMENT_BYTES, CopyEngine, HostMemory, Ticket, block_bytes, copies_of
-from hf_longctx.runtime.core.strides import dense_strides, has_strides
+from hf_longctx.runtime.core.host_copies import (
+    ALIGNMENT_BYTES,
+    CopyEngine,
+    HostMemory,
+    Ticket,
+    block_bytes,
+    copies_of,
+    dense_strides,
+    has_strides,
+)
 
 # bytes of a piece of memory beside a full slab, unless a tensor needs more
 _PIECE_BYTES = 2**26

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.plan.core.sharding import HeadShare, Piece, longest_document, seen_pieces, travelling_pieces
-from hf_longctx.runtime.activations.attention_record import AttentionRecord
+from hf_longctx.runtime.activations.records import AttentionRecord
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.layout import GroupLayout
 from hf_longctx.runtime.attention.state_book import StateBook
-from hf_longctx.runtime.dropout.keys import DropoutKeys, DropoutTokens
-from hf_longctx.runtime.tiles.dropped import WeightDropout
+from hf_longctx.runtime.core.dropout import DropoutKeys, DropoutTokens
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
+from hf_longctx.runtime.tiles.plain import WeightDropout
 
 if TYPE_CHECKING:
     from hf_longctx.runtime.activations.engine import ChunkActivations

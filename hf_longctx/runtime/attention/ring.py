@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.plan.core.sharding import Piece
-from hf_longctx.runtime.activations.attention_record import AttentionRecord
+from hf_longctx.runtime.activations.records import AttentionRecord
 from hf_longctx.runtime.attention.context import DirectBlocks, Ring, sent_tokens
 from hf_longctx.runtime.attention.heads import join_kv, split_kv
 from hf_longctx.runtime.attention.kv_book import KVBook

@@ -19,10 +19,9 @@ from torch import Tensor
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.attention.heads import KVReaders, split_kv
 from hf_longctx.runtime.attention.kv_book import KeyRun
-from hf_longctx.runtime.tiles.dropped import WeightDropout
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern, PatternTile
-from hf_longctx.runtime.tiles.plain import Scores, TileInputs
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs, WeightDropout
 from hf_longctx.runtime.tiles.tile import plan_keys, tile_backward, tile_forward
 
 

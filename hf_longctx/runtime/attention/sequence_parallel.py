@@ -28,13 +28,12 @@ from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.core.sharding import HeadShare, head_shares
-from hf_longctx.runtime.attention.chunk import ChunkAttention
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of
 from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.lent_slice import LentAttention
 from hf_longctx.runtime.attention.ring import RingAttention
 from hf_longctx.runtime.attention.rows import AttentionRule
-from hf_longctx.runtime.attention.runs import Document, documents_of
 from hf_longctx.runtime.tiles.packs import takes_packs
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores

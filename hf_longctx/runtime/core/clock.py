@@ -1,6 +1,8 @@
 """Times the actions of one rank in a step without synchronising inside the step: wall clock on CPU, events on CUDA.
 
 The executor measures every action with it; step reports, calibration and refits read the intervals after the step.
+
+Time limits of process groups.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +71,18 @@ class StepClock:
         assert isinstance(stop, torch.cuda.Event)
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1000
+
+
+# on NCCL the limit counts from the call on the host, which may run many kernels ahead of the device
+_ON_DEVICE_S = 600.0
+
+
+def group_limit(timeout_s: float, backend: str | None = None) -> timedelta:
+    """How long a collective of a group may take before it fails, if ranks that work may be `timeout_s` seconds late.
+
+    On gloo, that long. On NCCL at least ten minutes, because its watchdog ends the whole process and would end healthy runs with
+    long kernels. `backend`: that of the default group by default.
+    """
+    if backend is None:
+        backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    return timedelta(seconds=timeout_s if backend == "gloo" else max(_ON_DEVICE_S, timeout_s))

@@ -16,7 +16,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.lent_round import check_lending, without_lending
 from hf_longctx.runtime.execution.round import layers_of
 from hf_longctx.runtime.execution.stage_model import StageModel
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 
 def forward_only(plan: RankPlan) -> RankPlan:

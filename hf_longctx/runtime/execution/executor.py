@@ -19,22 +19,16 @@ from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores, TokenTally
-from hf_longctx.runtime.core.value_losses import ValueLoss
+from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores, TokenTally, ValueLoss
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
-from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.lent_round import LentRound
-from hf_longctx.runtime.execution.out_of_memory import active_bytes
-from hf_longctx.runtime.execution.results import StepMemory, StepResult
-from hf_longctx.runtime.execution.round import Round, Wanted
+from hf_longctx.runtime.execution.round import Round, RoundHost, StepMemory, StepResult, Wanted, active_bytes
 from hf_longctx.runtime.execution.stage_model import StageModel
-from hf_longctx.runtime.parameters.early_copies import Send
-from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient
-from hf_longctx.runtime.parameters.gradients import TiedWeight
+from hf_longctx.runtime.parameters.gradients import Send, TiedWeight, has_nonfinite_gradient
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.sharded import parameters_of
-from hf_longctx.runtime.process_groups.pool import GroupPool, sum_over_ranks
+from hf_longctx.runtime.process_groups import GroupPool, sum_over_ranks
 
 # inputs[r][c]: this rank's shard of chunk c in micro-batch r
 PlanInputs = Sequence[Sequence[ChunkInputs]]

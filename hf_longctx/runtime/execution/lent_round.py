@@ -28,11 +28,9 @@ from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.lent_slice import LentSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import step_loss, summed_loss
-from hf_longctx.runtime.execution.host import RoundHost
-from hf_longctx.runtime.execution.results import StepMemory
-from hf_longctx.runtime.execution.round import Round
+from hf_longctx.runtime.execution.round import Round, RoundHost, StepMemory
 from hf_longctx.runtime.execution.stage_model import StageModel
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 
 def without_lending(group: SequenceGroup) -> SequenceGroup:

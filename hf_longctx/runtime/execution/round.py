@@ -1,11 +1,18 @@
-"""Runs one round: one rank's share of a micro-batch, executed as the actions of its group's stage, in order."""
+"""Runs one round: one rank's share of a micro-batch, executed as the actions of its group's stage, in order.
+
+Services that a step gives to its micro-batches: groups, the stage's model, the forward of a chunk and its loss.
+
+Explains an out-of-memory error: the action that ran, predicted bytes, bytes that the device holds, and what to change.
+
+Results of a step on one rank.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,16 +20,214 @@ from torch import Tensor
 
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Action, ActivationPolicy, SequenceGroup, StagePlan
-from hf_longctx.runtime.activations.engine import ChunkActivations
+from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
+from hf_longctx.runtime.activations.output_head import loss_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import Scoring, TokenScores, TokenTally, step_loss
-from hf_longctx.runtime.execution.host import RoundHost
-from hf_longctx.runtime.execution.out_of_memory import explained
-from hf_longctx.runtime.execution.results import StepMemory
-from hf_longctx.runtime.process_groups.links import RoundMessages
+from hf_longctx.runtime.core.clock import Interval, StepClock
+from hf_longctx.runtime.core.loss import (
+    Scoring,
+    Targets,
+    TokenLoss,
+    TokenScores,
+    TokenTally,
+    ValueLoss,
+    label_logits,
+    step_loss,
+    summed_loss,
+    token_scores,
+)
+from hf_longctx.runtime.execution.experts import RouterBalance
+from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
+from hf_longctx.runtime.parameters.sharded import ShardedParameters
+from hf_longctx.runtime.process_groups import GroupPool, RoundMessages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundHost:
+    """Everything a round takes from its step; one per plan that runs.
+
+    engine: executes the plan's activation policies, and, if it has a head, sums losses without whole logits. all_stages: every
+    stage of the model, for plans that lend ranks to other stages. routers: the routers whose balance is part of the loss.
+    settle_routers: sums their counts over all ranks, once, before the first backward. token_loss: the loss of a token; None for
+    cross-entropy. num_label_tokens: label tokens of the step over all ranks, or the sum of their weights. tally: counts the label
+    tokens of this rank's forwards.
+    """
+
+    pool: GroupPool
+    stage: StageModel
+    device: torch.device
+    parameters: ReplicatedParameters | ShardedParameters
+    clock: StepClock
+    num_label_tokens: float
+    no_mask: Tensor
+    engine: ActivationEngine | None = None
+    all_stages: tuple[StageModel, ...] = ()
+    routers: RouterBalance | None = None
+    settle_routers: Callable[[], None] = lambda: None
+    token_loss: TokenLoss | ValueLoss | None = None
+    tally: TokenTally | None = None
+
+    def targets(self, inputs: ChunkInputs) -> Targets:
+        """Targets of the tokens of a chunk, on the device of `inputs`."""
+        return Targets.of(inputs, self.token_loss, self.tally)
+
+    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
+        """Logits [1, T, V] of this rank's shard from the last part; hidden states for the next one from every other part.
+
+        hidden_1TC: hidden states of the part before. Raises RuntimeError if some layer's attention did not get the plan.
+        """
+        with nullcontext() if context.activations is None else context.activations.running():
+            return self.stage.forward(part, chunk, hidden_1TC, self.no_mask, context)
+
+    def sum_chunk(
+        self,
+        chunk: ChunkInputs,
+        context: GroupContext,
+        tile_tokens: int,
+        keep_gradients: bool,
+        part: int,
+        hidden_1TC: Tensor | None,
+    ) -> Tensor:
+        """The summed loss of this rank's shard, a scalar; without whole logits if the engine has a head and `tile_tokens`.
+
+        `chunk` may be on the host. keep_gradients: the chunk's backward comes next, so the head keeps its gradients.
+        """
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return summed_loss(self.forward_chunk(inputs, context, part, hidden_1TC), self.targets(inputs))
+        # labels on the host tell which tiles have any, without waiting for the device
+        with head.summing(self.targets(chunk), tile_tokens, keep_gradients):
+            returned = self.forward_chunk(inputs, context, part, hidden_1TC)
+        return loss_of(returned)
+
+    def score_chunk(
+        self,
+        chunk: ChunkInputs,
+        context: GroupContext,
+        tile_tokens: int,
+        part: int,
+        hidden_1TC: Tensor | None,
+        scoring: Scoring,
+    ) -> TokenScores:
+        """Scores of this rank's shard; like `sum_chunk`, it makes whole logits only if it must."""
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return token_scores(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels, scoring)
+        with head.scoring(chunk.shift_labels, tile_tokens, scoring) as scores:
+            self.forward_chunk(inputs, context, part, hidden_1TC)
+        return scores[0]
+
+    def read_chunk(
+        self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
+    ) -> Tensor:
+        """Logits [n, V] of the tokens of this rank's shard with labels; makes others only if it must, like `score_chunk`."""
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return label_logits(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
+        with head.reading(chunk.shift_labels, tile_tokens) as logits:
+            self.forward_chunk(inputs, context, part, hidden_1TC)
+        return logits[0]
+
+
+_GIB = 2**30
+
+
+@contextmanager
+def explained(where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int = 0) -> Iterator[None]:
+    """Context that raises torch.OutOfMemoryError again, naming in the message `where` (step and round) and the action."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(_message(where, action, group, device, predicted_bytes, error)) from error
+
+
+def _message(
+    where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int, error: torch.OutOfMemoryError
+) -> str:
+    chunk = group.chunks[action.chunk]
+    predicted = f"; the plan was predicted to take {predicted_bytes / _GIB:.2f} GiB" if predicted_bytes else ""
+    return (
+        f"{where}, action {action}: out of device memory with chunk {chunk.index} of {chunk.num_tokens} tokens in "
+        f"{len(chunk.spans)} documents on {group.degree} rank(s){predicted}{_held(device)}; lower tokens_per_rank, set "
+        f"activations='auto', or allow more host memory. The device said: {error}"
+    )
+
+
+def active_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of a CUDA device that no new tensor can have: now, and the most since the peaks were reset.
+
+    Unlike bytes of tensors, they count memory whose tensor is gone but which a stream may still read.
+    """
+    found = torch.cuda.memory_stats(device)
+    return found["active_bytes.all.current"], found["active_bytes.all.peak"]
+
+
+def _held(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    total = torch.cuda.get_device_properties(device).total_memory
+    tensors = torch.cuda.memory_allocated(device)
+    have, now, peak, held = (num_bytes / _GIB for num_bytes in (total, *active_bytes(device), tensors))
+    return f"; {device} has {have:.2f} GiB, {now:.2f} GiB are in use (tensors: {held:.2f} GiB) and {peak:.2f} GiB were at most"
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Peak bytes of this rank during a plan, as the runtime counted them.
+
+    saved, host: bytes that chunks under activation policies hold for their backward, on the device and on the host. kv_book:
+    keys and values of slices, and their gradients. device_peak: all memory of a CUDA device that torch had in use, by tensors or
+    by streams (`active_bytes`); 0 elsewhere.
+    """
+
+    saved: int = 0
+    host: int = 0
+    kv_book: int = 0
+    device_peak: int = 0
+
+    def most(self, other: StepMemory) -> StepMemory:
+        """The larger number of each kind."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("saved", "host", "kv_book", "device_peak"))
+        return StepMemory(*map(max, pairs))
+
+
+NO_MEMORY = StepMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of a plan. `loss` is its part of the step's mean loss over all ranks' label tokens, equal on every rank.
+
+    aux_loss: the balance of the experts over the whole step; the loss of the step's first plan has it, times its coefficient.
+    router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
+    whose experts are not balanced. num_bad: ranks on which the step's reduced gradients are not finite (`finite.py`); zero
+    for plans before the step's last one. tallied: the sums of `TokenTally` over all ranks; empty if tokens are not counted.
+    """
+
+    loss: Tensor
+    clock: StepClock
+    memory: StepMemory = NO_MEMORY
+    aux_loss: Tensor | None = None
+    router_load: Tensor | None = None
+    num_bad: Tensor | None = None
+    tallied: tuple[Tensor, ...] = ()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite on all ranks; waits for the device."""
+        return bool(torch.isfinite(self.loss)) and not (self.num_bad is not None and bool(self.num_bad))
+
+    def intervals(self) -> list[Interval]:
+        """This rank's actions with their times; call it after the step, since on CUDA it waits for the device."""
+        return self.clock.intervals()
+
 
 # results of the forwards at the end of the model
 Wanted = Literal["loss", "logits"] | Scoring | TokenTally

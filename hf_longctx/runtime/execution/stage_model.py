@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
+from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 
 # keyword that tells a model of several stages which part to run; a whole model never gets it
 PART_KEYWORD = "longctx_part"

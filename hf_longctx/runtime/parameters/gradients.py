@@ -1,13 +1,46 @@
 """Sums the gradients of a step: over chunks in at least fp32, then once over ranks, in buckets, some of them early.
 
 `ReplicatedParameters` and `sharded.ShardedParameters` use it; the executor calls those.
+
+Tells during a backward which layers it has passed, so that the gradients of their weights are final.
+
+A layer is passed where the gradient of its input is known, and not where some weight has its gradient, which an expert without
+tokens never gets. A weight that is used outside of the layers that hold it may still get a gradient later.
+
+Lets gradients leave for the host during the last backward of a step, each when no layer still to run adds to it.
+
+`gradients.ReplicatedParameters` makes `EarlyCopies`; the executor says to whom gradients are sent, and which backward is last.
+A gradient that comes after its weight's has left adds up beside it, and the sum leaves once more (`host_steps.py`). The first
+step sends nothing and finds the weights for which this happens, so that they are sent at the end.
+
+Sums gradients over ranks during the last backward of a step, each bucket when no layer still to run adds to it.
+
+`gradients.ReplicatedParameters` makes `EarlySums`; the executor says which backward is the last, and where the step ends.
+
+Buckets follow the layers from the last one to the first. All ranks start all of them, in the same order, on a process group that
+nothing else uses. So no rank waits for another inside its backward, whatever their groups, orders and micro-batches are: a rank
+whose last backward comes later, or that has none, starts its buckets later, at the latest at the end of the step. Ranks of one
+sequence group start a bucket at the same place of their programs (`layer_order.py`).
+
+A bucket that was started too early costs time and nothing else. A gradient that comes after its weight's sum has started, as
+from a module that several layers share, adds up beside it. The ranks tell each other at the end, sum the rest, and sum such
+weights at the end from then on.
+
+Clips gradients by the norm over all pipeline stages; the trainer calls it in place of `clip_grad_norm_` on staged models.
+
+Finds gradients and weights that are not finite; the executor counts them before the optimizer may use them.
+
+Finite gradients whose norm is infinite count as well: clipping would divide them by it, and the step would be lost in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +49,257 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.runtime.parameters.early_copies import EarlyCopies, Send
-from hf_longctx.runtime.parameters.early_sums import EarlyGroup, EarlySums
-from hf_longctx.runtime.parameters.layer_order import LayerOrder
+
+# level of weights to which the last layers of a backward may add: those before the first layer
+AT_END = -1
+
+
+class LayerOrder:
+    """Layers of a model in its order: modules of classes with `gradient_checkpointing`.
+
+    levels: for each weight, the first layer that holds it; weights after all layers count as the last layer's, others as
+    `AT_END`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [module for module in model.modules() if hasattr(type(module), "gradient_checkpointing")]
+        self.levels = _levels(list(model.parameters()), self.layers)
+
+    @contextmanager
+    def watching(self, passed: Callable[[int], None]) -> Iterator[None]:
+        """Context in which `passed` gets a layer's place whenever a backward has passed the layer."""
+        with ExitStack() as hooks:
+            for level, layer in enumerate(self.layers):
+                hooks.callback(layer.register_forward_pre_hook(partial(_watch, passed, level), with_kwargs=True).remove)
+            yield
+
+
+def _watch(passed: Callable[[int], None], level: int, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Lets the gradient of a layer's input tell that the layer's backward is over."""
+    hidden_1TC = next((each for each in (*args, *keywords.values()) if _carries_gradient(each)), None)
+    if hidden_1TC is not None:
+        hidden_1TC.register_hook(lambda gradient: passed(level))
+
+
+def _carries_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.dim() == 3
+
+
+def _levels(weights: Sequence[nn.Parameter], layers: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
+    found: dict[nn.Parameter, int] = {}
+    for level, layer in enumerate(layers):
+        for weight in layer.parameters():
+            found.setdefault(weight, level)
+    is_after = bool(layers)
+    for weight in reversed(weights):
+        is_after = is_after and weight not in found
+        if is_after:
+            found[weight] = len(layers) - 1
+    return {weight: found.get(weight, AT_END) for weight in weights}
+
+
+# gets a weight and its gradient
+Send = Callable[[nn.Parameter, Tensor], None]
+
+
+class EarlyCopies:
+    """Sends the gradients of layers that the last backward has passed.
+
+    settle: the gradient of a weight, rounded as the optimizer gets it, or None; in a trial it is not rounded.
+    """
+
+    def __init__(self, order: LayerOrder, settle: Callable[[nn.Parameter, bool], Tensor | None]) -> None:
+        self._order, self._settle = order, settle
+        # from the last layer to the first
+        self._weights = sorted(
+            (weight for weight, level in order.levels.items() if level > AT_END), key=lambda weight: -order.levels[weight]
+        )
+        self._send: Send | None = None
+        self._is_last, self._is_trial, self._num_passed = False, True, 0
+
+    @contextmanager
+    def in_step(self, send: Send | None) -> Iterator[None]:
+        """Context around the forwards and backwards of the plan that ends a step; None: this plan sends nothing."""
+        self._send, self._is_last, self._num_passed = send, False, 0
+        watching: AbstractContextManager[None] = nullcontext() if send is None else self._order.watching(self._passed)
+        with watching:
+            yield
+        self._send = None
+
+    def begin_last(self) -> None:
+        """Call it before this rank's last backward of the step."""
+        self._is_last = self._send is not None
+
+    def end_backward(self) -> None:
+        """Call it after every backward."""
+        if self._is_last:
+            self._is_last = self._is_trial = False
+
+    @torch.no_grad()
+    def _passed(self, level: int) -> None:
+        """Sends the gradients of the next weights to which layers before `level` add nothing."""
+        if not self._is_last or self._send is None:
+            return
+        while self._num_passed < len(self._weights) and self._order.levels[self._weights[self._num_passed]] >= level:
+            weight = self._weights[self._num_passed]
+            self._num_passed += 1
+            if (gradient := self._settle(weight, self._is_trial)) is not None:
+                self._send(weight, gradient)
+
+
+# bytes from which a gradient is summed where it lies; smaller ones are copied into buckets of at most so many bytes
+_EARLY_BUCKET_BYTES = 16 * 2**20
+# most bytes of such copies, those of one bucket at the end of a step; what is beyond them is summed at the end
+_MOST_COPIED_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyGroup:
+    """Process group of all ranks with equal weights, for these sums alone.
+
+    longest_s: most seconds of a rank's last backward with which sums start early. A rank waits for the ranks whose last backward
+    begins later, and with longer ones it could wait longer than the group's time-out.
+    """
+
+    ranks: dist.ProcessGroup
+    longest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Weights that are summed in one message, once the gradient of the input of layer `level` is known."""
+
+    level: int
+    weights: tuple[nn.Parameter, ...]
+
+
+class EarlySums:
+    """Starts sums in the last backward of a step, and collects them at its end.
+
+    take: gives up this rank's gradient of a weight, and tells whether there was one; zeros otherwise. dtype_of: dtype in which a
+    weight's gradients add up. A model without layers sums at the end. So does the first step, whose last backward tells how long
+    those of this run take; its buckets are those of later steps.
+    """
+
+    def __init__(
+        self,
+        order: LayerOrder,
+        take: Callable[[nn.Parameter], tuple[Tensor, bool]],
+        dtype_of: Callable[[nn.Parameter], torch.dtype],
+    ) -> None:
+        self._take, self._dtype_of = take, dtype_of
+        self._order, self._levels = order, order.levels
+        self._group: EarlyGroup | None = None
+        # weights with a gradient that came too late, in any step and on any rank
+        self._late: set[nn.Parameter] = set()
+        # seconds of the longest last backward of the steps so far, over all ranks; None before the first
+        self._longest_s: float | None = None
+        self._buckets: list[_Bucket] = []
+        self._started: list[_Started] = []
+        self._is_last = False
+        # seconds of this rank's last backward
+        self._began_s = self.backward_s = 0.0
+
+    @contextmanager
+    def in_step(self, group: EarlyGroup | None) -> Iterator[None]:
+        """Context around the forwards and backwards of the plan that ends a step; None: this plan sums nothing early."""
+        self._group, self._buckets, self._started, self._is_last, self.backward_s = group, [], [], False, 0.0
+        # the buckets are the same when all of them start at the end, so that no bit of a gradient depends on seconds
+        if group is not None:
+            trained = [weight for weight in self._levels if weight.requires_grad and weight not in self._late]
+            self._buckets = _early_buckets(trained, self._levels, self._dtype_of)
+        with ExitStack() as hooks:
+            is_early = group is not None and self._longest_s is not None and self._longest_s <= group.longest_s
+            if is_early and self._buckets:
+                hooks.enter_context(self._order.watching(self._passed))
+            yield
+
+    def begin_last(self) -> None:
+        """Call it before this rank's last backward of the step."""
+        self._is_last, self._began_s = self._group is not None, time.monotonic()
+
+    def end_backward(self) -> None:
+        """Call it after every backward."""
+        if self._is_last:
+            self._is_last, self.backward_s = False, time.monotonic() - self._began_s
+
+    def start_all(self) -> dict[nn.Parameter, bool]:
+        """Starts what has not started; for every weight that is summed early, whether this rank had a gradient by then."""
+        self._start(AT_END)
+        return {weight: had for started in self._started for weight, had in started.had_gradient.items()}
+
+    def finish(self, longest_s: float, late: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Waits for all sums and returns them.
+
+        longest_s: seconds of the longest last backward of all ranks. late: weights of which some rank had a gradient after the
+        sum had started. Both must be equal on all ranks.
+        """
+        found = {weight: total for started in self._started for weight, total in started.finish().items()}
+        if self._group is not None:
+            self._longest_s = max(self._longest_s or 0.0, longest_s)
+        self._late.update(late)
+        self._group, self._buckets, self._started = None, [], []
+        return found
+
+    def _passed(self, level: int) -> None:
+        if self._is_last:
+            self._start(level)
+
+    @torch.no_grad()
+    def _start(self, level: int) -> None:
+        """Starts the next buckets to which layers before `level` add nothing."""
+        while len(self._started) < len(self._buckets) and self._buckets[len(self._started)].level >= level:
+            assert self._group is not None
+            weights = self._buckets[len(self._started)].weights
+            self._started.append(_Started(weights, [self._take(weight) for weight in weights], self._group.ranks))
+
+
+class _Started:
+    """One sum over ranks that is under way. gradients: (gradient, whether this rank had one) of every weight."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], gradients: list[tuple[Tensor, bool]], group: dist.ProcessGroup) -> None:
+        self.had_gradient = {weight: had for weight, (_, had) in zip(weights, gradients, strict=True)}
+        self._gradients = tensors = [gradient for gradient, _ in gradients]
+        self._is_in_place = len(tensors) == 1 and tensors[0].is_contiguous()
+        self._flat = tensors[0] if self._is_in_place else torch.cat([gradient.reshape(-1) for gradient in tensors])
+        work = dist.all_reduce(self._flat, group=group, async_op=True)
+        assert work is not None
+        self._work = work
+
+    def finish(self) -> dict[nn.Parameter, Tensor]:
+        """Waits for the sum, on CUDA without blocking the host; returns it for each weight, in the tensor of its gradient."""
+        self._work.wait()
+        if not self._is_in_place:
+            parts = self._flat.split([gradient.numel() for gradient in self._gradients])
+            for gradient, total in zip(self._gradients, parts, strict=True):
+                gradient.copy_(total.view_as(gradient))
+        return dict(zip(self.had_gradient, self._gradients, strict=True))
+
+
+def _early_buckets(
+    weights: Sequence[nn.Parameter], levels: Mapping[nn.Parameter, int], dtype_of: Callable[[nn.Parameter], torch.dtype]
+) -> list[_Bucket]:
+    """Buckets of the weights that belong to layers, from the last layer to the first; equal on all ranks with equal weights."""
+    buckets: list[_Bucket] = []
+    filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    copied_bytes = 0
+    for weight in sorted((weight for weight in weights if levels[weight] > AT_END), key=lambda weight: -levels[weight]):
+        dtype = dtype_of(weight)
+        num_bytes = weight.numel() * dtype.itemsize
+        if num_bytes >= _EARLY_BUCKET_BYTES:
+            buckets.append(_Bucket(levels[weight], (weight,)))
+            continue
+        if copied_bytes + num_bytes > _MOST_COPIED_BYTES:
+            continue
+        copied_bytes += num_bytes
+        held, held_bytes = filling.pop(dtype, ([], 0))
+        if held and held_bytes + num_bytes > _EARLY_BUCKET_BYTES:
+            buckets.append(_Bucket(levels[held[-1]], tuple(held)))
+            held, held_bytes = [], 0
+        filling[dtype] = [*held, weight], held_bytes + num_bytes
+    buckets += [_Bucket(levels[held[-1]], tuple(held)) for held, _ in filling.values()]
+    return sorted(buckets, key=lambda bucket: -bucket.level)
+
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 * 2**20
@@ -281,3 +562,58 @@ def _sum_bucket(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
 
 def _num_bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@torch.no_grad()
+def clip_stage_gradients(
+    parameters: Sequence[nn.Parameter], max_norm: float, pipe: dist.ProcessGroup, twin: nn.Parameter | None = None
+) -> Tensor:
+    """Norm of the whole model's gradient, an equal fp64 scalar on every rank; scales gradients down if it exceeds `max_norm`.
+
+    parameters: all parameters of this stage, with gradients already summed over the stage's ranks. pipe: group of the ranks at
+    this position of all stages. twin: a tied parameter that an earlier stage holds too; only that stage counts its gradient.
+    Squares are summed in fp64. Collective over all ranks.
+    """
+    gradients = [(parameter, local_shard(parameter.grad)) for parameter in parameters if parameter.grad is not None]
+    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    for parameter, gradient in gradients:
+        if parameter is not twin:
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    if isinstance(parameters[0], DTensor):
+        # the first parameter's mesh will do, since all parameters of a stage are sharded over the same ranks
+        dist.all_reduce(square, group=parameters[0].device_mesh.get_group())
+    dist.all_reduce(square, group=pipe)
+    norm = square.sqrt()
+    # the formula of torch's clip_grad_norm_
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for _, gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
+
+
+@torch.no_grad()
+def has_nonfinite_gradient(parameters: Iterable[nn.Parameter], device: torch.device, num_ranks: int = 1) -> Tensor:
+    """1 if gradients on this rank have a NaN or infinite element, or too large a norm; else 0. An fp64 scalar.
+
+    A norm is too large if its square, summed over `num_ranks` ranks like this one, is infinite in fp32, or in the gradients' own
+    type if that is wider. Does not wait for the device.
+    """
+    gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # NaN if an element is
+    norm = torch.nn.utils.get_total_norm(gradients)
+    square = norm.to(torch.promote_types(norm.dtype, torch.float32)).square() * num_ranks
+    return (~torch.isfinite(square)).double()
+
+
+@torch.no_grad()
+def nonfinite_names(model: nn.Module, of_gradients: bool = False) -> list[str]:
+    """Names of the parameters with a NaN or infinite element on this rank, or of those whose gradient has one; in order."""
+    names = []
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if of_gradients else parameter
+        if tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(local_shard(tensor)).all()):
+            names.append(name)
+    return names

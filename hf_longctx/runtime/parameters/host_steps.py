@@ -28,8 +28,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from hf_longctx.plan.model.model_spec import UPDATE_PART_BYTES
-from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of
-from hf_longctx.runtime.core.strides import dense_strides
+from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of, dense_strides
 from hf_longctx.runtime.parameters.gradients import local_shard
 
 # host memory of a weight that lies on the host while a step computes

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_longctx.runtime.core.host_copies import CopyEngine
-from hf_longctx.runtime.core.strides import has_strides
+from hf_longctx.runtime.core.host_copies import CopyEngine, has_strides
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, local_shard
 from hf_longctx.runtime.parameters.host_steps import HomeOf, HostSteps, updates_weight_by_weight
 

@@ -23,11 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.runtime.core.time_limits import group_limit
-from hf_longctx.runtime.parameters.early_copies import Send
-from hf_longctx.runtime.parameters.early_sums import EarlyGroup
-from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
-from hf_longctx.runtime.parameters.on_host.layer_shards import LayerShards
+from hf_longctx.runtime.core.clock import group_limit
+from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
+from hf_longctx.runtime.parameters.host_layers import LayerShards
 from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
 
 # description of the mesh's groups in torch's logs

@@ -24,7 +24,7 @@ from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import Slice
 from hf_longctx.runtime.states.book import check_not_lent, leave_state, slices_by_document
-from hf_longctx.runtime.states.messages import fetch_tokens
+from hf_longctx.runtime.states.passing import fetch_tokens
 
 # this rank's rows, index keys [1, N, D] of their document, which of these each row may see [1, R, N] -> chosen keys [1, R, K]
 Choose = Callable[[slice, Tensor, Tensor], Tensor]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.book import CONVOLUTION, check_not_lent, leave_state, slices_by_document, state_before
-from hf_longctx.runtime.states.messages import fetch_tokens, with_backward_of
+from hf_longctx.runtime.states.passing import fetch_tokens, with_backward_of
 
 
 def convolve_documents(

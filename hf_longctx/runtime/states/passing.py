@@ -10,6 +10,15 @@ A slice's first tokens start from the state in the book. Every rank finds the st
 only the rank with the next slice's first tokens reads it there, and the gradients of the copies are summed by the exchange.
 
 Shapes: H heads with a state of their own, T tokens of this rank, N tokens of one run, E size of a head.
+
+Exchanges among all ranks of a sequence group, differentiable: backward sends the gradients back along the same paths.
+
+A block of ranks has a process group of its own and runs one all-to-all on it. The ranks of a ring have none, so they send each
+other messages on the group of all ranks, as the ring's attention does; nothing is sent where both ends know of no need.
+
+How scans of known kinds depend on the state before their tokens, for `passing.scan_runs`.
+
+Shapes: H heads with a state of their own, G heads that several of them read, N tokens, K and E sizes of a head's state.
 """
 
 from __future__ import annotations
@@ -17,15 +26,111 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.layout import Chains, GroupLayout
 from hf_longctx.runtime.states.book import LayerScan, leave_state, slices_by_document, state_before
-from hf_longctx.runtime.states.messages import exchange, with_backward_of
+
+
+def exchange(sends: Sequence[Tensor], receive_sizes: Sequence[int], inputs: Sequence[Tensor], layout: GroupLayout) -> Tensor:
+    """Elements that all ranks send this rank, in the order of ranks.
+
+    sends: a flat tensor for each rank, of one dtype. receive_sizes: elements that come from each rank. inputs: what the sent
+    tensors may be made of; if any of them has a gradient, this rank takes part in the backward, also if it sends nothing.
+    """
+    anchor = next((x for x in inputs if x.requires_grad), inputs[0])
+    sizes = [send.numel() for send in sends], list(receive_sizes)
+    received: Tensor = _Exchange.apply(torch.cat(tuple(sends)), anchor, *sizes, layout)
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, send: Tensor, anchor: Tensor, send_sizes: list[int], receive_sizes: list[int], layout: GroupLayout
+    ) -> Tensor:
+        ctx.settings = send_sizes, receive_sizes, layout
+        return _swap(send, send_sizes, receive_sizes, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        send_sizes, receive_sizes, layout = ctx.settings
+        return _swap(gradient, receive_sizes, send_sizes, layout), None, None, None, None
+
+
+def _swap(send: Tensor, send_sizes: list[int], receive_sizes: list[int], layout: GroupLayout) -> Tensor:
+    """Sends each rank its part of `send`, and returns what the ranks send this one."""
+    received = send.new_empty(sum(receive_sizes))
+    if layout.is_block:
+        dist.all_to_all_single(received, send.contiguous(), receive_sizes, send_sizes, group=layout.process_group)
+        return received
+    parts = zip(layout.ranks, send.split(send_sizes), received.split(receive_sizes), strict=True)
+    operations = []
+    for index, (rank, outgoing, arriving) in enumerate(parts):
+        if index == layout.index:
+            arriving.copy_(outgoing)
+            continue
+        if outgoing.numel():
+            operations.append(dist.P2POp(dist.isend, outgoing.contiguous(), rank, group=layout.process_group))
+        if arriving.numel():
+            operations.append(dist.P2POp(dist.irecv, arriving, rank, group=layout.process_group))
+    for request in dist.batch_isend_irecv(operations) if operations else []:
+        request.wait()
+    return received
+
+
+def with_backward_of(output: Tensor, *others: Tensor) -> Tensor:
+    """`output`, whose backward also runs that of `others`, with gradients of zero from here.
+
+    For tensors whose backward must run although this rank may use nothing of them: states, and what collectives received.
+    """
+    waiting = [other for other in others if other.requires_grad]
+    if not waiting:
+        return output
+    returned: Tensor = _WithBackward.apply(output, *waiting)
+    return returned
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
+        ctx.shapes = [(other.shape, other.dtype) for other in others]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        zeros = (torch.zeros(shape, dtype=dtype, device=gradient.device) for shape, dtype in ctx.shapes)
+        return gradient, *zeros
+
+
+def fetch_tokens(
+    x_1CT: Tensor, num_read: int, going_on: tuple[int, ...], layout: GroupLayout
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Up to `num_read` tokens before each run of this rank and the last ones of the documents `going_on`, each [1, C, N].
+
+    Also returns what an exchange received. Collective over the group.
+    """
+    channels = x_1CT.shape[1]
+    fetch = layout.fetch_before(num_read, going_on)
+    if layout.num_ranks == 1:
+        parts = [x_1CT[..., tokens] for tokens in fetch.outgoing[0]]
+        received: tuple[Tensor, ...] = ()
+    else:
+        nothing = x_1CT[0, :, :0].reshape(-1)
+        sends = [torch.cat([nothing, *(x_1CT[0, :, each].reshape(-1) for each in tokens)]) for tokens in fetch.outgoing]
+        sizes = [channels * num_tokens for arriving in fetch.arriving for num_tokens in arriving]
+        receive_sizes = [channels * sum(arriving) for arriving in fetch.arriving]
+        flat = exchange(sends, receive_sizes, (x_1CT,), layout)
+        parts, received = [part.view(1, channels, -1) for part in flat.split(sizes)], (flat,)
+    nothing_1CN = x_1CT[..., :0]
+    return [torch.cat([parts[place] for place in places], dim=-1) if places else nothing_1CN for places in fetch.order], received
+
 
 # takes the tokens of one document or slice and the weights of its heads, and the state before the tokens (None: zeros); returns
 # outputs and the state after them
@@ -151,3 +256,118 @@ def _exchanged(
         carry, after = flat.split([numbers * has_carry, state.numel()])
         found[rank, place] = carry.view(carry_shape) if has_carry else None, after.view(state.shape)
     return found, received
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """Delta rules, with states [1, H, K, E], a row for each element of a key; inputs: queries, keys, values, and others.
+
+    Columns of the state do not read each other. So K more columns, whose values are zero and whose first state is one, hold the
+    matrix that a token's output and the last state multiply a state before the tokens with.
+    """
+
+    def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Inputs with K more columns of values, and their first state."""
+        q, k, v, *others = inputs_1NHX
+        key_size, value_size, num_heads = k.shape[-1], v.shape[-1], v.shape[2]
+        wide = torch.promote_types(v.dtype, torch.float32)
+        one = torch.eye(key_size, dtype=wide, device=v.device).expand(1, num_heads, key_size, key_size)
+        # outputs have the format of queries; what adds up to an output is rounded once, after that
+        return (q.to(wide), k, F.pad(v, (0, key_size)), *others), F.pad(one, (value_size, 0))
+
+    def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
+        """The effect of tokens, from the columns that the rule made."""
+        value_size, dtype = inputs_1NHX[2].shape[-1], inputs_1NHX[0].dtype
+        own_1NHE, reads_1NHK = output[..., :value_size], output[..., value_size:]
+
+        def output_for(state_1HKE: Tensor) -> Tensor:
+            added = reads_1NHK.transpose(1, 2) @ state_1HKE.to(reads_1NHK.dtype)
+            return (own_1NHE + added.transpose(1, 2)).to(dtype)
+
+        return Effect(after[..., :value_size], after[..., value_size:], output_for)
+
+    def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
+        """A K x K matrix for each head."""
+        return (*state[:-1], state[-2])
+
+    def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
+        """The matrix times the state, and what the tokens added."""
+        return carry @ state + after
+
+
+@dataclass(frozen=True, slots=True)
+class Decay:
+    """Mamba 2, with states [1, H, E, K] that decay by one number for each token and head.
+
+    log_decays: takes inputs and weights of the scan; the logarithm of these numbers [1, N, H]. reads: takes the inputs; for each
+    token and group of heads what takes a state to the output [1, N, G, K].
+    """
+
+    log_decays: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+    reads: Callable[[Sequence[Tensor]], Tensor]
+
+    def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """The inputs themselves: what a state adds is computed from its decay alone."""
+        return inputs_1NHX, None
+
+    def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
+        """The effect of tokens."""
+        decays_1NH = self.log_decays(inputs_1NHX, weights_H)
+        # in 16 bits, the sum would stall after some hundred tokens
+        left_1NH = decays_1NH.to(torch.promote_types(decays_1NH.dtype, torch.float32)).cumsum(dim=1).exp()
+        reads_1NGK = self.reads(inputs_1NHX).to(left_1NH.dtype)
+
+        def output_for(state_1HEK: Tensor) -> Tensor:
+            num_tokens, num_groups, size = reads_1NGK.shape[1:]
+            by_group = state_1HEK.to(left_1NH.dtype).reshape(num_groups, -1, size)
+            added_GNE = reads_1NGK[0].transpose(0, 1) @ by_group.transpose(1, 2)
+            added = added_GNE.transpose(0, 1).reshape(1, num_tokens, *state_1HEK.shape[1:3])
+            return (output + added * left_1NH.unsqueeze(-1)).to(output.dtype)
+
+        return Effect(after, left_1NH[:, -1, :, None, None], output_for)
+
+    def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
+        """One number for each head."""
+        return (*state[:2], 1, 1)
+
+    def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
+        """The state times its decay, and what the tokens added."""
+        return carry * state + after
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelDecay:
+    """Mamba 1, with states [1, H, K] of which every element decays by a number of its own; every channel is a head.
+
+    steps: takes inputs and weights of the scan; by how much each token lets each head decay [1, N, H]. decays: takes the weights;
+    the logarithm of what is left of each element after a step of one, [H, K]. reads: takes the inputs; what takes a state to the
+    outputs of all heads [1, N, K].
+    """
+
+    steps: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+    decays: Callable[[Sequence[Tensor]], Tensor]
+    reads: Callable[[Sequence[Tensor]], Tensor]
+
+    def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """The inputs themselves: what a state adds is computed from its decay alone."""
+        return inputs_1NHX, None
+
+    def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
+        """The effect of tokens; outputs are [1, N, H, 1]."""
+        decays_HK, reads_1NK = self.decays(weights_H), self.reads(inputs_1NHX)
+        passed_1NH = self.steps(inputs_1NHX, weights_H).to(decays_HK.dtype).cumsum(dim=1)
+
+        def output_for(state_1HK: Tensor) -> Tensor:
+            left_1NHK = torch.exp(decays_HK * passed_1NH.unsqueeze(-1)) * state_1HK.unsqueeze(1)
+            added_1NH1 = left_1NHK @ reads_1NK.to(left_1NHK.dtype).unsqueeze(-1)
+            return (output + added_1NH1).to(output.dtype)
+
+        return Effect(after, torch.exp(decays_HK * passed_1NH[:, -1].unsqueeze(-1)), output_for)
+
+    def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
+        """One number for each element of the state."""
+        return tuple(state)
+
+    def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
+        """The state times its decay, and what the tokens added."""
+        return carry * state + after

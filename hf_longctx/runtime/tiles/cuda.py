@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.core import sharding
-from hf_longctx.runtime.core.strides import dense_channels, dense_strides, laid_out
+from hf_longctx.runtime.core.host_copies import dense_channels, dense_strides, laid_out
 from hf_longctx.runtime.tiles.plain import TileInputs
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_longctx.runtime.core.strides import dense_channels
+from hf_longctx.runtime.core.host_copies import dense_channels
 from hf_longctx.runtime.tiles.cuda import device_capability, takes_flash
+from hf_longctx.runtime.tiles.packages import REGISTERED_TILES, RegisteredFlash
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
-from hf_longctx.runtime.tiles.registered import REGISTERED_TILES, RegisteredFlash
 
 # capabilities with little shared memory, on which torch's own attention takes no larger heads for training
 _SMALL, _LARGEST_ON_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1)), 192

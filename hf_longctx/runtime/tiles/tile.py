@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.plan.core.sharding import heads_at_once
-from hf_longctx.runtime.core.strides import dense_channels
+from hf_longctx.runtime.core.host_copies import dense_channels
 from hf_longctx.runtime.tiles.cuda import (
     cudnn_backward,
     cudnn_forward,
@@ -44,9 +44,8 @@ from hf_longctx.runtime.tiles.cuda import (
     repays_plan,
     takes_cudnn,
 )
-from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4
+from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4, REGISTERED_TILES, active_flash
 from hf_longctx.runtime.tiles.plain import Backward, Forward, TileInputs, as_heads, as_queries, plain_backward, plain_forward
-from hf_longctx.runtime.tiles.registered import REGISTERED_TILES, active_flash
 
 # device type, compute capability ((0, 0) without CUDA), dtype, head size -> whether the backend computes such tiles
 Takes = Callable[[str, tuple[int, int], torch.dtype, int], bool]

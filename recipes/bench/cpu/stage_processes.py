@@ -30,7 +30,7 @@ from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 _TIMEOUT_S = 120.0
 _CPU = torch.device("cpu")

@@ -34,7 +34,7 @@ from hf_longctx.hf.models.states.patching import mixers_of, patch_mixers
 from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.traffic import added_products
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 _TIMEOUT_S = 3600.0
 # size of the heads of queries, keys and values

@@ -33,10 +33,10 @@ from hf_longctx.plan.cost.fitting import fit_coefficients
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.host import RoundHost
+from hf_longctx.runtime.execution.round import RoundHost
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.measure import ChunkBench, Probe, Timing, undisturbed
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 # name -> window, and the layers that have full attention
 CASES = {

@@ -54,18 +54,17 @@ from hf_longctx.recipes.bench.gpu.smoke_memory import (
     memory_checks,
 )
 from hf_longctx.recipes.bench.one_document import largest_error
-from hf_longctx.runtime.attention.chunk import ChunkAttention
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of
 from hf_longctx.runtime.attention.context import visible_tiles
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
-from hf_longctx.runtime.attention.runs import Document, documents_of
 from hf_longctx.runtime.attention.sequence_parallel import packed_attention
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.tiles.packs import PackBounds, takes_packs
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs

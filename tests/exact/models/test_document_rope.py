@@ -27,7 +27,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 CPU = torch.device("cpu")
 # two variants of longrope: phi3 scales cosines and sines by a factor from its positions; minicpm3 gives the factor in its config

@@ -17,7 +17,7 @@ from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 LENGTHS = [30, 7, 17, 1]
 WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]

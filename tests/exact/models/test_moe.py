@@ -29,9 +29,9 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.round import StepResult
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 CPU = torch.device("cpu")
 LENGTHS = [30, 7, 17, 1]

@@ -23,9 +23,8 @@ from helpers.ranks.pipeline_steps import stage_step_on_rank
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine, Rerun
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.activations.layer_slot import Rerun
 
 pytestmark = newest
 

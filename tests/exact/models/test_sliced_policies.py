@@ -26,11 +26,11 @@ from torch import Tensor
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, StepPlan
-from hf_longctx.runtime.activations.attention_record import AttentionRecord
+from hf_longctx.runtime.activations.records import AttentionRecord
 from hf_longctx.runtime.attention import chunk as chunk_module
 from hf_longctx.runtime.attention import rows as rows_module
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
-from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.round import StepResult
 from hf_longctx.runtime.tiles.plain import TileInputs
 
 CPU = torch.device("cpu")

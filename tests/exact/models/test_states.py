@@ -40,8 +40,8 @@ from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.model import mixers as state_spec
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.states import blocks
+from hf_longctx.runtime.process_groups import GroupPool
+from hf_longctx.runtime.states import recurrence as blocks
 
 pytestmark = newest
 

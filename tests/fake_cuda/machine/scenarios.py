@@ -21,9 +21,8 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 from hf_longctx.runtime import measure
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.process_groups.links import Links, RoundMessages
-from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.states.messages import exchange
+from hf_longctx.runtime.process_groups import GroupPool, Links, RoundMessages
+from hf_longctx.runtime.states.passing import exchange
 
 CUDA = torch.device("cuda", 0)
 # values of one tensor, and of the smallest memory that torch's allocator gives

@@ -30,9 +30,9 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.parameters import early_sums
+from hf_longctx.runtime.parameters import gradients as early_sums
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 CUDA = torch.device("cuda", 0)
 _POOLS: dict[int, GroupPool] = {}

@@ -52,7 +52,7 @@ from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 ROUNDING = 1e-13
 CPU = torch.device("cpu")

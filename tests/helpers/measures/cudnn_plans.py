@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from hf_longctx.runtime.core.strides import dense_strides, has_strides
+from hf_longctx.runtime.core.host_copies import dense_strides, has_strides
 from hf_longctx.runtime.tiles import cuda
 from hf_longctx.runtime.tiles import tile as tile_module
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward

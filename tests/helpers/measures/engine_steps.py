@@ -18,13 +18,13 @@ from torch import Tensor
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
-from hf_longctx.runtime.activations import projection_record
+from hf_longctx.runtime.activations import records as projection_record
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import rows
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.tiles.plain import TileInputs
 
 CPU = torch.device("cpu")

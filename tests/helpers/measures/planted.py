@@ -18,22 +18,23 @@ import torch.nn.functional as F
 from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
 from hf_longctx.hf.models.states import functions, methods
+from hf_longctx.runtime import process_groups as pool
 from hf_longctx.runtime.activations import engine
-from hf_longctx.runtime.activations.logit_change import LogitChange
-from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.activations.output_head import LogitChange, OutputHead
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.attention.state_book import StateBook
+from hf_longctx.runtime.core.dropout import DropoutKeys, DropoutTokens
 from hf_longctx.runtime.core.loss import Targets
-from hf_longctx.runtime.dropout.keys import DropoutKeys, DropoutTokens
-from hf_longctx.runtime.execution import executor, host
+from hf_longctx.runtime.execution import executor
+from hf_longctx.runtime.execution import round as host
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
-from hf_longctx.runtime.process_groups import pool
-from hf_longctx.runtime.states import messages, passing, recurrence
-from hf_longctx.runtime.tiles.dropped import WeightDropout
+from hf_longctx.runtime.states import passing, recurrence
+from hf_longctx.runtime.states import passing as messages
 from hf_longctx.runtime.tiles.patterns import CAUSAL
+from hf_longctx.runtime.tiles.plain import WeightDropout
 
 # bugs that every test of equality notices; `plant` knows more
 BUGS = ("loss normalised per rank", "documents leak", "labels shifted after the cut", "rounds in another order on one rank")

@@ -30,8 +30,8 @@ from hf_longctx.runtime.attention.lent_slice import LentSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution import lent_round
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.results import StepResult
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.execution.round import StepResult
+from hf_longctx.runtime.process_groups import GroupPool
 
 _POOLS: dict[int, GroupPool] = {}
 

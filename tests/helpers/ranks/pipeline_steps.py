@@ -29,7 +29,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 CPU = torch.device("cpu")
 # group pools of this process, made once for each number of stages

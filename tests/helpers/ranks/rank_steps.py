@@ -33,11 +33,11 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.spread_experts import spread_experts, spread_group
+from hf_longctx.runtime.execution.experts import spread_experts, spread_group
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.rounded import note_rounded
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_mesh, shard_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 _POOLS: dict[tuple[int, float], GroupPool] = {}
 

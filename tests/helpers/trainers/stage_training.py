@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.ranks.agreement import control_group
 from hf_longctx.runtime.execution.stage_model import StageModel
-from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
-from hf_longctx.runtime.parameters.gradients import GradientSum, TiedWeight
+from hf_longctx.runtime.parameters.gradients import GradientSum, TiedWeight, clip_stage_gradients
 from hf_longctx.runtime.parameters.sharded import shard_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 _CONTROL: list[dist.ProcessGroup] = []
 

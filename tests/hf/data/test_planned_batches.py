@@ -11,7 +11,7 @@ from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.settings import PlannerConfig
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 LENGTHS = np.array([5, 9, 3, 12, 7, 1, 20], dtype=np.int64)
 

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_longctx.hf.models.attention import attention_problems, longctx_attention, patch_model
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 LONE_CONTEXT = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, 5),)))
 

@@ -11,7 +11,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
 from hf_longctx.hf.models.dropout.keyed_modules import check_rates
-from hf_longctx.runtime.dropout.keys import DropoutKeys, keys_of
+from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 
 CASE = ModelCase(lora=(("r", 2), ("lora_dropout", 0.5), ("target_modules", ["q_proj"])))
 IDS = torch.arange(20).unsqueeze(0)

@@ -21,7 +21,7 @@ from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import part_state_bytes
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 
 def matrix_parameters(model: torch.nn.Module) -> int:

@@ -30,7 +30,7 @@ from hf_longctx.hf.start.arguments import setup_problems
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.execution.executor import no_mask
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 pytestmark = newest
 CASE, CONVOLUTIONS = ModelCase("qwen3_5", num_layers=4), ModelCase("lfm3", num_layers=4)

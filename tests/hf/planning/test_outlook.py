@@ -16,7 +16,7 @@ from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 LENGTHS = [4, 60, 8, 30, 16, 12, 20, 6]
 

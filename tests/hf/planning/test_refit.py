@@ -17,7 +17,7 @@ from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
 from hf_longctx.plan.model.attention_pairs import FULL
 from hf_longctx.plan.predict.evaluate import evaluate_plan
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 TRUTH = CostCoefficients(
     forward=PassCoefficients(3e-6, 4e-4, 0.02, 3e-3, 4e-7),

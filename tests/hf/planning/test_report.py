@@ -22,8 +22,8 @@ from hf_longctx.plan.core.types import Estimate, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
-from hf_longctx.runtime.execution.results import NO_MEMORY, StepMemory
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.execution.round import NO_MEMORY, StepMemory
+from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.timeline import TimelineEvent
 
 

@@ -21,7 +21,7 @@ from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 STEPS = [(0, [40, 7, 9, 30]), (1, [5]), (2, [33, 33, 2, 2, 2, 1])]
 

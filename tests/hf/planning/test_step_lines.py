@@ -10,7 +10,7 @@ from helpers.plans.measured_plans import INTERVALS, step_record
 from hf_longctx.hf.planning.step_lines import record_parts
 from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.plan.core.types import Estimate
-from hf_longctx.runtime.execution.results import StepMemory
+from hf_longctx.runtime.execution.round import StepMemory
 
 
 def test_one_step_before_calibration_has_no_prediction() -> None:

@@ -35,7 +35,7 @@ with beating(lambda: 7, timeout_s):
         file.write_text(str(time.time()))
         os.kill(os.getpid(), getattr(signal, end))
     elif place == "receive":
-        exec("work.wait()", {"__name__": "hf_longctx.runtime.process_groups.links", "work": work})
+        exec("work.wait()", {"__name__": "hf_longctx.runtime.process_groups", "work": work})
     elif place == "collective":
         dist.all_reduce(torch.ones(1))
     else:

@@ -33,7 +33,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.host_copies import PlainCopies
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 CASE = ModelCase(promoted=True)
 LENGTHS = [61, 13, 50, 5, 44, 8, 21, 34, 3, 58, 13, 8, 5, 21, 40, 3]

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.trainer import run as run_module
-from hf_longctx.runtime.parameters.on_host.layer_shards import LayerShards
+from hf_longctx.runtime.parameters.host_layers import LayerShards
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators, usable_bytes
 from hf_longctx.runtime.parameters.sharded import shard_mesh
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 GIB = 2**30
 # ranks, degrees, ranks that share one copy of the parameters, stages, whether stages lend ranks

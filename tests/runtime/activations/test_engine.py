@@ -29,15 +29,16 @@ from torch import Tensor
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime.activations import attention_record, token_tiles
 from hf_longctx.runtime.activations import engine as engine_module
+from hf_longctx.runtime.activations import records as attention_record
+from hf_longctx.runtime.activations import token_tiles
 from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.attention import rows as rows_module
-from hf_longctx.runtime.dropout.keys import on_tiles
+from hf_longctx.runtime.core.dropout import on_tiles
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.tiles.plain import TileInputs
 
 CPU = torch.device("cpu")

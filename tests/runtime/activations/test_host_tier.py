@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime.activations import host_tier
+from hf_longctx.runtime.activations.engine import LayerSlot
 from hf_longctx.runtime.activations.host_tier import HostSlab, HostTier, SplitTensor
-from hf_longctx.runtime.activations.layer_slot import LayerSlot
 from hf_longctx.runtime.core.host_copies import Leaving, PlainCopies, block_bytes
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_longctx.runtime.activations import last_products
+from hf_longctx.runtime.activations import token_tiles as last_products
 from hf_longctx.runtime.activations.token_tiles import tokenwise
 
 TOKENS, TILE, HIDDEN = 96, 32, 24

@@ -28,7 +28,7 @@ from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.runtime.activations import host_tier
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.activations.projection_record import ProjectionRecord, _Projection
+from hf_longctx.runtime.activations.records import ProjectionRecord, _Projection
 from hf_longctx.runtime.core.host_copies import PlainCopies
 
 # packed documents of odd lengths, one of a single token

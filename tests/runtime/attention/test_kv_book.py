@@ -21,14 +21,13 @@ from torch import Tensor
 
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.runtime.attention import chunk
-from hf_longctx.runtime.attention.chunk import ChunkAttention
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
-from hf_longctx.runtime.attention.runs import Document
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.tiles.plain import Scores
 
 CPU = torch.device("cpu")

@@ -22,12 +22,11 @@ from hf_longctx.plan.core import sharding
 from hf_longctx.plan.core.sharding import HeadShare, Piece, block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.model.attention_pairs import SpanRates
-from hf_longctx.runtime.attention.chunk import ChunkAttention
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.context import visible_tiles
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule, KeyPiece, merge_tile, no_keys_yet, rows_backward
-from hf_longctx.runtime.attention.runs import Document
 from hf_longctx.runtime.tiles import cuda
 from hf_longctx.runtime.tiles import tile as tile_module
 from hf_longctx.runtime.tiles.patterns import Mask, PatternTile

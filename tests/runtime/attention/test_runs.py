@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_longctx.plan.core.sharding import PACKED_ROWS, PACKED_TOKENS
 from hf_longctx.plan.core.types import TensorShare
-from hf_longctx.runtime.activations.attention_record import AttentionRecord
-from hf_longctx.runtime.attention.chunk import ChunkAttention
+from hf_longctx.runtime.activations.records import AttentionRecord
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of, packed_runs
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
-from hf_longctx.runtime.attention.runs import Document, documents_of, packed_runs
 from hf_longctx.runtime.tiles import packs as packs_module
 from hf_longctx.runtime.tiles.packs import PackBounds, PackInputs, pack_backward, pack_forward, takes_packs
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.runtime.attention.state_book import StateBook, StatePlace
-from hf_longctx.runtime.states.messages import with_backward_of
+from hf_longctx.runtime.states.passing import with_backward_of
 
 FIRST, SECOND = StatePlace("layer", "recurrence", 0, 3), StatePlace("layer", "recurrence", 0, 5)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_longctx.runtime.core.time_limits import group_limit
+from hf_longctx.runtime.core.clock import group_limit
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hf_longctx.runtime.dropout import keys as module
-from hf_longctx.runtime.dropout.keys import DropoutKeys
+from hf_longctx.runtime.core import dropout as module
+from hf_longctx.runtime.core.dropout import DropoutKeys
 
 CHANNELS = 10
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 7, 8]])

@@ -8,7 +8,7 @@ from helpers.models.dropout_truth import kept
 from torch import Tensor
 
 from hf_longctx.kernels.dropout_mask import keep_mask, philox
-from hf_longctx.runtime.dropout.keys import DropoutKeys
+from hf_longctx.runtime.core.dropout import DropoutKeys
 
 # counter, key -> answer: file kat_vectors of Random123, by the authors of the paper
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)

@@ -25,7 +25,7 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.checks import refuse_unsupported
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 FIXTURES = Path(__file__).parents[2] / "plan" / "fixtures"
 CPU = torch.device("cpu")

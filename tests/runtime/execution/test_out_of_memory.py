@@ -14,7 +14,7 @@ from helpers.ranks.rank_steps import rank_inputs
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 LENGTHS = [13, 5, 9]
 PLAN = plan_of([[(1, (0,))], [(1, (1, 2))]], LENGTHS, 1)

@@ -11,7 +11,7 @@ from helpers.ranks.rank_steps import mesh, whole
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.routers import SPREAD_EXPERTS
-from hf_longctx.runtime.execution.spread_experts import spread_experts
+from hf_longctx.runtime.execution.experts import spread_experts
 
 HIDDEN_SIZE, NUM_EXPERTS, NUM_CHOSEN = 32, 4, 2
 Pass = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]

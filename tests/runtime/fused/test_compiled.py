@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from hf_longctx.runtime.fused.compiled import CompiledFunction
+from hf_longctx.runtime.core.kernels import CompiledFunction
 
 # traces and derives like the default one, and leaves out only the compiler of C++
 BACKEND = "aot_eager"

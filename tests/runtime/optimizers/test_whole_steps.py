@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hf_longctx.runtime.optimizers.muon import MuonAdamW
-from hf_longctx.runtime.optimizers.whole_steps import needs_whole_weights, owns_weight, step_on_whole_weights
+from hf_longctx.runtime.parameters.muon import MuonAdamW
 from hf_longctx.runtime.parameters.sharded import shard_mesh
+from hf_longctx.runtime.parameters.whole_weights import needs_whole_weights, owns_weight, step_on_whole_weights
 
 # rows that ranks do not divide, fewer rows than ranks, matrices that are large enough for moments in 8 bits, a vector
 SHAPES = [(128, 96), (7, 5), (1, 3), (96, 64), (33,), (4, 16, 8)]

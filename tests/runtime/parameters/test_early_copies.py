@@ -26,10 +26,10 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters import host_steps
+from hf_longctx.runtime.parameters.gradients import AT_END, LayerOrder
 from hf_longctx.runtime.parameters.host_steps import HostSteps
-from hf_longctx.runtime.parameters.layer_order import AT_END, LayerOrder
 from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, host_steps_of, keep_master_weights
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 CPU = torch.device("cpu")
 LAYERS, STEPS = 4, 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient
+from hf_longctx.runtime.parameters.gradients import has_nonfinite_gradient
 
 # value of a gradient's elements, their type, ranks -> whether it counts as not finite
 CASES = [

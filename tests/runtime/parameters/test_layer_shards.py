@@ -22,8 +22,8 @@ from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.gradients import local_shard
+from hf_longctx.runtime.parameters.host_layers import NUM_SLOTS, LayerShards
 from hf_longctx.runtime.parameters.master_weights import host_steps_of, keep_master_weights
-from hf_longctx.runtime.parameters.on_host.layer_shards import NUM_SLOTS, LayerShards
 from hf_longctx.runtime.parameters.sharded import layer_shards, shard_model
 
 CPU = torch.device("cpu")

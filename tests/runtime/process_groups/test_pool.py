@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.plan.core.types import Action, Chunk, Method, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring
-from hf_longctx.runtime.process_groups.links import RoundMessages
-from hf_longctx.runtime.process_groups.pool import GroupPool, aligned_groups
+from hf_longctx.runtime.process_groups import GroupPool, RoundMessages, aligned_groups
 
 CHUNK = Chunk(0, (Span(0, 0, 8),))
 

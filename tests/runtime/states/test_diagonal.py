@@ -7,7 +7,7 @@ import torch
 from helpers.models.reference import relative_error
 from torch import Tensor
 
-from hf_longctx.runtime.states.scans.diagonal import diagonal_scan
+from hf_longctx.runtime.states.scans import diagonal_scan
 
 
 def by_loop(kept: Tensor, added: Tensor, before: Tensor | None) -> Tensor:

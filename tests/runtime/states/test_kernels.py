@@ -37,13 +37,12 @@ from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.memory.layer import Load, StateLayerBytes
 from hf_longctx.plan.model import mixers as state_spec
+from hf_longctx.runtime.attention.chunk import Document
 from hf_longctx.runtime.attention.kv_book import Slice
-from hf_longctx.runtime.attention.runs import Document
-from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.states import by_token
-from hf_longctx.runtime.states.blocks import row_blocks
+from hf_longctx.runtime.process_groups import GroupPool
+from hf_longctx.runtime.states import kernels as by_token
 from hf_longctx.runtime.states.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, HeadSizes, Row, ScanKernel
-from hf_longctx.runtime.states.recurrence import rows_of
+from hf_longctx.runtime.states.recurrence import row_blocks, rows_of
 
 pytestmark = newest
 

@@ -20,8 +20,7 @@ from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.states.book import LayerScan
 from hf_longctx.runtime.states.convolution import convolve_documents
-from hf_longctx.runtime.states.maps import Decay, DeltaRule
-from hf_longctx.runtime.states.passing import StateMap
+from hf_longctx.runtime.states.passing import Decay, DeltaRule, StateMap
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
 
 LENGTHS = (37, 5, 90, 1, 60)

@@ -16,11 +16,10 @@ from torch import Tensor
 from hf_longctx.plan.core.settings import CPU_TILE_KEYS
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.plan.model.attention_pairs import AttentionPairs, masked_keys
-from hf_longctx.runtime.activations.attention_record import AttentionRecord
-from hf_longctx.runtime.attention.chunk import ChunkAttention
+from hf_longctx.runtime.activations.records import AttentionRecord
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
-from hf_longctx.runtime.attention.runs import Document
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs

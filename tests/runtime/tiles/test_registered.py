@@ -13,7 +13,8 @@ from helpers.measures.flash_packs import FlashPacks
 from torch import Tensor
 from torch.nn import attention
 
-from hf_longctx.runtime.tiles import cuda, packs, registered
+from hf_longctx.runtime.tiles import cuda, packs
+from hf_longctx.runtime.tiles import packages as registered
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
 from hf_longctx.runtime.tiles.tile import BACKENDS, attention_backend, choose_backend
 

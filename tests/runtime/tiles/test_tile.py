@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_longctx.plan.core import sharding
 from hf_longctx.runtime.tiles import cuda, plain
 from hf_longctx.runtime.tiles import tile as tile_module
-from hf_longctx.runtime.tiles.dropped import TileDropout, WeightDropout
-from hf_longctx.runtime.tiles.plain import Scores, TileInputs
+from hf_longctx.runtime.tiles.plain import Scores, TileDropout, TileInputs, WeightDropout
 from hf_longctx.runtime.tiles.tile import (
     BACKENDS,
     accepting,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, keys_of
+from hf_longctx.runtime.core.dropout import SITE, DropoutKeys, DropoutSite, keys_of
 
 # attributes of an embedding: alpha, and the handle of its hook
 _ALPHA, _HANDLE = "_longctx_noise_alpha", "_longctx_noise_handle"

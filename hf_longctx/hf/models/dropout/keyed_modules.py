@@ -24,7 +24,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.wrapped.text import tower_names
 from hf_longctx.plan.model.model_spec import WEIGHT_DROPOUT
 from hf_longctx.runtime.core.binding import is_written_by
-from hf_longctx.runtime.dropout.keys import SITE, DropoutKeys, DropoutSite, DropoutTokens, keys_of
+from hf_longctx.runtime.core.dropout import SITE, DropoutKeys, DropoutSite, DropoutTokens, keys_of
 
 # fields of a config whose dropout is all in modules that see hidden states; the tests run each of them
 KEYED_FIELDS: dict[str, tuple[str, ...]] = {

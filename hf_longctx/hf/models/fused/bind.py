@@ -34,9 +34,9 @@ from hf_longctx.hf.models.fused.find import (
 from hf_longctx.hf.models.fused.low_rank import adapted
 from hf_longctx.hf.models.layers import other_matrices
 from hf_longctx.hf.models.wrapped.text import text_layers
+from hf_longctx.runtime.core import kernels as liger
 from hf_longctx.runtime.core.binding import own_forward, replace_forward, with_globals
-from hf_longctx.runtime.fused import liger
-from hf_longctx.runtime.fused.compiled import CompiledFunction, Function
+from hf_longctx.runtime.core.kernels import CompiledFunction, Function
 
 # who makes the kernels; "": nobody, the model runs its own code
 Maker = Literal["", "compile", "liger"]

@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.context.forwards import without_renames
 from hf_longctx.hf.models.fused.find import ROTARY
+from hf_longctx.runtime.core import kernels as liger
 from hf_longctx.runtime.core.binding import wrapped
-from hf_longctx.runtime.fused import liger
 
 # pieces of Liger that `liger_kernel_config` may name, with those that are refused and why
 _PIECES = ("rms_norm", "swiglu", "geglu")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_longctx.hf.models.adapters import plain_adapter
 from hf_longctx.hf.models.fused.find import is_hooked, runs_as_written
 from hf_longctx.runtime.core.binding import global_hooks
-from hf_longctx.runtime.fused.low_rank import add_low_rank
+from hf_longctx.runtime.core.kernels import add_low_rank
 
 
 def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hf_longctx.hf.models.heads.kinds import head_kind, head_of, inner_model, num_outputs
-from hf_longctx.runtime.activations.logit_change import LogitChange, StandIn
+from hf_longctx.runtime.activations.output_head import LogitChange, StandIn
 from hf_longctx.runtime.core.binding import HOOKS
 
 # words in names of config fields that make some class change its logits after the head

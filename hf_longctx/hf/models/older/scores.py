@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
-from hf_longctx.runtime.dropout.keys import SITE, DropoutSite
+from hf_longctx.runtime.core.dropout import SITE, DropoutSite
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
 Role = Literal["keys", "values", "scores", "weights"]

@@ -15,7 +15,7 @@ from hf_longctx.hf.models.cutting import Identity, StageLayers
 from hf_longctx.hf.models.parts.refusing import allow_all, refuse_all
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.runtime.core.binding import PUT
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 # attributes that cutting and training set on instances: ties, forwards, and the forward that accelerate wraps
 _TIES = ("_tied_weights_keys", "all_tied_weights_keys")

@@ -30,9 +30,9 @@ from hf_longctx.runtime.states.kernels import (
     KernelScan,
     ScanKernel,
 )
-from hf_longctx.runtime.states.maps import ChannelDecay, Decay, DeltaRule
+from hf_longctx.runtime.states.passing import ChannelDecay, Decay, DeltaRule
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
-from hf_longctx.runtime.states.scans.weighted_means import MeansMap, weighted_means, wide
+from hf_longctx.runtime.states.scans import MeansMap, weighted_means, wide
 
 # keywords of scans that are passed on
 _OF_RULE = ("use_qk_l2norm_in_kernel",)

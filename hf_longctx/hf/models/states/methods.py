@@ -18,11 +18,9 @@ from hf_longctx.hf.models.states.functions import MixerCall
 from hf_longctx.plan.model.mixers import ScanSize, mlstm_scan
 from hf_longctx.runtime.states.book import LayerScan
 from hf_longctx.runtime.states.convolution import convolve_documents
-from hf_longctx.runtime.states.maps import Decay
+from hf_longctx.runtime.states.passing import Decay
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
-from hf_longctx.runtime.states.scans.diagonal import diagonal_scan
-from hf_longctx.runtime.states.scans.lightning import Decays, lightning_blocks
-from hf_longctx.runtime.states.scans.matrix_memory import MatrixMemory
+from hf_longctx.runtime.states.scans import Decays, MatrixMemory, diagonal_scan, lightning_blocks
 
 # keywords of an mLSTM that have tokens
 _OF_MLSTM = ("query", "key", "value", "igate", "fgate")

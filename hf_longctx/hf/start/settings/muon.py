@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads.kinds import head_of
-from hf_longctx.runtime.optimizers.muon import MuonAdamW
+from hf_longctx.runtime.parameters.muon import MuonAdamW
 
 
 class MuonWithAdamW:

@@ -24,8 +24,7 @@ from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
 from hf_longctx.hf.data.labels.task import HeadTask
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, custom_losses
-from hf_longctx.runtime.core.value_losses import ValueLoss
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, ValueLoss, custom_losses
 
 Array = NDArray[Any]
 

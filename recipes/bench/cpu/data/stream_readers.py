@@ -37,7 +37,7 @@ from hf_longctx.hf.ranks.agreement import sums_over_ranks
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec, PlannerConfig
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 VOCAB_SIZE = 4096
 LONGEST = 4096

@@ -14,7 +14,7 @@ from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.execution.executor import no_mask
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 IDS = torch.arange(7).unsqueeze(0) + 3
 

@@ -16,7 +16,7 @@ from helpers.models.reference import TOLERANCE, reference_step
 from helpers.plans.sliced_plans import sliced_plan
 from helpers.trainers.trainer_runs import problems_at_start
 
-from hf_longctx.runtime.dropout.keys import keys_of
+from hf_longctx.runtime.core.dropout import keys_of
 
 # class -> its field
 FIELDS = {

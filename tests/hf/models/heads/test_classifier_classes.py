@@ -23,7 +23,7 @@ from hf_longctx.hf.models.classes import class_problem
 from hf_longctx.hf.models.heads.kinds import CLASSIFIERS
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool
 
 # a class with learned positions that writes its forward out, likewise for tokens, a config of its own, states along the sequence
 FAST = (

@@ -23,8 +23,7 @@ from hf_longctx.hf.models.heads.logits import head_problem, logit_change
 from hf_longctx.hf.models.layers import final_norm, output_head
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import LayerRange
-from hf_longctx.runtime.activations.logit_change import LogitChange
-from hf_longctx.runtime.activations.output_head import OutputHead, loss_of
+from hf_longctx.runtime.activations.output_head import LogitChange, OutputHead, loss_of
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, Targets, TokenTally, label_logits, summed_loss, token_scores
 
 CAP, WIDE_CAP = "div 2.0, tanh, mul 2.0", "cast float32, div 2.0, tanh, mul 2.0"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_longctx.hf.checkpoints.sharded import WHOLE_FOLDER, load_whole_optimizer, load_whole_states, save_whole_states
-from hf_longctx.runtime.optimizers.whole_steps import owns_weight, step_on_whole_weights
 from hf_longctx.runtime.parameters.gradients import local_shard
 from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, keep_master_weights
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.parameters.whole_weights import owns_weight, step_on_whole_weights
 
 
 class OwnAdamW(torch.optim.AdamW): ...

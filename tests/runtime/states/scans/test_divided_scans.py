@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 from transformers.models.xlstm import modeling_xlstm
 
-from hf_longctx.runtime.states.scans.matrix_memory import MatrixMemory
-from hf_longctx.runtime.states.scans.weighted_means import MeansMap, weighted_means
+from hf_longctx.runtime.states.scans import MatrixMemory, MeansMap, weighted_means
 
 pytestmark = newest
 # pieces: shorter than a block, one token, several blocks

@@ -6,11 +6,28 @@ serves every number of tokens from 2 on: tiles, their last one, slices and packs
 anew, runs the function itself.
 
 In half precision a compiled function rounds once, at its end, where the function itself rounds after every operation.
+
+Takes RMSNorm and gated activations from the package liger-kernel, in the forms that are exact under plans.
+
+Liger's norm may write the gradient of its input over that of its output, which layers with a norm behind attention share with
+their residual: it is told not to. Its gated activations write their gradients over the inputs that they saved. These belong to
+one node each, unless a hook keeps them, so they may be overwritten once: a second backward (retain_graph) raises an error.
+Liger's rotary embedding writes over queries and keys, which plans keep for replays, so it is left out.
+
+Adds the product of two small matrices to what a linear module returned: the output of a low-rank adapter (LoRA).
+
+PEFT makes the adapter's output, scales it and adds it to that of the frozen module: three tensors as large as the output, each
+rounded to its dtype. One matrix product that accumulates does all of it, rounds once, and saves nothing as wide as the output.
+
+Shapes: T tokens of this rank, N output features, r features of the adapter.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -123,3 +140,89 @@ class _Compiled(torch.autograd.Function):
         found = iter(owner.backward(ctx.saved_tensors, tuple(each.contiguous() for each in gradients), needs))
         own = [next(found) if need else None for need in needs]
         return None, *own, *(None for _ in range(len(owner.token_dims) - owner.num_gradients))
+
+
+# dtypes that Liger's kernels know
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GATES = {"silu": "LigerSiLUMulFunction", "gelu_tanh": "LigerGELUMulFunction"}
+
+
+def is_installed() -> bool:
+    """Whether the package liger-kernel is installed."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def has_gate(activation: str) -> bool:
+    """Whether Liger multiplies by this activation."""
+    return activation in _GATES
+
+
+def norm(x_NC: Tensor, weight_C: Tensor, eps: float, is_centred: bool) -> Tensor:
+    """RMSNorm of rows; `is_centred`: weights count from 1 and multiply before the result is rounded, as Gemma's do."""
+    function = getattr(importlib.import_module("liger_kernel.ops"), "LigerRMSNormFunction")  # noqa: B009
+    result: Tensor = function.apply(x_NC, weight_C, eps, float(is_centred), "gemma" if is_centred else "llama", False, None)
+    return result
+
+
+def gated(activation: str, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    """activation(gate) * up; backward writes over both inputs."""
+    result: Tensor = _gate_function(activation).apply(gate_NI, up_NI)
+    return result
+
+
+@cache
+def _gate_function(activation: str) -> Any:
+    """Liger's function, whose backward runs only once."""
+    function: Any = getattr(importlib.import_module("liger_kernel.ops"), _GATES[activation])
+
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if getattr(ctx, "was_run", False):
+            raise RuntimeError(
+                "a second backward ran through Liger's gated activation, which overwrites what it saved; do not set "
+                "retain_graph, or leave use_liger_kernel out (LongContextConfig(compile_layers=True) allows it)"
+            )
+        ctx.was_run = True
+        return function.backward(ctx, *gradients)
+
+    return type(f"Once{function.__name__}", (function,), {"backward": staticmethod(backward)})
+
+
+def add_low_rank(y: Tensor, low: Tensor, second_Nr: Tensor, scaling: float, in_place: bool) -> Tensor:
+    """y + scaling * low second', [..., N], from y of that shape and low [..., r], all of one dtype.
+
+    in_place: y, which is contiguous and no view, is overwritten, so nobody else may read it.
+    """
+    result: Tensor = _AddLowRank.apply(y, low, second_Nr, scaling, in_place)
+    return result
+
+
+class _AddLowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, low: Tensor, second_Nr: Tensor, scaling: float, in_place: bool) -> Tensor:
+        low_Tr = low.flatten(0, -2)
+        ctx.scaling = scaling
+        ctx.save_for_backward(low_Tr, second_Nr)
+        if in_place:
+            ctx.mark_dirty(y)
+            y.flatten(0, -2).addmm_(low_Tr, second_Nr.T, alpha=scaling)
+            return y
+        return torch.addmm(y.flatten(0, -2), low_Tr, second_Nr.T, alpha=scaling).view(y.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        low_Tr, second_Nr = ctx.saved_tensors
+        _, needs_low, needs_second = ctx.needs_input_grad[:3]
+        gradient_TN = gradient.flatten(0, -2)
+        dlow = dsecond_Nr = None
+        if needs_low:
+            dlow = _scaled_product(ctx.scaling, gradient_TN, second_Nr).view(*gradient.shape[:-1], low_Tr.shape[1])
+        if needs_second:
+            dsecond_Nr = _scaled_product(ctx.scaling, gradient_TN.T, low_Tr)
+        return gradient, dlow, dsecond_Nr, None, None
+
+
+def _scaled_product(scaling: float, left: Tensor, right: Tensor) -> Tensor:
+    """scaling * left @ right, rounded once."""
+    unread = left.new_empty(left.shape[0], right.shape[1])
+    return torch.addmm(unread, left, right, beta=0, alpha=scaling)

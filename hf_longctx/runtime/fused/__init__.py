@@ -1,1 +1,0 @@
-"""Elementwise functions of layers as single kernels: compiled by torch, or taken from Liger."""

@@ -1,1 +1,0 @@
-"""Optimizers that need whole weights, on whole weights and on shards."""

@@ -1,1 +1,0 @@
-"""Shards of weights that lie in host memory while a step computes."""

@@ -1,1 +1,0 @@
-"""Process groups of a run, and the messages between its pipeline stages."""
