@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.evaluation.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
     from hf_longctx.hf.models.rope import extend_positions
-    from hf_longctx.hf.ranks.refusals import refusals_last
+    from hf_longctx.hf.ranks.exit_message import refusals_last
     from hf_longctx.hf.start.settings.muon import MuonWithAdamW
     from hf_longctx.hf.start.sharded_loading import load_sharded
     from hf_longctx.hf.start.stages import load_pipeline_stage
@@ -45,7 +45,7 @@ _HOMES = {
     "mix_datasets": "hf_longctx.hf.data.mixture",
     "pack_sequences": "hf_longctx.plan.groups.best_fit",
     "passkeys": "hf_longctx.hf.evaluation.needles",
-    "refusals_last": "hf_longctx.hf.ranks.refusals",
+    "refusals_last": "hf_longctx.hf.ranks.exit_message",
     "tokenise_chat": "hf_longctx.hf.data.tokenise",
     "tokenise_completions": "hf_longctx.hf.data.tokenise",
     "tokenise_text": "hf_longctx.hf.data.tokenise",

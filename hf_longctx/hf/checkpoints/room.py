@@ -20,8 +20,7 @@ from transformers import TrainingArguments
 from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER
 from hf_longctx.hf.checkpoints.staging import step_of
 from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted
-from hf_longctx.hf.ranks.host_memory import host_bytes
-from hf_longctx.hf.ranks.launch import on_first_rank
+from hf_longctx.hf.ranks.launch import host_bytes, on_first_rank
 
 logger = logging.getLogger(__name__)
 logger.addFilter(on_first_rank)

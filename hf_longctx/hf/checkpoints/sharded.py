@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_longctx.hf.checkpoints.optimizers.trained_weights import check_sizes
+from hf_longctx.hf.checkpoints.trained_weights import check_sizes
 from hf_longctx.hf.checkpoints.unpickling import load_shards
 from hf_longctx.runtime.parameters.low_bit import is_low_bit, own_moment
 from hf_longctx.runtime.parameters.master_weights import (

@@ -18,7 +18,7 @@ import jinja2
 import pyarrow as pa
 from jinja2 import meta, nodes
 
-from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
+from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 
 # a field is text if templates may print it, a flag if it says whether a turn is learnt, a note if nothing reads it
 FieldUse = Literal["text", "flag", "note", "refused"]

@@ -40,8 +40,8 @@ from hf_longctx.hf.data.fields import (
     named_column_problem,
     text_columns,
 )
-from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS, list_lengths
-from hf_longctx.hf.data.labels.padding import MASK, Padding, padding_of, unpadded
+from hf_longctx.hf.data.labels import LOSS_WEIGHTS, list_lengths
+from hf_longctx.hf.data.padding import MASK, Padding, padding_of, unpadded
 from hf_longctx.hf.data.scan import PACKED, column_problem, mask_problems
 from hf_longctx.hf.ranks.launch import on_first_rank
 from hf_longctx.runtime.core.loss import IGNORE_INDEX

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT
+from hf_longctx.hf.data.labels import LABELS_THAT_COUNT
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.start.losses import WAY_OUT
 from hf_longctx.runtime.core.loss import IGNORE_INDEX

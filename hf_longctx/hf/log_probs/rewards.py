@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from hf_longctx.hf.data.labels.task import HeadTask
+from hf_longctx.hf.data.labels import HeadTask
 from hf_longctx.hf.log_probs.documents import LocalDocuments
 from hf_longctx.hf.log_probs.two_passes import Batch, ScoredModel, TwoPasses, Untrained, outside_autocast, token_places
 from hf_longctx.hf.planning.source import PlanSource

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_longctx.hf.planning.refit import MeasuredPlan, Samples
-from hf_longctx.hf.planning.samples import pass_samples
+from hf_longctx.hf.planning.refit import MeasuredPlan, Samples, pass_samples
 from hf_longctx.plan.core.sharding import held_tokens, is_lent, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.ranks.agreement import count_over_ranks, gather_objects, sums_over_ranks
-from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
+from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.plan.core.messages import listed
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hf_longctx.hf.ranks.exit_message import RefusedRun
 from hf_longctx.hf.ranks.heartbeats import Heartbeats, described, place_of_error
 from hf_longctx.hf.ranks.lost_ranks import BROKEN, Lost, RollCall, connect, rank_0_holds_store
-from hf_longctx.hf.ranks.refusals import RefusedRun
 from hf_longctx.runtime.process_groups import sum_over_ranks
 
 # beginnings of the messages with which gloo and NCCL end a collective; other errors may speak of connections too

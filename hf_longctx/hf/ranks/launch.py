@@ -1,4 +1,9 @@
-"""Reads the environment variables that torchrun and accelerate set; `hf.config` and the start-up checks use them."""
+"""Reads the environment variables that torchrun and accelerate set; `hf.config` and the start-up checks use them.
+
+Host memory that this process may use: the machine's, or less if its container has a limit.
+
+Budgets of offloading and the self-test read it.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import psutil
 
 if TYPE_CHECKING:
     Degrees = list[int] | Literal["all"]
     Stages = int | Literal["auto"]
-else:
-    # on a command line these settings are words: `HfArgumentParser` takes one type per setting
-    Degrees = list[str]
-    Stages = str
 
 _USES_FSDP = "ACCELERATE_USE_FSDP"
 
@@ -140,3 +144,22 @@ def without_fsdp() -> Iterator[None]:
 def on_first_rank(record: logging.LogRecord) -> bool:
     """Filter of loggers whose warnings all ranks have alike, so that the first one alone gives them."""
     return os.environ.get("RANK", "0") == "0" or record.levelno >= logging.ERROR
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_bytes(cgroup: Path = _CGROUP) -> tuple[int, int]:
+    """(available, total) bytes of host memory, within the limit of the control group (version 2) in `cgroup`."""
+    machine = psutil.virtual_memory()
+    available_bytes, total_bytes = int(machine.available), int(machine.total)
+    try:
+        limit_bytes = int((cgroup / "memory.max").read_text())
+        used_bytes = int((cgroup / "memory.current").read_text())
+        pages = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        # there is no such group, or it says "max": no limit
+        return available_bytes, total_bytes
+    # the page cache of recently read files is counted as used, but given up when memory is needed
+    used_bytes -= int(pages.get("inactive_file", 0))
+    return min(available_bytes, max(0, limit_bytes - used_bytes)), min(total_bytes, limit_bytes)

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.hf.data.labels.task import HeadTask
+from hf_longctx.hf.data.labels import HeadTask
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import shorten_limits
 from hf_longctx.hf.models.older.positions import absent_token_ids
@@ -50,7 +50,7 @@ from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.states.functions import MIXERS
 from hf_longctx.hf.models.states.patching import mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
-from hf_longctx.hf.ranks.host_memory import host_bytes
+from hf_longctx.hf.ranks.launch import host_bytes
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, largest
 from hf_longctx.hf.self_test.independent import functions_added, original_left_alone
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
-from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of

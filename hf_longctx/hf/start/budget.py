@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
+from hf_longctx.hf.ranks.launch import host_bytes as bytes_of_host
 from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.byte_model import ByteModel

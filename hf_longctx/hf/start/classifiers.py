@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from transformers.trainer_utils import align_special_tokens
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.labels.task import HeadTask, Problem
+from hf_longctx.hf.data.labels import HeadTask, Problem
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.heads.kinds import inner_model
 from hf_longctx.runtime.core.loss import OwnLogit

@@ -23,7 +23,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import default_data_collator
 
-from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
+from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 from hf_longctx.hf.data.scan import PACKED, as_array
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.adapters import base_of

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
-from hf_longctx.hf.data.scan_cache import scan_on_every_rank
+from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data.scan import scan_on_every_rank
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapters
@@ -27,8 +27,7 @@ from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spe
 from hf_longctx.hf.models.states.functions import family_of, scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
-from hf_longctx.hf.ranks.host_memory import host_bytes
-from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.ranks.launch import LaunchEnvironment, host_bytes
 from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import Beside, activation_budget, describe_states, rank_memory
 from hf_longctx.hf.start.settings.advice import allocator_advice, fitting_settings, run_memory, slow_tiles, threads_advice

@@ -20,7 +20,7 @@ from torch import nn
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import named_column_problem, text_columns
-from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
+from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 from hf_longctx.hf.models.adapters import base_of, is_adapted
 from hf_longctx.hf.models.dropout.keyed_modules import weight_rates
 from hf_longctx.hf.models.heads.kinds import head_kind

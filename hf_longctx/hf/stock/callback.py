@@ -32,12 +32,12 @@ from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.models.wrapped.text import freeze_towers, wrapper_of
 from hf_longctx.hf.planning.console import Console
-from hf_longctx.hf.planning.step_lines import plan_parts, seconds_part, speed_part
+from hf_longctx.hf.planning.report import plan_parts, seconds_part, speed_part
 from hf_longctx.hf.ranks.agreement import START, begin_beats, joint_call, raise_together
+from hf_longctx.hf.ranks.exit_message import RefusedRun
 from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.loader_workers import keep_workers
-from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
-from hf_longctx.hf.ranks.refusals import RefusedRun
+from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.start.arguments import argument_problems, kind_problems, rounds_by_chance
 from hf_longctx.hf.start.hooks import hook_problems
 from hf_longctx.hf.start.trl import alone_problems

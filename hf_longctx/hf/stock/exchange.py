@@ -30,7 +30,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.older.positions import absent_token_ids
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import joint_call
-from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
+from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.output_head import loss_of

@@ -31,8 +31,8 @@ from transformers.trainer_utils import SaveStrategy
 from hf_longctx.hf.checkpoints.background import BackgroundSave, remove_left_copies
 from hf_longctx.hf.checkpoints.choice import Choice, Chosen, choose
 from hf_longctx.hf.checkpoints.manifest import DATA_FILE, OPTIMIZER_FILE, STATE_FILE, Contents, write_json
-from hf_longctx.hf.checkpoints.optimizers.trained_weights import TrainedWeights, explained
 from hf_longctx.hf.checkpoints.staging import SavingRanks, StagedCheckpoint, checkpoint_name, rotate
+from hf_longctx.hf.checkpoints.trained_weights import TrainedWeights, explained
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.start.arguments import callback_problems

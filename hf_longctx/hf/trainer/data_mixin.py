@@ -11,12 +11,12 @@ from transformers import Trainer, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.collator import PlannedDataset
-from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT
+from hf_longctx.hf.data.labels import LABELS_THAT_COUNT
 from hf_longctx.hf.data.resume import sequences_per_step
 from hf_longctx.hf.data.streams.planned_stream import PlannedStream
 from hf_longctx.hf.data.streams.sources import is_stream, whole
 from hf_longctx.hf.ranks.agreement import raise_together, sums_over_ranks
-from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
+from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.start.trl import is_scored, read_columns
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.run import Run

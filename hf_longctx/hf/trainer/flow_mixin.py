@@ -15,7 +15,7 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_longctx.hf.ranks.agreed_flow import AgreedFlow
-from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
+from hf_longctx.hf.ranks.stopping import OrderlyStop
 
 # users put the mixin in front of a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:

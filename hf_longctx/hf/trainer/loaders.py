@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset
-from hf_longctx.hf.data.labels.counted import LABELS_THAT_COUNT, step_without_labels
+from hf_longctx.hf.data.labels import LABELS_THAT_COUNT, step_without_labels
 from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.resume import data_settings, plans_done
 from hf_longctx.hf.data.sampler import LengthAwareSampler, SequenceIndex

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
-from hf_longctx.hf.checkpoints.optimizers.trained_weights import explained
 from hf_longctx.hf.checkpoints.sharded import load_whole_optimizer
+from hf_longctx.hf.checkpoints.trained_weights import explained
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import joint_call
 from hf_longctx.hf.start.arguments import rounds_by_chance

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.labels.task import HeadTask, task_of
+from hf_longctx.hf.data.labels import HeadTask, task_of
 from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime

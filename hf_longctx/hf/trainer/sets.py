@@ -18,12 +18,10 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import unread_columns
-from hf_longctx.hf.data.labels.counted import have_labels
-from hf_longctx.hf.data.labels.pieces import RowChanged, tables_of
-from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask, have_labels
+from hf_longctx.hf.data.later_pieces import RowChanged, tables_of
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, too_long
-from hf_longctx.hf.data.scan_cache import scan_on_every_rank
+from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_every_rank, too_long
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together

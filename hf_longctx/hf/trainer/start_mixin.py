@@ -35,7 +35,7 @@ from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
+from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.start.arguments import (
     argument_problems,
     config_problems,

@@ -39,9 +39,9 @@ from hf_longctx.hf.models.fused.choice import without_liger
 from hf_longctx.hf.models.heads.kinds import head_kind
 from hf_longctx.hf.models.wrapped.text import freeze_towers
 from hf_longctx.hf.ranks.agreement import START, gather_objects, joint_call, raise_together
+from hf_longctx.hf.ranks.exit_message import RefusedRun, naming_errors
 from hf_longctx.hf.ranks.launch import separate_runs
-from hf_longctx.hf.ranks.orderly_stop import OrderlyStop, without_jit_checkpoint
-from hf_longctx.hf.ranks.refusals import RefusedRun, naming_errors
+from hf_longctx.hf.ranks.stopping import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.start.arguments import (
     OF_LOGITS,
     argument_problems,

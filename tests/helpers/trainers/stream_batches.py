@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.hf.data.collator import TokenSequence
+from hf_longctx.hf.data.resume import Place
 from hf_longctx.hf.data.streams.composer import Announced, BatchComposer, EpochEnds, EpochOver
-from hf_longctx.hf.data.streams.place import Place
 from hf_longctx.hf.data.streams.planned_stream import StreamSource
 from hf_longctx.hf.data.streams.rows import EndOfEpoch, StreamRules
 from hf_longctx.runtime.core.loss import IGNORE_INDEX

@@ -15,7 +15,7 @@ from helpers.trainers.trainer_runs import make_trainer, start, training_argument
 
 from hf_longctx.hf.checkpoints import room
 from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER
-from hf_longctx.hf.ranks.folder_lock import LOCK_NAME
+from hf_longctx.hf.ranks.stopping import LOCK_NAME
 from hf_longctx.journal import JOURNAL
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}

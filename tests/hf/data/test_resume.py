@@ -15,8 +15,7 @@ from transformers import TrainerState, TrainingArguments
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.checkpoints.manifest import write_json
-from hf_longctx.hf.data.resume import DataRecorder, check_resumed, data_settings, plans_done
-from hf_longctx.hf.data.streams.place import Anchor, Cursor, Place
+from hf_longctx.hf.data.resume import Anchor, Cursor, DataRecorder, Place, check_resumed, data_settings, plans_done
 
 
 def recorder(folder: Path, train_dataset: str, place: Place | None = None, **arguments: Any) -> DataRecorder:

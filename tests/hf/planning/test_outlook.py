@@ -11,7 +11,7 @@ from helpers.plans.layouts import tiny_costs
 from helpers.plans.measured_plans import TRUTH
 from transformers import TrainingArguments
 
-from hf_longctx.hf.planning.outlook import outlook, typical_step_s
+from hf_longctx.hf.planning.report import outlook, typical_step_s
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.core.settings import PlannerConfig

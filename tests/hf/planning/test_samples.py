@@ -13,8 +13,7 @@ from helpers.plans.sliced_plans import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.hf.planning.refit import Samples, without_waiting
-from hf_longctx.hf.planning.samples import pass_samples
+from hf_longctx.hf.planning.refit import Samples, pass_samples, without_waiting
 from hf_longctx.plan.core.types import Action, ActivationPolicy, GroupShape, LayerPolicy, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, ModelPart, PassCoefficients
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, fit_coefficients, scaled_coefficients

@@ -7,7 +7,7 @@ from dataclasses import replace
 from helpers.plans.layouts import plan_of
 from helpers.plans.measured_plans import INTERVALS, step_record
 
-from hf_longctx.hf.planning.step_lines import record_parts
+from hf_longctx.hf.planning.report import record_parts
 from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.plan.core.types import Estimate
 from hf_longctx.runtime.execution.round import StepMemory

@@ -12,7 +12,7 @@ from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import num_policies, with_policies
 from helpers.plans.sliced_plans import cut
 
-from hf_longctx.hf.planning.step_lines import record_parts
+from hf_longctx.hf.planning.report import record_parts
 from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
 from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hf_longctx.hf.ranks.folder_lock import LOCK_NAME, FolderLock
+from hf_longctx.hf.ranks.stopping import LOCK_NAME, FolderLock
 
 HOLDER = """
 import sys, time
-from hf_longctx.hf.ranks.folder_lock import FolderLock
+from hf_longctx.hf.ranks.stopping import FolderLock
 lock = FolderLock(sys.argv[1])
 print(lock.take(), flush=True)
 time.sleep(600)

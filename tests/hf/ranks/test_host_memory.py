@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from hf_longctx.hf.ranks.host_memory import host_bytes
+from hf_longctx.hf.ranks.launch import host_bytes
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:

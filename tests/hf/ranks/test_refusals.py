@@ -10,12 +10,12 @@ import pytest
 
 from hf_longctx import DataError
 from hf_longctx.cli.launching import brief, launch_command
-from hf_longctx.hf.ranks import refusals
-from hf_longctx.hf.ranks.refusals import RefusedRun, refusals_last
+from hf_longctx.hf.ranks import exit_message as refusals
+from hf_longctx.hf.ranks.exit_message import RefusedRun, refusals_last
 
 SCRIPT = """
 import os, time
-from hf_longctx.hf.ranks.refusals import RefusedRun, refusals_last
+from hf_longctx.hf.ranks.exit_message import RefusedRun, refusals_last
 with refusals_last():
     # rank 1 finds out first
     time.sleep(0.5 * (os.environ["LOCAL_RANK"] == "0"))

@@ -5,33 +5,231 @@ lengths that their readers have read since; each composes the same next batch, a
 
 One iteration is one epoch, as of any dataset. No reader begins an epoch before the training does, so callbacks between two epochs
 can change what the stream gives.
+
+Sends the tokens of a planned batch from the ranks that have read them to the ranks that hold them, one message for each pair.
+
+Every rank knows the plan and who has read which sequence, so no sizes are exchanged.
+
+Reads the sequences of one reader ahead of training, in a thread.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedStep, TokenSequence
-from hf_longctx.hf.data.streams.composer import BatchComposer, ComposedBatch, EpochEnds, EpochOver
-from hf_longctx.hf.data.streams.exchange import exchange_tokens
-from hf_longctx.hf.data.streams.place import Cursor, Place
-from hf_longctx.hf.data.streams.reader import AheadReader
-from hf_longctx.hf.data.streams.rows import ONLY_READER, SequenceReader, StreamRules
+from hf_longctx.hf.data.resume import Cursor, Place
+from hf_longctx.hf.data.streams.composer import Announced, BatchComposer, ComposedBatch, EpochEnds, EpochOver, Fails, Item
+from hf_longctx.hf.data.streams.rows import ONLY_READER, EndOfEpoch, ReadSequence, SequenceReader, StreamRules
 from hf_longctx.hf.data.streams.sources import reader_stream
 from hf_longctx.hf.planning.source import Lengths, PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.plan.core.sharding import rank_pieces
+from hf_longctx.plan.core.types import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTokens:
+    """Tokens [begin, end) of sequence `sequence` of a plan, which a rank holds."""
+
+    sequence: int
+    begin: int
+    end: int
+
+
+def tokens_of_positions(plan: StepPlan) -> dict[int, list[HeldTokens]]:
+    """The tokens that the ranks at each position hold, in the order in which messages have them. Stages hold the same tokens."""
+    found: dict[int, list[HeldTokens]] = {}
+    for micro_batch in plan.micro_batches:
+        for group in micro_batch.groups:
+            for chunk in group.chunks:
+                for position, pieces in zip(group.positions, rank_pieces(chunk, group.shape), strict=True):
+                    held = found.setdefault(position, [])
+                    for piece in pieces:
+                        # documents above these are dummy tokens
+                        if piece.document < len(chunk.spans):
+                            span = chunk.spans[piece.document]
+                            held.append(HeldTokens(span.sequence, span.start + piece.start, span.start + piece.stop))
+    return found
+
+
+def exchange_tokens(
+    plan: StepPlan,
+    readers: Sequence[int],
+    read: Mapping[int, TokenSequence],
+    is_weighted: bool,
+    rank: int,
+    control: dist.ProcessGroup | None,
+) -> dict[int, TokenSequence]:
+    """Returns, for the sequences of a plan of which this rank holds tokens, the range of them that it needs. Collective.
+
+    readers: the rank that has read each sequence. read: the sequences that this rank has read, whole. Between the tokens that a
+    rank holds, the returned ranges are zeros where another rank has read the sequence.
+    """
+    held = tokens_of_positions(plan)
+    own = held.get(plan.place(rank)[1], [])
+    found = _room(own, is_weighted, {number for number in range(len(readers)) if readers[number] == rank})
+    incoming: dict[int, Tensor] = {}
+    work = []
+    for source in sorted({readers[each.sequence] for each in own} - {rank}):
+        size = sum(each.end - each.begin for each in own if readers[each.sequence] == source)
+        incoming[source] = torch.empty(4 if is_weighted else 2, size, dtype=torch.int32)
+        work.append(dist.irecv(incoming[source], source, control))
+    # this list keeps the tensors alive until they are sent
+    outgoing = []
+    for target in range(plan.num_ranks):
+        wanted = [each for each in held.get(plan.place(target)[1], []) if readers[each.sequence] == rank]
+        if wanted and target != rank:
+            outgoing.append(torch.cat([_packed(read[each.sequence], each, is_weighted) for each in wanted], dim=1))
+            work.append(dist.isend(outgoing[-1], target, control))
+    for message in work:
+        assert message is not None
+        message.wait()
+    for source, message_RN in incoming.items():
+        parts = [each for each in own if readers[each.sequence] == source]
+        for each, piece in zip(parts, message_RN.split([each.end - each.begin for each in parts], dim=1), strict=True):
+            _unpack(piece, found[each.sequence], each)
+    return {number: read[number] if readers[number] == rank else found[number] for number in {each.sequence for each in own}}
+
+
+def _room(own: Sequence[HeldTokens], is_weighted: bool, is_here: set[int]) -> dict[int, TokenSequence]:
+    """Zeros for the tokens that come from other ranks."""
+    ranges: dict[int, tuple[int, int]] = {}
+    for each in own:
+        low, high = ranges.get(each.sequence, (each.begin, each.end))
+        ranges[each.sequence] = min(low, each.begin), max(high, each.end)
+    return {
+        number: TokenSequence(
+            torch.zeros(high - low, dtype=torch.int64),
+            torch.zeros(high - low, dtype=torch.int64),
+            low,
+            torch.zeros(high - low, dtype=torch.float64) if is_weighted else None,
+        )
+        for number, (low, high) in ranges.items()
+        if number not in is_here
+    }
+
+
+def _packed(sequence: TokenSequence, held: HeldTokens, is_weighted: bool) -> Tensor:
+    """Token ids and labels [2, n] in int32; with weights [4, n], whose last rows are their bits in fp64."""
+    part = sequence.between(held.begin, held.end)
+    packed = torch.stack([part.input_ids, part.shift_labels]).to(torch.int32)
+    if not is_weighted:
+        return packed
+    assert part.loss_weights is not None
+    return torch.cat([packed, part.loss_weights.contiguous().view(torch.int32).view(-1, 2).T])
+
+
+def _unpack(packed: Tensor, sequence: TokenSequence, held: HeldTokens) -> None:
+    """Writes what `_packed` made to its place in a sequence."""
+    part = sequence.between(held.begin, held.end)
+    part.input_ids.copy_(packed[0])
+    part.shift_labels.copy_(packed[1])
+    if part.loss_weights is not None:
+        part.loss_weights.copy_(packed[2:].T.contiguous().view(torch.float64).view(-1))
+
+
+class AheadReader:
+    """Items of one reader, numbered from 0: sequences, ends of epochs, and at last an error, if reading fails.
+
+    has_room: says, given the number of items, of tokens and of ends of epochs that were read, whether one more may be read. It is
+    asked in the thread and must not wait; call `look` when its answer may have changed. `cursor`: the place after the items that
+    were taken.
+    """
+
+    def __init__(self, sequences: SequenceReader, has_room: Callable[[int, int, int], bool]) -> None:
+        self.sequences, self.cursor = sequences, sequences.start
+        self.error: Exception | None = None
+        self.num_read = self.num_tokens = self.num_ends = 0
+        self._has_room, self._is_stopped = has_room, False
+        self._items: deque[ReadSequence | EndOfEpoch] = deque()
+        self._num_taken = 0
+        self._news: list[Item] = []
+        self._changed = threading.Condition()
+        # a daemon thread, because a source that hangs must not keep the process alive
+        threading.Thread(target=self._read, name="longctx-stream", daemon=True).start()
+
+    def news(self) -> list[Item]:
+        """The items that were read since the last call, as they are announced."""
+        with self._changed:
+            found, self._news = self._news, []
+        return found
+
+    def look(self) -> None:
+        """Lets the thread ask again whether it may read on."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, has_enough: Callable[[AheadReader], bool], timeout_s: float) -> bool:
+        """Waits until enough was read, or reading has failed; returns whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.error is not None or has_enough(self), timeout_s)
+
+    def take(self, until: int, wanted: set[int]) -> dict[int, TokenSequence]:
+        """Forgets the items below number `until` and puts the cursor behind them; returns the sequences of the wanted numbers."""
+        found = {}
+        with self._changed:
+            while self._num_taken < until:
+                item = self._items.popleft()
+                self.cursor = item.after
+                if self._num_taken in wanted:
+                    assert isinstance(item, ReadSequence)
+                    found[self._num_taken] = item.tokens
+                self._num_taken += 1
+        return found
+
+    def stop(self) -> None:
+        """Ends the thread, unless its source hangs."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def _read(self) -> None:
+        try:
+            items = iter(self.sequences)
+            while True:
+                with self._changed:
+                    self._changed.wait_for(self._may_read)
+                    if self._is_stopped:
+                        return
+                item = next(items)
+                with self._changed:
+                    self._keep(item)
+        except Exception as error:
+            with self._changed:
+                self.error = error
+                self._news.append(Fails(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"))
+                self._changed.notify_all()
+
+    def _may_read(self) -> bool:
+        return self._is_stopped or self._has_room(self.num_read, self.num_tokens, self.num_ends)
+
+    def _keep(self, item: ReadSequence | EndOfEpoch) -> None:
+        self._items.append(item)
+        self.num_read += 1
+        if isinstance(item, EndOfEpoch):
+            self.num_ends += 1
+            self._news.append(EpochEnds())
+        else:
+            num_tokens = len(item.tokens.input_ids)
+            self.num_tokens += num_tokens
+            self._news.append(Announced(num_tokens, item.tokens.has_label, item.row_hash, item.columns))
+        self._changed.notify_all()
+
 
 logger = logging.getLogger(__name__)
 

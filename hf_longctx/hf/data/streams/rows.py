@@ -18,12 +18,11 @@ from torch.utils.data import DataLoader
 
 from hf_longctx.hf.data.collator import TokenSequence, shift
 from hf_longctx.hf.data.fields import unread_columns
-from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
+from hf_longctx.hf.data.labels import LOSS_WEIGHTS
+from hf_longctx.hf.data.resume import Anchor, Cursor
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import RowTokens, listed_in_rows, row_tokens, too_long
-from hf_longctx.hf.data.streams.place import Anchor, Cursor
-from hf_longctx.hf.data.streams.sources import begin_epoch
-from hf_longctx.hf.data.streams.states import keeps_state, load_state, take_state
+from hf_longctx.hf.data.streams.sources import begin_epoch, keeps_state, load_state, take_state
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from transformers import EvalPrediction
 from transformers.trainer_utils import denumpify_detensorize
 
 from hf_longctx.hf.data.collator import PlannedDataset, PlannedStep, token_sequences
-from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS
-from hf_longctx.hf.data.labels.task import HeadTask
+from hf_longctx.hf.data.labels import LOSS_WEIGHTS, HeadTask
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, ValueLoss, custom_losses

@@ -20,7 +20,7 @@ from transformers import EvalPrediction
 from hf_longctx.hf.data.collator import PlannedDataset
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
-from hf_longctx.hf.ranks.host_memory import host_bytes
+from hf_longctx.hf.ranks.launch import host_bytes
 from hf_longctx.hf.trainer.classifiers.predictions import padded_rows, row_items
 from hf_longctx.hf.trainer.tokens.row_scores import RowScores
 from hf_longctx.runtime.core.loss import IGNORE_INDEX

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_longctx.hf.data.collator import PlannedStep, shift, token_sequences
-from hf_longctx.hf.data.labels.padding import unpadded
+from hf_longctx.hf.data.padding import unpadded
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import PACKED
 from hf_longctx.hf.models.adapters import base_of

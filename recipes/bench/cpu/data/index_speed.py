@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from hf_longctx.hf.data.sampler import LengthAwareSampler, SequenceIndex
-from hf_longctx.hf.data.scan_cache import cached_scan
+from hf_longctx.hf.data.scan import cached_scan
 
 VOCAB_SIZE = 32_000
 _BATCH_ROWS = 100_000

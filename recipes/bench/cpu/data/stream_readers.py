@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from hf_longctx import ShardedStream
-from hf_longctx.hf.data.streams.place import Place
+from hf_longctx.hf.data.resume import Place
 from hf_longctx.hf.data.streams.planned_stream import PlannedStream, StreamSource
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.planning.source import PlanSource

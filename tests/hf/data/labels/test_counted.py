@@ -10,13 +10,11 @@ import datasets
 import numpy as np
 import pytest
 
-from hf_longctx.hf.data.labels import pieces
-from hf_longctx.hf.data.labels.counted import have_labels, step_without_labels
-from hf_longctx.hf.data.labels.pieces import tables_of
-from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data import later_pieces as pieces
+from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask, have_labels, step_without_labels
+from hf_longctx.hf.data.later_pieces import tables_of
 from hf_longctx.hf.data.sampler import LengthAwareSampler, SequenceIndex
-from hf_longctx.hf.data.scan import ScannedRows, scan_dataset
-from hf_longctx.hf.data.scan_cache import cached_scan
+from hf_longctx.hf.data.scan import ScannedRows, cached_scan, scan_dataset
 
 TOKENS = HeadTask("token", 4)
 KINDS = ("text", "labels", "weights", "labels weights", "labels packed", "weights packed", "tokens labels")

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 
-from hf_longctx.hf.data.labels.padding import Padding, padding_of, unpadded
+from hf_longctx.hf.data.padding import Padding, padding_of, unpadded
 from hf_longctx.hf.data.scan import row_tokens, scan_dataset
 
 VOCAB_SIZE = 64

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from helpers.models.tiny_models import LLAMA_SHAPE, PAD
 
-from hf_longctx.hf.data.labels.task import HeadTask, task_of
+from hf_longctx.hf.data.labels import HeadTask, task_of
 from hf_longctx.hf.data.scan import scan_dataset
 
 CLASSES = HeadTask("document", 3)

@@ -17,10 +17,9 @@ from helpers.trainers.stream_batches import read_batches
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer, plain_steps
 
 from hf_longctx.hf.data.collator import PlannedDataset, TokenSequence
+from hf_longctx.hf.data.resume import Place
 from hf_longctx.hf.data.sampler import SequenceIndex
-from hf_longctx.hf.data.scan import scan_dataset
-from hf_longctx.hf.data.scan_cache import cached_scan
-from hf_longctx.hf.data.streams.place import Place
+from hf_longctx.hf.data.scan import cached_scan, scan_dataset
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.tokenise import DataError, uniform
 from hf_longctx.hf.trainer.tokens.row_scores import plain_scores

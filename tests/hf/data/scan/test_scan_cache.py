@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from helpers.trainers.trainer_runs import training_arguments
 
-from hf_longctx.hf.data import scan_cache
-from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
-from hf_longctx.hf.data.scan_cache import cache_path, cached_scan, scan_on_every_rank
+from hf_longctx.hf.data import scan as scan_cache
+from hf_longctx.hf.data.scan import DatasetScan, cache_path, cached_scan, scan_dataset, scan_on_every_rank
 
 VOCAB_SIZE = 64
 ROWS = [{"input_ids": [number % 50] * (number % 7 + 1)} for number in range(30)]

@@ -20,12 +20,11 @@ from helpers.trainers.stream_batches import ReadBatch, read_batches
 from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig, ShardedStream
+from hf_longctx.hf.data.resume import Place
 from hf_longctx.hf.data.streams import rows as stream_rows
-from hf_longctx.hf.data.streams.overlap import SharedRows
-from hf_longctx.hf.data.streams.place import Place
+from hf_longctx.hf.data.streams.composer import SharedRows
 from hf_longctx.hf.data.streams.rows import StreamRules
-from hf_longctx.hf.data.streams.sources import source_digest, stream_problems
-from hf_longctx.hf.data.streams.states import keeps_state, load_state, take_state
+from hf_longctx.hf.data.streams.sources import keeps_state, load_state, source_digest, stream_problems, take_state
 
 Rows = list[dict[str, Any]]
 RULES = StreamRules("train_dataset", VOCAB_SIZE, 100, 50, 100, "error", 4, None, False)

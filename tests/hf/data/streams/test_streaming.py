@@ -24,7 +24,7 @@ from helpers.models.versions import resuming
 from helpers.trainers.stream_batches import ReadBatch, read_batches
 from helpers.trainers.trainer_runs import LossRecorder, make_trainer
 
-from hf_longctx.hf.data.streams.place import Place
+from hf_longctx.hf.data.resume import Place
 from hf_longctx.hf.data.streams.planned_stream import StreamReaders, StreamSource
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.ranks.agreement import gather_objects

@@ -16,7 +16,7 @@ from helpers.models.reference import TOLERANCE
 from helpers.plans.sliced_plans import sliced_plan
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
-from hf_longctx.hf.data.labels.task import task_of
+from hf_longctx.hf.data.labels import task_of
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.classes import class_problem

@@ -15,7 +15,7 @@ from helpers.ranks.forked import Program, free_port, rank_environment, run_ranks
 from helpers.trainers.trainer_runs import training_arguments
 from transformers import TrainerControl, TrainerState
 
-from hf_longctx.hf.ranks.orderly_stop import OrderlyStop
+from hf_longctx.hf.ranks.stopping import OrderlyStop
 
 PROGRAM = """
 import json, os, signal, sys, threading, time

@@ -9,8 +9,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_longctx.hf.data.labels.counted import LOSS_WEIGHTS, list_lengths
-from hf_longctx.hf.data.labels.task import NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data.labels import LOSS_WEIGHTS, NEXT_TOKEN, HeadTask, list_lengths
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.data.scan import ScannedRows, token_rows
 

@@ -1,1 +1,0 @@
-"""Optimizers of checkpoints: the weights to which their states belong."""

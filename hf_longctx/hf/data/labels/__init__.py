@@ -1,1 +1,0 @@
-"""Labels of rows: next tokens, classes of tokens, and classes or numbers of documents."""
