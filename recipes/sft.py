@@ -51,8 +51,8 @@ from hf_longctx import (
     passkeys,
     refusals_last,
 )
-from hf_longctx.hf.models.wrapped.text import tower_names
-from hf_longctx.hf.start.arguments import fit_problems
+from hf_longctx.hf.models.towers import tower_names
+from hf_longctx.hf.rules.arguments import fit_problems
 from hf_longctx.plan.core.messages import counted, on_screen
 from hf_longctx.recipes.key_values import key_value_needle
 from hf_longctx.recipes.settings import given_settings, read_settings

@@ -11,7 +11,7 @@ from pathlib import Path
 from error_messages import HOLE, Message, Search, parts
 
 from hf_longctx.hf.config import KINDS
-from hf_longctx.hf.start.settings.fields import SETTINGS
+from hf_longctx.hf.rules.training_arguments import SETTINGS
 
 DOCS = Path(__file__).parents[1]
 
@@ -213,7 +213,7 @@ def _of_settings() -> Iterator[Message]:
     for name, setting in SETTINGS.items():
         if setting.values:
             said = f"{name}={HOLE} is not supported yet; {setting.note}"
-            yield Message(said, "hf_longctx/hf/start/settings/fields.py", "SETTINGS", False)
+            yield Message(said, "hf_longctx/hf/rules/training_arguments.py", "SETTINGS", False)
 
 
 def place_of(message: Message, places: dict[str, tuple[str, str] | None]) -> str:

@@ -21,7 +21,7 @@ from error_pages import SUBJECTS, error_page
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import CHAT_COLUMNS, MESSAGE_FIELDS, TOKEN_COLUMNS, Column, MessageField
-from hf_longctx.hf.start.settings.fields import SETTINGS, Setting
+from hf_longctx.hf.rules.training_arguments import SETTINGS, Setting
 
 DOCS = Path(__file__).parents[1]
 CONFIG = DOCS.parent / "mkdocs.yml"

@@ -20,8 +20,8 @@ from hf_longctx.hf.data.chat import read_messages
 from hf_longctx.hf.data.scan import scan_dataset, too_long
 from hf_longctx.hf.models.adapters import kind_problems
 from hf_longctx.hf.models.classes import class_problem
-from hf_longctx.hf.start.model_checks import model_problems
-from hf_longctx.hf.start.settings.fields import refused_values
+from hf_longctx.hf.rules.models import model_problems
+from hf_longctx.hf.rules.training_arguments import refused_values
 
 ROOT = Path(__file__).parents[2]
 # scripts import their neighbours

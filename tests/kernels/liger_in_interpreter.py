@@ -15,8 +15,8 @@ from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from hf_longctx.hf.models.fused.bind import FusedLayers
-from hf_longctx.hf.models.fused.choice import kernel_problems
+from hf_longctx.hf.models.kernel_places import kernel_problems
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.plan.core.types import LayerPolicy
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core import kernels as liger

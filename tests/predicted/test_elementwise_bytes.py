@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.models.fused.bind import FusedLayers
-from hf_longctx.hf.models.fused.find import FusableModule
+from hf_longctx.hf.models.kernel_places import FusableModule
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare

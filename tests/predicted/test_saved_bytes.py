@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts
-from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models.dropout import key_dropouts
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import adapter_spec, layer_modules
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare

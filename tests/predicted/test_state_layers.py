@@ -19,11 +19,12 @@ from predicted.test_memory_model import PACKED, PLAIN, WHOLE, Shape, measured, p
 from predicted.test_saved_bytes import saved_bytes
 from predicted.test_traffic import sent_on_rank
 
+from hf_longctx.hf.models import states as functions
+from hf_longctx.hf.models import states as methods
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
-from hf_longctx.hf.models.context.forwards import cache_parameter
+from hf_longctx.hf.models.patch import cache_parameter
 from hf_longctx.hf.models.spec import model_spec, states_of
-from hf_longctx.hf.models.states import functions, methods
-from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.hf.planning.step_record import predicted_memory
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, SequenceGroup, Span

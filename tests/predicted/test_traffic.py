@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
-from hf_longctx.hf.models.routers import spread_experts_of
+from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.sharding import head_shares

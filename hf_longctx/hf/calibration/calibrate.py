@@ -24,10 +24,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.calibration.shapes import build_model, few_layers, model_config, set_layers
 from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.kernels import compiled_layers
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, states_of, tokens_that_fit, windows_of
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.start.layer_kernels import compiled_layers
 from hf_longctx.plan.core.settings import USABLE_SHARE, ClusterSpec, HardwareSpec, default_degrees
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import spec_name

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from hf_longctx.hf.models.states.functions import KERNELS
+from hf_longctx.hf.models.states import KERNELS
 from hf_longctx.hf.ranks.launch import host_bytes
 from hf_longctx.hf.start.settings.advice import allocator_advice
 from hf_longctx.runtime.tiles.packages import active_flash

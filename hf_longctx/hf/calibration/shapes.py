@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.start.model_checks import model_problems
+from hf_longctx.hf.rules.models import model_problems
 from hf_longctx.plan.cost.catalog import named_model, no_model
 from hf_longctx.plan.model.model_spec import ModelSpec
 

@@ -23,7 +23,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_longctx.hf.checkpoints.sharded import to_host
 from hf_longctx.hf.checkpoints.staged import join_stages, partial_folder, raise_everywhere, save_configs
-from hf_longctx.hf.models.parts.refusing import refuses
+from hf_longctx.hf.models.refusing import refuses
 
 # most bytes of a file, unless one weight has more
 FILE_BYTES = 5 * 10**9

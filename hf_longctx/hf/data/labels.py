@@ -25,7 +25,7 @@ from torch import nn
 
 from hf_longctx.hf.data.padding import unpadded
 from hf_longctx.hf.data.sampler import IntArray, LengthAwareSampler, SequenceIndex
-from hf_longctx.hf.models.heads.kinds import HeadKind, head_kind, inner_model
+from hf_longctx.hf.models.heads import HeadKind, head_kind, inner_model
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 Problem = Literal["single_label_classification", "regression", "multi_label_classification"]

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.cutting import StageLayers
-from hf_longctx.hf.models.heads.logits import head_problem, logit_change
 from hf_longctx.hf.models.layers import final_norm, layer_modules, output_head
+from hf_longctx.hf.models.logits import head_problem, logit_change
 from hf_longctx.plan.core.types import LayerRange, RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier

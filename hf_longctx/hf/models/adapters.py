@@ -18,9 +18,9 @@ from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_longctx.hf.models.heads.kinds import head_of, is_tied
+from hf_longctx.hf.models.heads import head_of, is_tied
 from hf_longctx.hf.models.quantised import four_bit_layers, is_four_bit
-from hf_longctx.hf.models.wrapped.text import text_layers
+from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.runtime.activations.adapted_projection import (
     Adapter,

@@ -19,16 +19,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_longctx.hf.models.context.hand_down import hand_context_down, leave_context_out
+from hf_longctx.hf.models.context import hand_context_down, leave_context_out
+from hf_longctx.hf.models.document_heads import restore_head, serve_head
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
-from hf_longctx.hf.models.dropout.keyed_modules import key_dropouts, release_dropouts, tokens_of
-from hf_longctx.hf.models.heads.serve import restore_head, serve_head
-from hf_longctx.hf.models.indexed.patching import chooses_by_plan, patch_indexers, restore_indexers
-from hf_longctx.hf.models.older.own_attention import is_served, restore_own_attention, serve_attention
-from hf_longctx.hf.models.older.positions import count_from_padding, ignore_padding
+from hf_longctx.hf.models.dropout import key_dropouts, release_dropouts, tokens_of
+from hf_longctx.hf.models.index import chooses_by_plan, patch_indexers, restore_indexers
+from hf_longctx.hf.models.own_attention import is_served, restore_own_attention, serve_attention
+from hf_longctx.hf.models.positions import count_from_padding, ignore_padding
 from hf_longctx.hf.models.quantised import settle_quantised
-from hf_longctx.hf.models.states.patching import mixers_of, num_calls, patch_mixers, restore_mixers
-from hf_longctx.hf.models.wrapped.text import restore_text, serve_text, text_part
+from hf_longctx.hf.models.states import mixers_of, num_calls, patch_mixers, restore_mixers
+from hf_longctx.hf.models.towers import restore_text, serve_text, text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.core.binding import is_written_by

@@ -17,11 +17,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_longctx.hf.models.context.forwards import is_of_transformers
-from hf_longctx.hf.models.heads.kinds import head_kind, is_generic
-from hf_longctx.hf.models.states.patching import STATE_WORDS
+from hf_longctx.hf.models.heads import head_kind, is_generic
+from hf_longctx.hf.models.patch import is_of_transformers
+from hf_longctx.hf.models.states import STATE_WORDS
+from hf_longctx.hf.models.towers import text_class, text_part
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS, wrapped_refusal
-from hf_longctx.hf.models.wrapped.text import text_class, text_part
 
 TESTED_MODELS: tuple[str, ...] = (
     "LlamaForCausalLM",

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
-from hf_longctx.hf.models.dropout.keyed_modules import outer_dropout
-from hf_longctx.hf.models.heads.kinds import head_of, is_tied
-from hf_longctx.hf.models.parts.refusing import only_stage
-from hf_longctx.hf.models.states.functions import family_of
-from hf_longctx.hf.models.states.patching import num_calls
-from hf_longctx.hf.models.wrapped.text import text_part, tower_names, tower_parameters
+from hf_longctx.hf.models.dropout import outer_dropout
+from hf_longctx.hf.models.heads import head_of, is_tied
+from hf_longctx.hf.models.refusing import only_stage
+from hf_longctx.hf.models.states import family_of, num_calls
+from hf_longctx.hf.models.towers import text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.dropout import keys_of
@@ -474,3 +473,9 @@ def _check_passes(pieces: Pieces) -> None:
             f"{type(pieces.model).__name__} cannot be cut into pipeline stages: it changes hidden states before its first layer "
             f"or after its last one (learned positions, a scale, dropout), which every stage would repeat; use stages=1"
         )
+
+
+def loaded_ranges(model: nn.Module) -> Ranges | None:
+    """The layer ranges of all stages if `model` was loaded as one stage alone; None for a whole model."""
+    ranges: Ranges | None = getattr(model, RANGES, None)
+    return ranges

@@ -22,10 +22,10 @@ from hf_longctx.hf.models.adapters import (
     tile_bytes,
     trained_sizes,
 )
-from hf_longctx.hf.models.fused.find import KERNEL_NORMS, runs_heads_alike
-from hf_longctx.hf.models.heads.kinds import head_of
-from hf_longctx.hf.models.states.patching import mixers_of, num_calls
-from hf_longctx.hf.models.wrapped.text import text_layers, text_part
+from hf_longctx.hf.models.heads import head_of
+from hf_longctx.hf.models.kernel_places import KERNEL_NORMS, runs_heads_alike
+from hf_longctx.hf.models.states import mixers_of, num_calls
+from hf_longctx.hf.models.towers import text_layers, text_part
 from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem

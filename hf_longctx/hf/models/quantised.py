@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.heads.kinds import head_of
-from hf_longctx.hf.models.wrapped.text import text_layers
+from hf_longctx.hf.models.heads import head_of
+from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import PackedSpec
 
 # dtypes in which products may be computed: without loss scaling gradients would overflow fp16, and the kernels do not write fp64

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES
-from hf_longctx.hf.models.older.positions import max_positions, set_limit
+from hf_longctx.hf.models.positions import max_positions, set_limit
 from hf_longctx.hf.ranks.launch import on_first_rank
 from hf_longctx.plan.model.config import has_position_table
 

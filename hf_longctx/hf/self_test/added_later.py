@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.parts.refusing import refuses
+from hf_longctx.hf.models.refusing import refuses
 from hf_longctx.hf.self_test.reduced_copy import is_user_function, package_of, user_functions
 from hf_longctx.hf.start.losses import model_loss_problems
 from hf_longctx.runtime.core.binding import HOOKS, PUT, global_hooks, is_ours, lost_method, own_forward, runs_inside

@@ -44,11 +44,11 @@ from torch import Tensor
 
 from hf_longctx.hf.data.labels import HeadTask
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.document_rope import shorten_limits
-from hf_longctx.hf.models.older.positions import absent_token_ids
+from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import four_bit_layers
-from hf_longctx.hf.models.states.functions import MIXERS
-from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.hf.models.states import MIXERS, mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import host_bytes
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, largest
@@ -59,7 +59,6 @@ from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_functions
 from hf_longctx.hf.self_test.specimen import CopyRun, Rows, RunPlace, Specimen, agreed_errors, differences
 from hf_longctx.hf.start.losses import WAY_OUT, loss_name, token_loss_problems
 from hf_longctx.hf.start.setup import RunSetup
-from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.plan.core.types import Span, StepPlan
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, SquaredError, TokenLoss, ValueLoss
 from hf_longctx.runtime.process_groups import GroupPool

@@ -23,12 +23,12 @@ from hf_longctx.hf.checkpoints.deferred import forget_source, is_unread, source_
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import PLAIN, Identity
-from hf_longctx.hf.models.heads.kinds import head_kind
+from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
-from hf_longctx.hf.models.states.patching import leave_kernels_out, mixers_of
-from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
+from hf_longctx.hf.models.spec import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
+from hf_longctx.hf.models.states import leave_kernels_out, mixers_of
+from hf_longctx.hf.models.towers import tower_names, tower_parameters
 from hf_longctx.hf.models.wrapped.classes import RUN_ON_TEXT
-from hf_longctx.hf.models.wrapped.text import tower_names, tower_parameters
 from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.runtime.core.binding import HOOKS, global_hooks, is_written_by, own_forward
 

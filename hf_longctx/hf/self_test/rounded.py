@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import RANGES
-from hf_longctx.hf.models.older.positions import absent_token_ids
+from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.self_test.independent import original_left_alone
 from hf_longctx.hf.self_test.reduced_copy import reduced_copy

@@ -24,14 +24,14 @@ from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.context.forwards import cache_parameter
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.document_rope import forget_documents
-from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models.experts import spread_experts_of
+from hf_longctx.hf.models.kernels import FusedLayers
+from hf_longctx.hf.models.patch import cache_parameter
 from hf_longctx.hf.models.quantised import move_scales
-from hf_longctx.hf.models.routers import spread_experts_of
-from hf_longctx.hf.models.states.patching import family_of_mixer, mixers_of
-from hf_longctx.hf.models.windows import decoder_layers
+from hf_longctx.hf.models.spec import decoder_layers
+from hf_longctx.hf.models.states import family_of_mixer, mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, Left, LeftState, Part, difference, state_differences
 from hf_longctx.hf.self_test.independent import independent_copy

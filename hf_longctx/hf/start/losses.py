@@ -18,7 +18,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.heads.kinds import head_kind, num_outputs
+from hf_longctx.hf.models.heads import head_kind, num_outputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, BinaryCrossEntropy, LabelSmoothing, SquaredError, TokenLoss, ValueLoss
 
 # the losses of transformers that plans train by default, by what the head predicts: module and names

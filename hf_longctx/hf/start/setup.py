@@ -21,17 +21,18 @@ from hf_longctx.hf.data.scan import scan_on_every_rank
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapters
-from hf_longctx.hf.models.older.positions import absent_token_ids
+from hf_longctx.hf.models.cutting import loaded_ranges
+from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spec
-from hf_longctx.hf.models.states.functions import family_of, scan_line
+from hf_longctx.hf.models.states import family_of, scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, host_bytes
-from hf_longctx.hf.start.arguments import launch_problems, low_bits, setup_problems, stage_ranks
+from hf_longctx.hf.rules.arguments import launch_problems, low_bits, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import Beside, activation_budget, describe_states, rank_memory
 from hf_longctx.hf.start.settings.advice import allocator_advice, fitting_settings, run_memory, slow_tiles, threads_advice
-from hf_longctx.hf.start.stages import loaded_ranges, sampled_lengths
+from hf_longctx.hf.start.stages import sampled_lengths
 from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, GroupMethod, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.sharding import PACKED_TOKENS
 from hf_longctx.plan.core.types import Parameters

@@ -14,16 +14,17 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.heads.kinds import head_kind
-from hf_longctx.hf.models.parts.refusing import refuse_all
-from hf_longctx.hf.models.parts.whole_again import WholeModel
+from hf_longctx.hf.models.cutting import loaded_ranges
+from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.refusing import refuse_all
+from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
-from hf_longctx.hf.start.arguments import argument_problems, evaluation_problems
-from hf_longctx.hf.start.collators import Collation, forward_columns
+from hf_longctx.hf.rules.arguments import argument_problems, evaluation_problems
+from hf_longctx.hf.rules.collators import Collation, forward_columns
+from hf_longctx.hf.rules.trl import attach_problems, read_columns, trainer_problems
 from hf_longctx.hf.start.losses import trainer_loss_problems
-from hf_longctx.hf.start.stages import loaded_ranges, own_stage
-from hf_longctx.hf.start.trl import attach_problems, read_columns, trainer_problems
+from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest

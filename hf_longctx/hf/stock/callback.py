@@ -27,10 +27,10 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers, runs_plans
-from hf_longctx.hf.models.dropout.keyed_modules import check_rates
-from hf_longctx.hf.models.heads.kinds import head_kind
-from hf_longctx.hf.models.routers import has_balance
-from hf_longctx.hf.models.wrapped.text import freeze_towers, wrapper_of
+from hf_longctx.hf.models.dropout import check_rates
+from hf_longctx.hf.models.experts import has_balance
+from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.towers import freeze_towers, wrapper_of
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.planning.report import plan_parts, seconds_part, speed_part
 from hf_longctx.hf.ranks.agreement import START, begin_beats, joint_call, raise_together
@@ -38,9 +38,9 @@ from hf_longctx.hf.ranks.exit_message import RefusedRun
 from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.stopping import OrderlyStop
-from hf_longctx.hf.start.arguments import argument_problems, kind_problems, rounds_by_chance
-from hf_longctx.hf.start.hooks import hook_problems
-from hf_longctx.hf.start.trl import alone_problems
+from hf_longctx.hf.rules.arguments import argument_problems, kind_problems, rounds_by_chance
+from hf_longctx.hf.rules.hooks import hook_problems
+from hf_longctx.hf.rules.trl import alone_problems
 from hf_longctx.hf.stock.attached import AttachedMixin, lend_plans, placement_problems, signal_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
 from hf_longctx.hf.stock.guarded import lend, sender, take_back

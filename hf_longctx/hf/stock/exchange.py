@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, agreed_documents, read_documents
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.older.positions import absent_token_ids
+from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import joint_call
 from hf_longctx.hf.ranks.stopping import OrderlyStop

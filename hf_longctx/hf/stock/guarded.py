@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.loader_workers import keep_workers
-from hf_longctx.hf.start.settings.translate import without_checkpointing
+from hf_longctx.hf.rules.training_arguments import without_checkpointing
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 
 # attributes that the mixin sets on a trainer

@@ -35,8 +35,8 @@ from hf_longctx.hf.checkpoints.staging import SavingRanks, StagedCheckpoint, che
 from hf_longctx.hf.checkpoints.trained_weights import TrainedWeights, explained
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
-from hf_longctx.hf.start.arguments import callback_problems
-from hf_longctx.hf.start.settings.translate import with_values
+from hf_longctx.hf.rules.arguments import callback_problems
+from hf_longctx.hf.rules.training_arguments import with_values
 from hf_longctx.hf.trainer.flow_mixin import FlowMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import Run

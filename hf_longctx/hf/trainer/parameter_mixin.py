@@ -27,10 +27,10 @@ from hf_longctx.hf.checkpoints.sharded import load_whole_optimizer
 from hf_longctx.hf.checkpoints.trained_weights import explained
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import joint_call
-from hf_longctx.hf.start.arguments import rounds_by_chance
+from hf_longctx.hf.rules.arguments import rounds_by_chance
+from hf_longctx.hf.rules.trl import is_scored
+from hf_longctx.hf.rules.user_code import changes_before_updates
 from hf_longctx.hf.start.setup import shared_parameters
-from hf_longctx.hf.start.trl import is_scored
-from hf_longctx.hf.start.user_code import changes_before_updates
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import Placement

@@ -41,9 +41,9 @@ from hf_longctx.hf.checkpoints.staged import (
     save_stages,
 )
 from hf_longctx.hf.models.adapters import is_adapted, saved_parameters
-from hf_longctx.hf.models.parts.refusing import refuse_saving
+from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.quantised import move_scales
-from hf_longctx.hf.models.routers import spread_experts_of
+from hf_longctx.hf.models.refusing import refuse_saving
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.runtime.execution.experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel

@@ -29,13 +29,13 @@ from hf_longctx.hf.models.attention import (
     patch_model,
     restore_attention,
 )
-from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
-from hf_longctx.hf.models.dropout.embedding_noise import key_noise, rest_noise
-from hf_longctx.hf.models.fused.bind import FusedLayers
-from hf_longctx.hf.models.heads.kinds import num_outputs
-from hf_longctx.hf.models.parts.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
-from hf_longctx.hf.models.parts.whole_again import WholeModel
-from hf_longctx.hf.models.routers import RouterRuntime
+from hf_longctx.hf.models.cutting import cut_model, loaded_ranges, stage_model, stages_that_lend
+from hf_longctx.hf.models.dropout import key_noise, rest_noise
+from hf_longctx.hf.models.experts import RouterRuntime
+from hf_longctx.hf.models.heads import num_outputs
+from hf_longctx.hf.models.kernels import FusedLayers, fused_layers
+from hf_longctx.hf.models.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
+from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import (
@@ -49,19 +49,18 @@ from hf_longctx.hf.ranks.agreement import (
     raise_together,
 )
 from hf_longctx.hf.ranks.heartbeats import follow_launcher
+from hf_longctx.hf.rules.collators import Collation
+from hf_longctx.hf.rules.models import align_padding, classifier_problems
 from hf_longctx.hf.self_test.added_later import CodeAtStart
 from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.budget import Beside
-from hf_longctx.hf.start.classifiers import align_padding, classifier_problems
-from hf_longctx.hf.start.collators import Collation
-from hf_longctx.hf.start.layer_kernels import fused_layers
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import RunSetup, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
-from hf_longctx.hf.start.stages import loaded_ranges, own_stage
+from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.hf.trainer.placement import (
     Placement,
     ReplicatedPlacement,

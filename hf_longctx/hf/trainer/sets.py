@@ -24,10 +24,11 @@ from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_every_rank, too_long
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
+from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
-from hf_longctx.hf.start.collators import Collation
+from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.start.setup import RunSetup, settings_for
-from hf_longctx.hf.start.stages import loaded_ranges, own_stage
+from hf_longctx.hf.start.stages import own_stage
 
 logger = logging.getLogger(__name__)
 

@@ -31,23 +31,22 @@ from transformers.trainer_utils import default_compute_objective
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
-from hf_longctx.hf.models.heads.kinds import head_kind
+from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.ranks.stopping import OrderlyStop
-from hf_longctx.hf.start.arguments import (
+from hf_longctx.hf.rules.arguments import (
     argument_problems,
     config_problems,
     kind_of_model_problems,
+    late_problems,
     run_problems,
     stopping_problems,
 )
-from hf_longctx.hf.start.collators import Collation, forward_columns
-from hf_longctx.hf.start.settings.fields import idle_settings
-from hf_longctx.hf.start.settings.late import late_problems
-from hf_longctx.hf.start.settings.translate import hidden_from_trainer, tell_settings, translate
-from hf_longctx.hf.start.trl import (
+from hf_longctx.hf.rules.collators import Collation, forward_columns
+from hf_longctx.hf.rules.training_arguments import hidden_from_trainer, idle_settings, tell_settings, translate
+from hf_longctx.hf.rules.trl import (
     is_scored,
     prepared_model_problems,
     read_columns,

@@ -33,16 +33,15 @@ from hf_longctx.hf.log_probs.loader import LoaderCheck
 from hf_longctx.hf.log_probs.rewards import passes_of
 from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
 from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
-from hf_longctx.hf.models.dropout.embedding_noise import noise_problems
-from hf_longctx.hf.models.dropout.keyed_modules import check_rates
-from hf_longctx.hf.models.fused.choice import without_liger
-from hf_longctx.hf.models.heads.kinds import head_kind
-from hf_longctx.hf.models.wrapped.text import freeze_towers
+from hf_longctx.hf.models.dropout import check_rates, noise_problems
+from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.kernel_places import without_liger
+from hf_longctx.hf.models.towers import freeze_towers
 from hf_longctx.hf.ranks.agreement import START, gather_objects, joint_call, raise_together
 from hf_longctx.hf.ranks.exit_message import RefusedRun, naming_errors
 from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.stopping import OrderlyStop, without_jit_checkpoint
-from hf_longctx.hf.start.arguments import (
+from hf_longctx.hf.rules.arguments import (
     OF_LOGITS,
     argument_problems,
     async_problems,
@@ -52,14 +51,13 @@ from hf_longctx.hf.start.arguments import (
     likeliest_form,
     override_problems,
     run_problems,
+    values_at_start,
 )
-from hf_longctx.hf.start.classifiers import padding_problems
-from hf_longctx.hf.start.collators import Collation, forward_columns
-from hf_longctx.hf.start.hooks import hook_problems
-from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
-from hf_longctx.hf.start.settings.late import values_at_start
-from hf_longctx.hf.start.settings.translate import hidden_from_trainer
-from hf_longctx.hf.start.trl import (
+from hf_longctx.hf.rules.collators import Collation, forward_columns
+from hf_longctx.hf.rules.hooks import hook_problems
+from hf_longctx.hf.rules.models import padding_problems
+from hf_longctx.hf.rules.training_arguments import hidden_from_trainer
+from hf_longctx.hf.rules.trl import (
     OF_TRL,
     counts_tokens,
     is_planned,
@@ -70,7 +68,8 @@ from hf_longctx.hf.start.trl import (
     trl_class,
     unprepared_problems,
 )
-from hf_longctx.hf.start.user_code import reads_between_forwards
+from hf_longctx.hf.rules.user_code import reads_between_forwards
+from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
 from hf_longctx.hf.trainer.classifiers.evaluation import classified
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin, check_planned
 from hf_longctx.hf.trainer.loaders import eval_loader

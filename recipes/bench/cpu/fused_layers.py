@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models.kernels import FusedLayers
 
 
 def main() -> None:

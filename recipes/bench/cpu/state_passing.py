@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 import transformers
 
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.models.states.patching import mixers_of, patch_mixers
+from hf_longctx.hf.models.states import mixers_of, patch_mixers
 from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.traffic import added_products
 from hf_longctx.runtime.attention.context import GroupContext

@@ -13,7 +13,7 @@ from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.pipeline_steps import check_pipeline
 from helpers.ranks.rank_steps import check_step
 
-from hf_longctx.hf.models.heads.logits import logit_change
+from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 
 # scaled, capped

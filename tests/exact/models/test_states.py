@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.model import mixers as state_spec

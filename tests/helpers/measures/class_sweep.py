@@ -36,14 +36,14 @@ from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stage_problems
-from hf_longctx.hf.models.heads.logits import head_problem, logit_change
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.logits import head_problem, logit_change
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.models.states.patching import mixers_of
-from hf_longctx.hf.models.wrapped.text import text_part, tower_parameters
+from hf_longctx.hf.models.states import mixers_of
+from hf_longctx.hf.models.towers import text_part, tower_parameters
+from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.self_test.specimen import RunPlace
-from hf_longctx.hf.start.arguments import setup_problems
 from hf_longctx.hf.start.setup import choose_setup
 from hf_longctx.plan.core.types import ActivationPolicy, LayerRange, MicroBatch, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules

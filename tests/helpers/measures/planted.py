@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
-from hf_longctx.hf.models.states import functions, methods
+from hf_longctx.hf.models import states as functions
+from hf_longctx.hf.models import states as methods
 from hf_longctx.runtime import process_groups as pool
 from hf_longctx.runtime.activations import engine
 from hf_longctx.runtime.activations.output_head import LogitChange, OutputHead

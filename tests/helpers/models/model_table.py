@@ -126,7 +126,7 @@ def main() -> None:
     from helpers.ranks.rank_pool import RankPool
 
     from hf_longctx.hf.models.classes import TESTED_MODELS, refusal_of
-    from hf_longctx.hf.models.heads.logits import head_problem
+    from hf_longctx.hf.models.logits import head_problem
     from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 
     pool = RankPool(2)

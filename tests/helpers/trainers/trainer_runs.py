@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.data.sampler import LengthAwareSampler
-from hf_longctx.hf.start.arguments import setup_problems
+from hf_longctx.hf.rules.arguments import setup_problems
 
 # results of plain trainings that have run, since several runs are compared with the same one
 _KNOWN_TRAININGS: dict[str, tuple[list[float], dict[str, Any]]] = {}

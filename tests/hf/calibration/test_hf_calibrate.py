@@ -18,9 +18,9 @@ from hf_longctx.hf.calibration import calibrate as module
 from hf_longctx.hf.calibration.calibrate import Calibration, CalibrationRequest, calibrate, chunk_samples
 from hf_longctx.hf.calibration.shapes import few_layers, model_config
 from hf_longctx.hf.calibration.text import calibration_text
-from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models import kernels as layer_kernels
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start import layer_kernels
 from hf_longctx.hf.start.setup import starting_costs
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import GroupShape

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import core_model_loading
 
-from hf_longctx.hf.checkpoints.stage_loading import load_stage
 from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.start.stages import load_stage
 
 
 def saved(model: Any, folder: Path, shard_size: str = "20KB") -> str:

@@ -17,7 +17,7 @@ from helpers.trainers.stock_runs import PaddingCollator, make_stock_trainer
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 from transformers import EvalPrediction
 
-from hf_longctx.hf.start.arguments import likeliest_form
+from hf_longctx.hf.rules.arguments import likeliest_form
 from hf_longctx.hf.trainer.tokens import predictions
 
 CASE = ModelCase(promoted=True)

@@ -10,7 +10,7 @@ import torch
 from helpers.models.tiny_models import ModelCase, build_model
 
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
-from hf_longctx.hf.models.dropout.keyed_modules import check_rates
+from hf_longctx.hf.models.dropout import check_rates
 from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 
 CASE = ModelCase(lora=(("r", 2), ("lora_dropout", 0.5), ("target_modules", ["q_proj"])))

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.hf.models.heads.logits import head_problem
 from hf_longctx.hf.models.layers import layer_modules, output_head, tiles_mlps, tiles_norms
+from hf_longctx.hf.models.logits import head_problem
 
 
 def test_heads_are_found_inside_wrappers_or_missed_by_name() -> None:

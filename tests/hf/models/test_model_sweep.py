@@ -17,9 +17,9 @@ from helpers.trainers.trainer_runs import problems_at_start
 from peft import LoraConfig, get_peft_model
 
 from hf_longctx.hf.models.classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
-from hf_longctx.hf.models.heads.logits import head_problem
+from hf_longctx.hf.models.logits import head_problem
+from hf_longctx.hf.models.towers import text_part
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
-from hf_longctx.hf.models.wrapped.text import text_part
 
 # learned positions and biases without RoPE, a window in masks alone, sinks and experts, norms used twice, states, layers
 # with neither attention nor a state, a context that layers drop, a multimodal class, no attention at all,

@@ -31,12 +31,12 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from hf_longctx import LongContextConfig
-from hf_longctx.hf.checkpoints.stage_loading import checkpoint_config, load_stage
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, largest_packed
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start.model_checks import model_problems
+from hf_longctx.hf.rules.models import model_problems
+from hf_longctx.hf.start.stages import checkpoint_config, load_stage
 from hf_longctx.hf.trainer.tokens.row_scores import plain_scores
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, LayerRange, TensorShare

@@ -26,9 +26,9 @@ from transformers import (
     RwkvConfig,
 )
 
-from hf_longctx.hf.models.older.positions import max_positions
+from hf_longctx.hf.models.positions import max_positions
 from hf_longctx.hf.models.rope import extend_positions, rope_problems
-from hf_longctx.hf.start.model_checks import model_problems
+from hf_longctx.hf.rules.models import model_problems
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
 TRAINED = 512

@@ -21,12 +21,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models import states as methods
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
-from hf_longctx.hf.models.states import methods
-from hf_longctx.hf.models.states.functions import FAMILIES, MIXERS, STAND_INS, MixerCall, family_of
-from hf_longctx.hf.models.states.methods import METHODS
-from hf_longctx.hf.models.states.patching import mixers_of, state_problems
-from hf_longctx.hf.start.arguments import setup_problems
+from hf_longctx.hf.models.states import FAMILIES, METHODS, MIXERS, STAND_INS, MixerCall, family_of, mixers_of, state_problems
+from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.execution.executor import no_mask

@@ -19,15 +19,15 @@ from transformers.training_args import OptimizerNames
 
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.start import versions
-from hf_longctx.hf.start.arguments import (
+from hf_longctx.hf.rules import trl as versions
+from hf_longctx.hf.rules.arguments import (
     argument_problems,
     config_problems,
     layer_weights_problems,
     placement_problems,
     stopping_problems,
 )
-from hf_longctx.hf.start.settings.fields import idle_settings
+from hf_longctx.hf.rules.training_arguments import idle_settings
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, default_data_collator
 
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.data.scan import scan_dataset
-from hf_longctx.hf.start.collators import Collation, collator_problems
+from hf_longctx.hf.rules.collators import Collation, collator_problems
 from hf_longctx.hf.stock.exchange import read_documents
 
 CASE = ModelCase(dtype=torch.float32)

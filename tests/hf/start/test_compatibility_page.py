@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import LongContextConfig
-from hf_longctx.hf.start.arguments import stage_setting_problems
+from hf_longctx.hf.rules.arguments import stage_setting_problems
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 ROWS = re.findall(r"^\| `([^`]+)`(, with LoRA)? \| (🟢|🔴) \|", PAGE.read_text(), re.MULTILINE)

@@ -28,8 +28,8 @@ from transformers import Trainer
 
 import hf_longctx.hf
 from hf_longctx import LongContextCallback, LongContextMixin, LongContextTrainer
-from hf_longctx.hf.start import hooks
-from hf_longctx.hf.start.hooks import HOOKS, READS, TRL_HOOKS, hook_problems, place_problems, read_problems
+from hf_longctx.hf.rules import hooks
+from hf_longctx.hf.rules.hooks import HOOKS, READS, TRL_HOOKS, hook_problems, place_problems, read_problems
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL (pip install trl==1.16.0)")
 PACKAGE = Path(hf_longctx.__file__).parent

@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.cutting import stage_problems
-from hf_longctx.hf.start.arguments import setup_problems
-from hf_longctx.hf.start.model_checks import lacking_problems
+from hf_longctx.hf.rules.arguments import setup_problems
+from hf_longctx.hf.rules.models import lacking_problems
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])

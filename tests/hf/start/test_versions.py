@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_longctx.hf.start import versions
-from hf_longctx.hf.start.versions import trl_problems, version_problems
+from hf_longctx.hf.rules import trl as versions
+from hf_longctx.hf.rules.trl import trl_problems, version_problems
 
 
 def test_the_installed_transformers_is_supported() -> None:

@@ -18,7 +18,7 @@ from helpers.trainers.trainer_runs import LossRecorder, make_trainer, training_a
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback
-from hf_longctx.hf.start.arguments import config_problems
+from hf_longctx.hf.rules.arguments import config_problems
 
 CASE = ModelCase(dtype=torch.float32)
 ROWS = random_rows([random.Random(1).randrange(3, 60) for _ in range(24)])

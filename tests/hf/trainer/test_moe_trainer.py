@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start.arguments import placement_problems
-from hf_longctx.hf.start.model_checks import model_problems
+from hf_longctx.hf.rules.arguments import placement_problems
+from hf_longctx.hf.rules.models import model_problems
 from hf_longctx.plan.memory.byte_model import ByteModel
 
 CASE = ModelCase("qwen3_moe", promoted=True, balance=0.5)

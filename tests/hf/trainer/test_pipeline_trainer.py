@@ -15,8 +15,8 @@ from helpers.trainers.trainer_runs import SKEWED, LossRecorder, make_trainer, pl
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
-from hf_longctx.hf.checkpoints.stage_loading import load_stage
 from hf_longctx.hf.models.cutting import RANGES
+from hf_longctx.hf.start.stages import load_stage
 from hf_longctx.plan.core.types import LayerRange
 
 NUM_STEPS = 10

@@ -18,8 +18,8 @@ from helpers.trainers.trl_runs import rows_of, train_trl, trainer_name, trl_argu
 
 from hf_longctx import LongContextCallback, LongContextMixin
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start import versions
-from hf_longctx.hf.start.trl import OF_TRL, alone_problems
+from hf_longctx.hf.rules import trl as versions
+from hf_longctx.hf.rules.trl import OF_TRL, alone_problems
 from hf_longctx.plan.memory.byte_model import ByteModel
 
 pytestmark = [

@@ -18,7 +18,7 @@ from helpers.ranks.rank_steps import check_step, rank_inputs, run_step
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
-from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import cuts_heads, layer_modules
 from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.plan.core.validate import PlanError, validate_plan

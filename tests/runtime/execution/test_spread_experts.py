@@ -10,7 +10,7 @@ from helpers.models.reference import TOLERANCE, relative_error
 from helpers.ranks.rank_steps import mesh, whole
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.routers import SPREAD_EXPERTS
+from hf_longctx.hf.models.experts import SPREAD_EXPERTS
 from hf_longctx.runtime.execution.experts import spread_experts
 
 HIDDEN_SIZE, NUM_EXPERTS, NUM_CHOSEN = 32, 4, 2

@@ -32,8 +32,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.models.states.functions import scan_line
-from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.hf.models.states import mixers_of, scan_line
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.memory.layer import Load, StateLayerBytes
 from hf_longctx.plan.model import mixers as state_spec

@@ -26,7 +26,7 @@ from helpers.ranks.lone_steps import fp32_step
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
-from hf_longctx.hf.models.states.patching import mixers_of
+from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.plan.model import mixers as state_spec
 from hf_longctx.runtime.states import kernels as by_token
 from hf_longctx.runtime.states.kernels import MAMBA2_SCAN, HeadSizes

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.heads.kinds import head_of
+from hf_longctx.hf.models.heads import head_of
 from hf_longctx.runtime.parameters.muon import MuonAdamW
 
 

@@ -19,7 +19,7 @@ from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 
-from hf_longctx.hf.models.dropout.embedding_noise import key_noise
+from hf_longctx.hf.models.dropout import key_noise
 from hf_longctx.runtime.core import dropout as keys
 
 CASE, ROWS, ALPHA = ModelCase(promoted=True), random_rows([61, 13, 40, 5], seed=5), 5.0

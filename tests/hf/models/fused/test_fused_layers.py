@@ -19,11 +19,10 @@ from helpers.trainers.trainer_runs import make_trainer, plain_training, train_on
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_longctx.hf.models.fused.bind import FusedLayers
-from hf_longctx.hf.models.fused.choice import kernel_problems
-from hf_longctx.hf.models.fused.find import fusable_modules
+from hf_longctx.hf.models import kernels as layer_kernels
+from hf_longctx.hf.models.kernel_places import fusable_modules, kernel_problems
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules, tiles_norms
-from hf_longctx.hf.start import layer_kernels
 from hf_longctx.plan.core.types import LayerPolicy
 from hf_longctx.runtime.activations.host_tier import HostTier
 

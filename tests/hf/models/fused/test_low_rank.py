@@ -11,7 +11,7 @@ import torch
 from helpers.models.reference import relative_error
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.recipes.bench.one_document import saved_bytes
 
 HIDDEN, TOKENS = 32, 24

@@ -16,11 +16,11 @@ from helpers.models.tiny_models import ModelCase, adapted
 from helpers.models.token_losses import TOKEN_LOSSES
 from torch import Tensor, nn
 
+from hf_longctx.hf.models import logits as logits_module
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.cutting import cut_model
-from hf_longctx.hf.models.heads import logits as logits_module
-from hf_longctx.hf.models.heads.logits import head_problem, logit_change
 from hf_longctx.hf.models.layers import final_norm, output_head
+from hf_longctx.hf.models.logits import head_problem, logit_change
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.activations.output_head import LogitChange, OutputHead, loss_of

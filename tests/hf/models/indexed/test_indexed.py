@@ -27,8 +27,8 @@ from torch import Tensor
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.attention import patch_model, restore_attention
 from hf_longctx.hf.models.cutting import stage_problems
+from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.self_test.reduced_copy import reduced_copy
-from hf_longctx.hf.start.arguments import setup_problems
 from hf_longctx.runtime.states import chosen_keys
 
 

@@ -12,7 +12,7 @@ from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trainer_runs import make_trainer
 
 from hf_longctx import LongContextTrainer
-from hf_longctx.hf.models.parts.refusing import allow_all, refuse_all, refuses
+from hf_longctx.hf.models.refusing import allow_all, refuse_all, refuses
 
 
 def test_refusals_are_taken_back_even_behind_autocast() -> None:

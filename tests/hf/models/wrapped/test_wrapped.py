@@ -20,7 +20,7 @@ from hf_longctx import LongContextCallback, LongContextConfig, LongContextTraine
 from hf_longctx.hf.data import scan
 from hf_longctx.hf.data.scan import row_tokens, scan_dataset
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
-from hf_longctx.hf.models.wrapped.text import freeze_towers, placeholder_ids, text_part, tower_names, tower_parameters
+from hf_longctx.hf.models.towers import freeze_towers, placeholder_ids, text_part, tower_names, tower_parameters
 
 IMAGE = 63
 # token ids below the one that stands for an image

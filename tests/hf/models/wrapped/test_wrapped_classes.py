@@ -15,8 +15,8 @@ from transformers.models.auto import modeling_auto
 
 from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.models.classes import TESTED_MODELS, class_problem, refusal_of
+from hf_longctx.hf.models.towers import placeholder_ids
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS, WRAPPED_REFUSALS, wrapped_refusal
-from hf_longctx.hf.models.wrapped.text import placeholder_ids
 
 # classes that the installed transformers has, by name, since `hasattr` would import them; older versions lack some
 HERE = sorted({*WRAPPED_MODELS} & {*dir(transformers)})

@@ -14,7 +14,7 @@ import pytest
 import transformers.trainer
 from transformers import TrainingArguments
 
-from hf_longctx.hf.start.settings.fields import SETTINGS, idle_settings
+from hf_longctx.hf.rules.training_arguments import SETTINGS, idle_settings
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 
 TESTS = Path(__file__).parents[3]

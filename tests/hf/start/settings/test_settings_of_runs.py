@@ -26,7 +26,7 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_longctx import LongContextCallback, LongContextTrainer
-from hf_longctx.hf.start.settings.fields import SETTINGS
+from hf_longctx.hf.rules.training_arguments import SETTINGS
 from hf_longctx.hf.trainer import trainer as trainer_module
 
 CASE = ModelCase(dtype=torch.float32)

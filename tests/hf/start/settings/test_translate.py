@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.start.settings.translate import translate
+from hf_longctx.hf.rules.training_arguments import translate
 
 PLAIN = LaunchEnvironment(8, 4, "no", "no", uses_fsdp=True, uses_deepspeed=False, fsdp_reshard="true", fsdp_offload=False)
 

@@ -13,7 +13,7 @@ from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
 from helpers.trainers.trainer_runs import make_trainer
 
-from hf_longctx.hf.start.user_code import changes_before_updates
+from hf_longctx.hf.rules.user_code import changes_before_updates
 from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.models.any_model import build_any
 
 from hf_longctx.hf.models.classes import TESTED_MODELS
-from hf_longctx.hf.models.fused.bind import FusedLayers
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.hf.trainer.run import _covered
 from hf_longctx.plan.model.config import KERNELS, kernels_of_config

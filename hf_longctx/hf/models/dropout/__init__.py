@@ -1,1 +1,0 @@
-"""Dropout modules of one model that draw their masks by token."""

@@ -1,1 +1,0 @@
-"""Finds norms, gated activations and rotary embeddings of a model, and lets them run as single kernels."""

@@ -1,0 +1,179 @@
+"""Lets the indexes of a model choose keys within documents under plans, over all ranks of a group and all slices.
+
+Such a class gives each attention layer an indexer: it scores the earlier tokens of the row, and the layer attends to the best of
+them. The code of the class does so for whole rows of one document. `models.attention.patch_model` gives the indexers and their
+attention layers a forward of their own. With a plan's context, the class's own forward of the indexer runs for some tokens of one
+document at a time, on the index keys of all tokens of the document, which it asks a cache for: `runtime.states.chosen_keys`
+brings them together. Without a context both run as before.
+
+The indexer runs without gradients in all these classes, so its weights get none, with and without a plan.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_longctx.hf.models.patch import cache_parameter
+from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.core.binding import HOOKS
+from hf_longctx.runtime.states.chosen_keys import choose_keys
+
+# attention classes whose attribute `indexer` chooses keys, if it is not None
+INDEXED_ATTENTION = (
+    *("AXK2Attention", "DeepseekV32Attention", "Dots3NoteTextAttention", "GlmMoeDsaAttention", "HYV4Attention"),
+    "HYV4VLAttention",
+)
+# name of their layers in `layer_types`
+INDEXED_LAYERS = "indexed_attention"
+# attribute of an indexer: the plan's context that its attention layer got
+_LENT = "_longctx_lent_context"
+
+
+def indexed_attention(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Attention layers of `model` with chosen keys, each with its indexer, or None where it takes the choice of another layer."""
+    layers: list[Any] = [module for module in model.modules() if _class_name(module) in INDEXED_ATTENTION]
+    # some layers of these classes may have windows instead
+    return [(layer, layer.indexer) for layer in layers if layer.indexer is not None or getattr(layer, "skip_topk", False)]
+
+
+def _class_name(module: nn.Module) -> str:
+    # sharding puts a class of torch in front of the module's own
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def patch_indexers(model: nn.Module) -> None:
+    """Gives the attention layers of `model` with an indexer, and the indexers, a forward that knows plans. Idempotent.
+
+    Raises ValueError as `index_problems` says.
+    """
+    if problems := index_problems(model):
+        raise ValueError(problems[0])
+    for module, forward in _forwards(model):
+        # a plain method, so that it works on a copy of the model too
+        vars(module)["forward"] = MethodType(forward, module)
+
+
+def restore_indexers(model: nn.Module) -> None:
+    """Undoes `patch_indexers`. Idempotent."""
+    for module, forward in _forwards(model):
+        if _own_forward(module) is forward:
+            del vars(module)["forward"]
+
+
+def index_problems(model: nn.Module) -> list[str]:
+    """Why plans would not choose the keys of `model` as its class does, naming the first module; empty if they do."""
+    names = {module: name for name, module in model.named_modules()}
+    for module, forward in _forwards(model):
+        where = f"{names[module]} ({type(module).__name__})"
+        if _own_forward(module) not in (None, forward):
+            return [
+                f"the forward of {where} was replaced, so plans would not reach the keys that its index chooses; remove it (del "
+                f"module.forward)"
+            ]
+        if forward is _indexer_forward and any(getattr(module, kind) for kind in HOOKS):
+            return [
+                f"{where} has a hook, which gets positions in documents under plans and positions in rows without one; remove "
+                f"it, or hook the whole attention layer"
+            ]
+    return []
+
+
+def chooses_by_plan(module: nn.Module) -> bool:
+    """Whether the keys that are chosen for this attention layer come from `choose_keys`."""
+    return _own_forward(module) is _attention_forward
+
+
+def _forwards(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Every module that gets a forward of its own, with the function."""
+    found = []
+    for layer, indexer in indexed_attention(model):
+        found += [(layer, _attention_forward), *([(indexer, _indexer_forward)] if indexer is not None else [])]
+    return found
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The function behind a module's own forward; None if it runs that of its class."""
+    own = vars(module).get("forward")
+    return getattr(own, "__func__", own)
+
+
+def _attention_forward(layer: Any, *args: Any, longctx: GroupContext | None = None, **keywords: Any) -> Any:
+    """The forward of an attention class, whose indexer finds the plan's context."""
+    if longctx is None:
+        return type(layer).forward(layer, *args, **keywords)
+    if layer.indexer is not None:
+        vars(layer.indexer)[_LENT] = longctx
+    try:
+        return type(layer).forward(layer, *args, longctx=longctx, **keywords)
+    finally:
+        if layer.indexer is not None:
+            del vars(layer.indexer)[_LENT]
+
+
+def _indexer_forward(
+    indexer: Any,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
+    position_ids: Tensor | None = None,
+    **caches: Any,
+) -> Tensor:
+    """Positions in its document of the keys that each token sees, [1, T, K]; see `choose_keys`."""
+    context: GroupContext | None = vars(indexer).get(_LENT)
+    if context is None:
+        whole: Tensor = type(indexer).forward(
+            indexer, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, **caches
+        )
+        return whole
+    if any(each is not None for each in caches.values()):
+        raise ValueError(f"{type(indexer).__name__} got a cache under a plan, which has none; run it through the plan's executor")
+
+    keyword = cache_parameter(type(indexer).forward)
+
+    def scored(rows: slice, cache: _IndexCache, mask_1RN: Tensor) -> Tensor:
+        some = (x[:, rows] for x in (hidden_states, q_resid))
+        turns = tuple(x[:, rows] for x in position_embeddings)
+        chosen: Tensor = type(indexer).forward(indexer, *some, turns, mask_1RN, None, **{keyword: cache})
+        return chosen
+
+    every = slice(0, hidden_states.shape[1])
+    try:
+        scored(every, own := _IndexCache(None), attention_mask)
+    except _KeysMade:
+        assert own.keys is not None
+    else:
+        raise RuntimeError(
+            f"{type(indexer).__name__} chose keys without asking the cache for those of earlier tokens; use the newest "
+            f"version of transformers that docs/models.md names"
+        )
+
+    def choose(rows: slice, keys_1ND: Tensor, seen_1RN: Tensor) -> Tensor:
+        return scored(rows, _IndexCache(keys_1ND), seen_1RN)
+
+    return choose_keys(own.keys, indexer.index_topk, indexer.n_heads, choose, indexer, context)
+
+
+class _KeysMade(Exception):
+    """Ends a forward of an indexer as soon as it has made the index keys of its tokens."""
+
+
+class _IndexCache:
+    """Stands in for a cache of transformers in one forward of an indexer.
+
+    whole_1ND: the index keys of the whole document, which it hands out; None: it takes the keys of the forward's tokens.
+    """
+
+    def __init__(self, whole_1ND: Tensor | None) -> None:
+        self._whole_1ND = whole_1ND
+        self.keys: Tensor | None = None
+
+    def update_indexer(self, keys_1RD: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Returns the index keys that the forward shall score."""
+        if self._whole_1ND is None:
+            self.keys = keys_1RD
+            raise _KeysMade
+        return self._whole_1ND

@@ -1,1 +1,0 @@
-"""Model classes in which an index chooses the keys that a token sees (DeepSeek sparse attention)."""

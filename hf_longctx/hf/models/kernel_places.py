@@ -1,0 +1,214 @@
+"""Finds the modules of a model whose elementwise functions can run as single kernels, by the code of their forward.
+
+Many classes of transformers have RMSNorm, gated MLP and rotary embedding letter by letter in common. A module is found if its
+class is one of transformers, the code of its forward is that of Llama's (or Gemma's norm), and no forward was put in its place.
+
+Checks settings about kernels, and finds kernels that a user put into a model, which would not be exact under plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch.nn.functional as F
+from torch import nn
+from transformers import TrainingArguments
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.models.gemma import modeling_gemma
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.patch import without_renames
+from hf_longctx.hf.models.towers import text_part
+from hf_longctx.runtime.core import kernels as liger
+from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward, wrapped
+
+ROTARY = "apply_rotary_pos_emb"
+# forwards of attention that run any number of heads
+_FORWARDS = tuple(
+    without_renames(each.forward)
+    for each in (
+        modeling_llama.LlamaAttention,
+        modeling_mistral.MistralAttention,
+        modeling_qwen2.Qwen2Attention,
+        modeling_qwen3.Qwen3Attention,
+    )
+)
+# norms that run as kernels now
+KERNEL_NORMS: WeakSet[nn.Module] = WeakSet()
+_ACTIVATIONS = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh", GELUActivation: "gelu"}
+
+
+@dataclass(frozen=True, slots=True)
+class FusableModule:
+    """A module, with what it computes token by token: a norm (its eps), a gated MLP (its activation) or a rotary embedding.
+
+    is_centred: a norm's weights count from 1, as Gemma's do.
+    """
+
+    module: Any
+    kind: Literal["norm", "gated", "rotary"]
+    eps: float = 0.0
+    is_centred: bool = False
+    activation: str = ""
+
+
+def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
+    """Every norm, gated MLP and attention with a rotary embedding in the text part of `model` that can run as single kernels."""
+    for module in text_part(base_of(model)).modules():
+        own: Any = without_renames(getattr(type(module), "forward", None))
+        if own_forward(module) is not None or not _is_of_transformers(own):
+            continue
+        if _is_same(own, modeling_llama.LlamaRMSNorm.forward):
+            yield FusableModule(module, "norm", float(module.variance_epsilon))
+        elif _is_same(own, modeling_gemma.GemmaRMSNorm.forward):
+            if _is_same(type(module)._norm, modeling_gemma.GemmaRMSNorm._norm):
+                yield FusableModule(module, "norm", float(module.eps), is_centred=True)
+        elif _is_same(own, modeling_llama.LlamaMLP.forward):
+            if (activation := _ACTIVATIONS.get(type(module.act_fn), "")) and runs_as_written(module.act_fn):
+                yield FusableModule(module, "gated", activation=activation)
+        elif ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
+            rotary, half = own.__globals__.get(ROTARY), own.__globals__.get("rotate_half")
+            is_known = _is_same(rotary, modeling_llama.apply_rotary_pos_emb) and _is_same(half, modeling_llama.rotate_half)
+            if is_known and own.__closure__ is None:
+                yield FusableModule(module, "rotary")
+
+
+def runs_as_written(module: nn.Module) -> bool:
+    """Whether a module runs the forward that its library has given its class."""
+    return own_forward(module) is None and is_written_by(type(module).forward, "torch", "transformers", "peft")
+
+
+def is_hooked(module: Any) -> bool:
+    """Whether a hook would see what `module`, or a module inside it, gets or returns."""
+    return any(getattr(each, name, None) for each in module.modules() for name in HOOKS)
+
+
+def runs_heads_alike(module: nn.Module) -> bool:
+    """Whether the forward of an attention module is one of those that run any number of heads, each like the others.
+
+    That is code which takes heads from the features of its projections, and rotates each head alike.
+    """
+    own: Any = without_renames(type(module).forward)
+    if not _is_of_transformers(own) or own.__closure__ is not None:
+        return False
+    rotary, half = own.__globals__.get(ROTARY), own.__globals__.get("rotate_half")
+    is_known = _is_same(rotary, modeling_llama.apply_rotary_pos_emb) and _is_same(half, modeling_llama.rotate_half)
+    return is_known and any(_is_same(own, known) for known in _FORWARDS)
+
+
+def _is_of_transformers(function: Any) -> bool:
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("transformers.")
+
+
+def _is_same(function: Any, known: Any) -> bool:
+    """Whether two functions have the same code, but for documentation and annotations."""
+    codes = [getattr(each, "__code__", None) for each in (function, known)]
+    if None in codes:
+        return False
+    first, second = ((code.co_code, _values(code), code.co_names, code.co_varnames) for code in codes)  # type: ignore[union-attr]
+    return first == second
+
+
+def _values(code: Any) -> tuple[Any, ...]:
+    """The constants of a function, without its documentation."""
+    return tuple(value for value in code.co_consts if not (isinstance(value, str) and "\n" in value))
+
+
+# pieces of Liger that `liger_kernel_config` may name, with those that are refused and why
+_PIECES = ("rms_norm", "swiglu", "geglu")
+_REFUSED = {
+    "rope": "its rotary embedding writes over queries and keys that plans keep",
+    "cross_entropy": "plans compute the loss in tiles inside the output head",
+    "fused_linear_cross_entropy": "plans compute the loss in tiles inside the output head",
+}
+_LEFT_OUT = (
+    "left out: its rotary embedding, which writes over tensors that plans keep, and its losses, which plans compute in tiles"
+)
+_INSTEAD = "leave it out, and set use_liger_kernel=True (TrainingArguments) or LongContextConfig(compile_layers=True)"
+
+
+def liger_problems(args: TrainingArguments, compile_layers: bool | None, draws_batches: bool) -> list[str]:
+    """Problems with `use_liger_kernel`. draws_batches: whether plans run the model, not the trainer's own loop."""
+    if not args.use_liger_kernel:
+        return []
+    if not draws_batches or type(args).__module__.startswith("trl."):
+        return [
+            "use_liger_kernel=True is not supported here, since the trainer would use Liger's losses and rotary embedding; leave "
+            "it out, and use LongContextTrainer with it, or LongContextConfig(compile_layers=True) with a trainer under plans"
+        ]
+    problems = []
+    if not liger.is_installed():
+        problems.append("use_liger_kernel=True needs the package liger-kernel; pip install liger-kernel, or leave it out")
+    if compile_layers:
+        problems.append("use_liger_kernel=True and compile_layers=True would make the same kernels; leave one of them out")
+    for name, value in (args.liger_kernel_config or {}).items():
+        if value and name not in _PIECES:
+            why = _REFUSED.get(name, f"only {', '.join(_PIECES)} are exact under plans")
+            problems.append(f"liger_kernel_config sets {name}={value!r}, but {why}; set it to False or leave it out")
+        elif not value and name in _PIECES:
+            problems.append(
+                f"liger_kernel_config sets {name}={value!r}, which cannot be left out alone; leave use_liger_kernel out"
+            )
+    return problems
+
+
+@contextmanager
+def without_liger(args: TrainingArguments) -> Iterator[None]:
+    """Context of a training, in which `Trainer` does not apply Liger by itself, since plans have bound what is exact of it."""
+    before, args.use_liger_kernel = args.use_liger_kernel, False
+    try:
+        yield
+    finally:
+        args.use_liger_kernel = before
+
+
+def kernel_problems(model: nn.Module) -> list[str]:
+    """Problems with kernels that a user put into the model, or into all models of its class, before the run."""
+    base: Any = base_of(model)
+    if getattr(base, "use_kernels", False):
+        return [
+            f"the model was loaded with use_kernels=True, whose kernels come from the hub in versions that are not tested under "
+            f"plans; {_INSTEAD}"
+        ]
+    if _is_of_liger(F.cross_entropy):
+        return [f"Liger replaced torch's cross_entropy, which plans call (cross_entropy=True); {_INSTEAD}"]
+    for name, module in model.named_modules():
+        own = vars(module).get("forward")
+        if _is_of_hub(module, own) and not _is_of_liger(own):
+            return [
+                f"the forward of {name or type(module).__name__} ({type(module).__name__}) is that of "
+                f"{own.__func__.__qualname__}, a kernel of the hub, which stays there when use_kernels is set to False again; "
+                f"load the model anew, without kernels; {_INSTEAD}"
+            ]
+        if any(hasattr(each, "_torchdynamo_orig_callable") for each in wrapped(getattr(own, "__func__", own))):
+            return [
+                f"the forward of {name or type(module).__name__} was compiled by torch.compile, which would freeze what plans "
+                f"change in it; pass a model that is not compiled, and set LongContextConfig(compile_layers=True)"
+            ]
+        rotary = getattr(without_renames(type(module).forward), "__globals__", {}).get(ROTARY)
+        if type(module).__module__.startswith("liger_kernel.") or any(map(_is_of_liger, (own, rotary))):
+            return [
+                f"Liger was applied to {name or type(module).__name__} ({type(module).__name__}) before the run, also where it "
+                f"writes over tensors that plans keep; {_INSTEAD}"
+            ]
+    return []
+
+
+def _is_of_hub(module: nn.Module, own: Any) -> bool:
+    """Whether the package `kernels` bound the forward of another class to a module of a class that it knows."""
+    function = getattr(own, "__func__", None)
+    is_method = getattr(function, "__qualname__", "").endswith(".forward")
+    return hasattr(type(module), "kernel_layer_name") and is_method and function is not type(module).forward
+
+
+def _is_of_liger(function: Any) -> bool:
+    function = getattr(function, "__func__", function)
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("liger_kernel.")

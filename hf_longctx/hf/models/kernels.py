@@ -1,0 +1,361 @@
+"""Lets norms, gated MLPs and rotary embeddings of a model run as single kernels while plans run, and checks these beforehand.
+
+Low-rank adapters always run in fewer passes over memory than PEFT makes (`low_rank`).
+
+The linear modules of an MLP and of attention run as ever, so adapters, shards and packed weights are as in the model's own
+forward. What a kernel cannot take (mixed dtypes, batches in a rotary embedding, hooks inside an MLP) runs the model's own code.
+
+Shapes: N rows (tokens, or heads of tokens), C features, I inner features of an MLP, T tokens, H heads, D head size.
+
+Runs a projection with a low-rank adapter of PEFT in as few passes over memory as there must be, with PEFT's result.
+
+Under autocast PEFT casts hidden states to the adapter's fp32, and autocast casts them back to bf16, bit for bit what they were,
+for each projection, forward and backward. Here the adapter reads them as they are, so that queries, keys and values share one
+saved input. Its output is added by one matrix product, which rounds once where PEFT rounds three times.
+
+Chooses who makes kernels of a model's layers, and makes and checks them before the first step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainingArguments
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from hf_longctx.hf.models.adapters import base_of, hidden_dtype, lora_layers, plain_adapter
+from hf_longctx.hf.models.kernel_places import (
+    KERNEL_NORMS,
+    ROTARY,
+    FusableModule,
+    fusable_modules,
+    is_hooked,
+    runs_as_written,
+)
+from hf_longctx.hf.models.layers import other_matrices
+from hf_longctx.hf.models.patch import without_renames
+from hf_longctx.hf.models.towers import text_layers
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
+from hf_longctx.runtime.core import kernels as liger
+from hf_longctx.runtime.core.binding import global_hooks, own_forward, replace_forward, with_globals
+from hf_longctx.runtime.core.kernels import CompiledFunction, Function, add_low_rank
+
+
+def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Result of `own`, the forward of PEFT's `layer`; calls it where dtypes, hooks or adapters are not the usual ones."""
+    if len(args) != 1 or keywords or (adapter := plain_adapter(layer)) is None:
+        return own(*args, **keywords)
+    x: Tensor = args[0]
+    base, first, second = layer.base_layer, adapter.first, adapter.second
+    device = x.device.type
+    is_autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_autocast else first.weight.dtype
+    # without autocast the output has the dtype of the frozen weight
+    is_one_dtype = x.dtype == dtype and (is_autocast or base.weight.dtype == dtype)
+    if not is_one_dtype or isinstance(second.weight, DTensor) or x.dim() < 2 or not x.numel() or global_hooks():
+        return own(x)
+    y: Tensor = base(x)
+    low = first(adapter.dropout(x))
+    if y.dtype != low.dtype:
+        return (y + second(low) * adapter.scaling).to(y.dtype)
+    # a hook may have kept y, and so may another forward of the module below
+    is_new = type(base) is nn.Linear and runs_as_written(base) and not is_hooked(base)
+    # with a bias, torch returns a view, whose gradient would be copied
+    in_place = is_new and y.is_contiguous() and not y._is_view()
+    return add_low_rank(y, low, second.weight.to(low.dtype), adapter.scaling, in_place)
+
+
+# who makes the kernels; "": nobody, the model runs its own code
+Maker = Literal["", "compile", "liger"]
+_NAMES = {"norm": "norms", "gated": "gated MLPs", "rotary": "rotary embeddings"}
+_GATES: dict[str, Function] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+# rows of the comparison at start, and the largest error of a norm that rounding explains
+_ROWS = 7
+_LARGEST_ERROR = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+class FusedLayers:
+    """Binds kernels to the layers of one model at a time; `close` gives the model its own forwards back. Idempotent.
+
+    maker: who makes the kernels of norms, gated MLPs and rotary embeddings. backend: that of torch.compile.
+    """
+
+    def __init__(self, maker: Maker, backend: str = "inductor") -> None:
+        self.maker, self._backend = maker, backend
+        self._model: nn.Module | None = None
+        self._undo: list[Callable[[], None]] = []
+        # keyed by all that a function depends on, so that layers share it
+        self._functions: dict[tuple[Any, ...], Function] = {}
+
+    def bind(self, model: nn.Module) -> None:
+        """Binds kernels to every module of `model` that is known; call it before an activation engine binds itself."""
+        if model is self._model:
+            return
+        self.close()
+        self._model = model
+        for layer in (each for each in lora_layers(model).values() if runs_as_written(each)):
+            self._undo.append(replace_forward(layer, partial(adapted, layer, layer.forward)))
+        for found in list(fusable_modules(model)) if self.maker else ():
+            if self._takes(found):
+                self._undo.append(replace_forward(found.module, self._forward(found)))
+                if found.kind == "norm":
+                    KERNEL_NORMS.add(found.module)
+                    self._undo.append(partial(KERNEL_NORMS.discard, found.module))
+
+    def close(self) -> None:
+        """Gives the model its own forwards back."""
+        while self._undo:
+            self._undo.pop()()
+        self._model = None
+
+    def counts(self, model: nn.Module) -> dict[str, int]:
+        """Number of norms, gated MLPs and rotary embeddings of `model` that run as kernels."""
+        kinds = [found.kind for found in fusable_modules(model) if self._takes(found)]
+        return {name: kinds.count(kind) for kind, name in _NAMES.items() if kind in kinds}  # type: ignore[arg-type]
+
+    def covered(self, model: nn.Module) -> dict[str, bool]:
+        """Fields of `ModelSpec` that say of which functions all of the model's layers have kernels."""
+        taken = [found for found in fusable_modules(model) if self.maker and self._takes(found)]
+        kernel_norms = {id(found.module) for found in taken if found.kind == "norm"}
+        gated = [found.module for found in taken if found.kind == "gated" and not self._is_seen(found.module)]
+        layers = text_layers(model)
+        norms = [each for layer in layers for each in layer.modules() if "norm" in type(each).__name__.lower()]
+        # other matrices belong to MLPs or experts with activations of their own
+        in_gated = {id(weight) for module in gated for weight in module.parameters()}
+        others = [weight for layer in layers for weight in other_matrices(layer) if id(weight) not in in_gated]
+        return {
+            "fuses_norms": bool(norms) and all(id(norm) in kernel_norms for norm in norms),
+            "fuses_gates": len(gated) == len(layers) > 0 and not others,
+            "fuses_rotary": sum(found.kind == "rotary" for found in taken) == len(layers) > 0,
+        }
+
+    def problem(self, model: nn.Module, device: torch.device, inner_dtype: torch.dtype) -> str:
+        """Why a kernel cannot be made here, or differs from the model's own code on random rows; empty if all are right.
+
+        Makes all kernels of norms and gated MLPs, so that no step waits for them. inner_dtype: that of an MLP's products.
+        """
+        seen: set[tuple[Any, ...]] = set()
+        for found in fusable_modules(model):
+            if found.kind == "rotary" or not self._takes(found):
+                continue
+            is_norm = found.kind == "norm"
+            width = found.module.weight.numel() if is_norm else getattr(found.module.gate_proj, "out_features", 64)
+            dtype = found.module.weight.dtype if is_norm else inner_dtype
+            trains = (True, is_norm and found.module.weight.requires_grad)
+            key = (found.kind, found.eps, found.is_centred, found.activation, width, dtype, trains)
+            if key in seen:
+                continue
+            seen.add(key)
+            try:
+                error = self._error(found, width, dtype, device, trains)
+            except Exception as reason:
+                # compilers raise whatever they like
+                return f"{type(found.module).__name__}: {type(reason).__name__}: {str(reason).strip().splitlines()[0][:200]}"
+            if not error <= _LARGEST_ERROR[dtype]:
+                name = type(found.module).__name__
+                return f"{name}: the kernel differs from the model's own code by {error:.1g} of a norm in {dtype}"
+        return ""
+
+    def _takes(self, found: FusableModule) -> bool:
+        if self.maker == "compile":
+            return True
+        return found.kind == "norm" or (found.kind == "gated" and liger.has_gate(found.activation))
+
+    def _function(self, found: FusableModule) -> Function:
+        """The kernel of a module."""
+        key = (found.kind, found.eps, found.is_centred, found.activation)
+        if key not in self._functions:
+            self._functions[key] = self._made(found)
+        return self._functions[key]
+
+    def _made(self, found: FusableModule) -> Function:
+        if self.maker == "liger" and found.kind == "norm":
+            return partial(liger.norm, eps=found.eps, is_centred=found.is_centred)
+        if self.maker == "liger":
+            return partial(liger.gated, found.activation)
+        if found.kind == "norm":
+            return CompiledFunction(_norm(found), (0, None), num_gradients=2, backend=self._backend)
+        if found.kind == "gated":
+            return CompiledFunction(_gate(found), (0, 0), num_gradients=2, backend=self._backend)
+        return CompiledFunction(_rotate, (0, 0, 0, 0), num_gradients=2, num_linear=2, backend=self._backend)
+
+    def _fits(self, *tensors: Tensor) -> bool:
+        """Whether a kernel can take these tensors."""
+        dtypes = {tensor.dtype for tensor in tensors}
+        known = self.maker == "compile" or (len(dtypes) == 1 and dtypes <= set(liger.DTYPES))
+        return known and not any(isinstance(tensor, DTensor) for tensor in tensors)
+
+    def _forward(self, found: FusableModule) -> Function:
+        module, own, function = found.module, found.module.forward, self._function(found)
+        if found.kind == "rotary":
+            rotary = partial(self._rotary, function)
+            return partial(with_globals(without_renames(type(module).forward), {ROTARY: rotary}), module)
+        if found.kind == "gated":
+            return partial(self._mlp, module, own, function)
+
+        def norm(x: Tensor) -> Any:
+            if not self._fits(x, module.weight):
+                return own(x)
+            return function(x.reshape(-1, x.shape[-1]).contiguous(), module.weight).view(x.shape)
+
+        return norm
+
+    def _mlp(self, module: Any, own: Function, function: Function, x: Tensor) -> Any:
+        if self._is_seen(module):
+            return own(x)
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        if gate.dtype != up.dtype or not self._fits(gate, up):
+            return module.down_proj(module.act_fn(gate) * up)
+        product = function(*(each.reshape(-1, each.shape[-1]).contiguous() for each in (gate, up))).view(gate.shape)
+        # nobody needs them beside what is kept of them
+        del gate, up
+        return module.down_proj(product)
+
+    def _is_seen(self, module: Any) -> bool:
+        """Whether something of the user's sees the activation of an MLP, or what a kernel writes over."""
+        # Liger writes over what these return, which a hook may have kept
+        inner = [module.act_fn] if self.maker == "compile" else [module.act_fn, module.gate_proj, module.up_proj]
+        return any(own_forward(each) is not None or is_hooked(each) for each in inner)
+
+    def _rotary(
+        self, function: Function, q_1HTD: Tensor, k_1HTD: Tensor, cos_1TD: Tensor, sin_1TD: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        tensors = (q_1HTD, k_1HTD, cos_1TD, sin_1TD)
+        is_learned = cos_1TD.requires_grad or sin_1TD.requires_grad
+        if unsqueeze_dim != 1 or any(x.shape[0] != 1 for x in tensors) or is_learned or not self._fits(*tensors):
+            rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(*tensors, unsqueeze_dim=unsqueeze_dim)
+            return rotated
+        q_THD, k_THD = function(
+            *(x[0].transpose(0, 1).contiguous() for x in (q_1HTD, k_1HTD)), *(x[0].contiguous() for x in (cos_1TD, sin_1TD))
+        )
+        return q_THD.transpose(0, 1).unsqueeze(0), k_THD.transpose(0, 1).unsqueeze(0)
+
+    def _error(
+        self, found: FusableModule, width: int, dtype: torch.dtype, device: torch.device, trains: tuple[bool, ...]
+    ) -> float:
+        """Largest error of outputs and gradients on random rows, as a share of a norm."""
+        own = _norm(found) if found.kind == "norm" else _gate(found)
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(_ROWS, width), (width,) if found.kind == "norm" else (_ROWS, width), (_ROWS, width)]
+        inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+        needs = trains if found.kind == "norm" else (True, True)
+        results = []
+        for function in (own, self._function(found)):
+            # kernels may write over what they get
+            *tensors, gradient = (tensor.clone() for tensor in inputs)
+            leaves = [tensor.requires_grad_(need) for tensor, need in zip(tensors, needs, strict=True)]
+            output = function(*(leaf * 1 if leaf.requires_grad else leaf for leaf in leaves))
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            results.append([output.detach(), *torch.autograd.grad(output, trained, gradient)])
+        pairs = zip(*results, strict=True)
+        return max(float((found - right).double().norm() / right.double().norm().clamp(min=1e-30)) for right, found in pairs)
+
+
+class _OfLlama:
+    """Stand-in of a norm, which lets a compiler see the weight as an input."""
+
+    forward = LlamaRMSNorm.forward
+
+    def __init__(self, weight_C: Tensor, eps: float) -> None:
+        self.weight, self.variance_epsilon = weight_C, eps
+
+
+class _OfGemma:
+    """Stand-in of a norm whose weights count from 1."""
+
+    forward, _norm = GemmaRMSNorm.forward, GemmaRMSNorm._norm
+
+    def __init__(self, weight_C: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight_C, eps
+
+
+def _norm(found: FusableModule) -> Function:
+    kind: Any = _OfGemma if found.is_centred else _OfLlama
+    eps = found.eps
+
+    def norm(x_NC: Tensor, weight_C: Tensor) -> Tensor:
+        result: Tensor = kind(weight_C, eps).forward(x_NC)
+        return result
+
+    return norm
+
+
+def _gate(found: FusableModule) -> Function:
+    activation = _GATES[found.activation]
+
+    def gated(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+        result: Tensor = activation(gate_NI) * up_NI
+        return result
+
+    return gated
+
+
+def _rotate(q_THD: Tensor, k_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+    q_1THD, k_1THD = apply_rotary_pos_emb(*(x.unsqueeze(0) for x in (q_THD, k_THD, cos_TD, sin_TD)), unsqueeze_dim=2)
+    return q_1THD[0], k_1THD[0]
+
+
+logger = logging.getLogger(__name__)
+
+_LEFT_OUT = "left out: its rotary embedding, which writes over what plans keep, and its losses, which plans compute in tiles"
+
+
+def compiled_layers(
+    model: nn.Module,
+    device: torch.device,
+    is_autocast: bool,
+    compile_layers: bool | None,
+    control: dist.ProcessGroup | None,
+) -> FusedLayers:
+    """Kernels for `model` by torch.compile, compared with its own code; nobody's if they are not wanted, or fail on any rank.
+
+    Collective over the ranks of `control`. compile_layers: None compiles on CUDA. is_autocast: products run in bf16.
+    """
+    if not (device.type == "cuda" if compile_layers is None else compile_layers):
+        return FusedLayers("")
+    layers = FusedLayers("compile")
+    problem = layers.problem(model, device, _inner_dtype(model, is_autocast))
+    failed = next((each for each in gather_objects(problem, control) if each), "")
+    if failed and (control is None or dist.get_rank(control) == 0):
+        logger.warning(
+            "compile_layers is left out, and layers run their own code: %s; torch.compile needs a C++ compiler on CPU and "
+            "Triton on a GPU (compile_layers=False does not try)",
+            failed,
+        )
+    return FusedLayers("") if failed else layers
+
+
+def _inner_dtype(model: nn.Module, is_autocast: bool) -> torch.dtype:
+    """Dtype of an MLP's products."""
+    return torch.bfloat16 if is_autocast else hidden_dtype(model)
+
+
+def fused_layers(
+    model: nn.Module, args: TrainingArguments, compile_layers: bool | None, control: dist.ProcessGroup | None
+) -> tuple[FusedLayers, str]:
+    """Kernels for `model`, made and compared with its own code, and a line for the log. Collective over the ranks of `control`.
+
+    compile_layers: None compiles on CUDA. If compiling fails on any rank, all run the model's own code. Raises ValueError on all
+    ranks if Liger's kernels cannot run here or differ.
+    """
+    if args.use_liger_kernel:
+        layers = FusedLayers("liger")
+        problem = layers.problem(model, args.device, _inner_dtype(model, args.bf16))
+        what = f"use_liger_kernel=True cannot be used: {problem}; leave it out (Liger's kernels need a GPU)"
+        raise_together([what] if problem else [], control)
+    else:
+        layers = compiled_layers(model, args.device, args.bf16, compile_layers, control)
+    if not layers.maker:
+        return layers, ""
+    counts = layers.counts(model)
+    found = ", ".join(f"{count} {name}" for name, count in counts.items()) or f"nothing in {type(base_of(model)).__name__}"
+    return layers, f"Liger runs {found}; {_LEFT_OUT}" if layers.maker == "liger" else f"torch.compile runs {found}"

@@ -1,1 +1,0 @@
-"""Model classes older than transformers' common interfaces for positions and attention: what they need to run under plans."""

@@ -1,1 +1,0 @@
-"""Models of which a rank holds a part: what they refuse, and how they become whole again."""

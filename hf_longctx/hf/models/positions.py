@@ -1,0 +1,91 @@
+"""Positions of models that count from the number of their padding token, such as RoBERTa.
+
+Their first position is the id of the padding token + 1, and they number the tokens of a row themselves, leaving out padding
+tokens. The embeddings keep the id with which they were made, even if `Trainer.train` gives the config that of a tokenizer. Plans
+number the tokens of every document from 0 and never pad. So `models.attention.patch_model` lets the module around the embeddings
+add the number of the first position to the positions that it gets with a plan. A row with a padding token inside would be
+numbered differently, so such rows are refused where data is read (`absent_token_ids`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from hf_longctx.hf.models.towers import placeholder_ids
+from hf_longctx.plan.model.config import FROM_PADDING, NO_POSITIONS
+
+# fields with the number of positions
+_LIMITS = ("max_position_embeddings", "max_seq_len")
+# attribute of the module around the embeddings that holds the handle of its hook
+_HANDLE = "_longctx_position_handle"
+
+
+def first_position(owner: Any) -> int:
+    """The number that a model gives to the position of a document's first token; owner: the model, or its config."""
+    text = _config(owner).get_text_config()
+    return _padding_id(owner) + 1 if text.model_type in FROM_PADDING else 0
+
+
+def max_positions(owner: Any) -> int:
+    """The most tokens of a document for which a model, or that of a config, has positions; one that needs none has no limit."""
+    text: Any = _config(owner).get_text_config()
+    limit = next((each for name in _LIMITS if (each := getattr(text, name, None))), NO_POSITIONS)
+    return int(limit) - first_position(owner)
+
+
+def has_limit(config: PretrainedConfig) -> bool:
+    """Whether the model has positions for a limited number of tokens only."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in _LIMITS)
+
+
+def set_limit(text: PretrainedConfig, num_tokens: int) -> None:
+    """Lets a text config state that its model, which needs no positions, takes documents of so many tokens."""
+    setattr(text, next(name for name in _LIMITS if getattr(text, name, None)), num_tokens)
+
+
+def absent_token_ids(owner: Any) -> tuple[int, ...]:
+    """Token ids that no row of a model may have: those that stand for images, sound, video, or for padding that moves positions.
+
+    owner: the model, or its config.
+    """
+    first = first_position(owner)
+    return (*placeholder_ids(_config(owner)), *([first - 1] if first else []))
+
+
+def count_from_padding(model: Any) -> None:
+    """Lets a model that counts positions from its padding token do so under plans too. Idempotent."""
+    inner: nn.Module = model.base_model
+    if (first := first_position(model)) and _HANDLE not in vars(inner):
+        # not on the model itself, whose arguments a hook of the callback may replace later
+        setattr(inner, _HANDLE, inner.register_forward_pre_hook(partial(_shift, first), with_kwargs=True))
+
+
+def ignore_padding(model: Any) -> None:
+    """Undoes `count_from_padding`. Idempotent."""
+    for module in model.modules():
+        if (handle := vars(module).pop(_HANDLE, None)) is not None:
+            handle.remove()
+
+
+def _shift(
+    first: int, inner: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if keywords.get("longctx") is None:
+        return None
+    return args, {**keywords, "position_ids": keywords["position_ids"] + first}
+
+
+def _config(owner: Any) -> PretrainedConfig:
+    return owner if isinstance(owner, PretrainedConfig) else owner.config
+
+
+def _padding_id(owner: Any) -> int:
+    """The padding token from which the embeddings count; the config's where there are no embeddings, as in a later stage."""
+    modules: Any = owner.modules() if isinstance(owner, nn.Module) else ()
+    found = (each.padding_idx for each in modules if hasattr(each, "position_embeddings") and hasattr(each, "padding_idx"))
+    return int(next(found, _config(owner).get_text_config().pad_token_id))

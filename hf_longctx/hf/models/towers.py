@@ -1,0 +1,246 @@
+"""Finds the text model inside a multimodal model (a "wrapper") and lets plans run rows of text through it alone.
+
+A wrapper has towers that encode images, sound or video, a text model, and a head. For a row without such input it does nothing
+but pass the embeddings of the tokens to the text model. Under a plan the module around the text model therefore calls it
+directly: it then embeds the tokens itself, gives them the plan's positions, and makes neither masks nor positions for images.
+Without a plan every forward stays that of its class.
+
+The towers take no part in such rows. They are frozen while a run lasts, so that no optimizer changes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import ModelOutput
+
+from hf_longctx.hf.models.heads import backbone_of, head_kind, inner_model
+from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
+
+# attribute of the module around a text model: the text model's name there
+_TEXT = "_longctx_text"
+# attribute of that module while its forward, or one around it, is ours
+_SERVED = "_longctx_served"
+# keywords that every text model takes, some of them without naming them
+_PASSED = ("longctx", PART_KEYWORD, "num_items_in_batch", "return_dict", "shift_labels")
+# keywords that hold no input of a tower, so that a text model which does not take them may go without
+_DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+# fields of a wrapper's config with the ids of tokens whose embeddings a tower would replace
+_PLACEHOLDER = re.compile(r"(image|video|audio)_(token_id|token_index|patch_id)")
+
+# field of a tower's config: the first token that the tower embeds
+_FIRST_TOKEN = "vocab_offset"
+# classes that hand on the `image_outputs` of their text model's output, which has none: plain transformers 5.24 raises
+# AttributeError
+_READS_IMAGES = ("Llama4ForConditionalGeneration",)
+
+
+def wrapper_of(model: nn.Module) -> PreTrainedModel | None:
+    """The multimodal model of a tested class inside adapters and other wrappers; None for models of text alone."""
+    base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    # sharding puts a class of torch in front of the model's own
+    names = [each.__name__ for each in type(base).__mro__]
+    return base if base is not None and any(name in WRAPPED_MODELS for name in names) else None
+
+
+def text_part(model: nn.Module) -> Any:
+    """The text model inside a wrapper, or any other model itself.
+
+    If the text model has the head, it is a causal language model; else the wrapper has the head.
+    """
+    wrapper = wrapper_of(model)
+    return model if wrapper is None else wrapper.get_submodule(text_path(wrapper))
+
+
+def text_path(wrapper: PreTrainedModel) -> str:
+    """Name of the text model in a wrapper."""
+    names = {id(module): name for name, module in wrapper.named_modules()}
+    owner: str = names[id(wrapper.get_output_embeddings())].rpartition(".")[0]
+    return owner or names[id(wrapper.get_decoder())]
+
+
+def text_class(model: nn.Module) -> str:
+    """Name of the causal language model whose text model a model has, such as LlamaForCausalLM for a LlamaModel in a wrapper.
+
+    For causal language models themselves, the name of their class.
+    """
+    if head_kind(model) != "next_token":
+        return _causal_name(backbone_of(inner_model(model)))
+    name = type(text_part(model)).__name__
+    return name if wrapper_of(model) is None else _causal_name(text_part(model))
+
+
+def _causal_name(text: nn.Module) -> str:
+    return re.sub(r"^(FSDP)?(.+?)(Text)?Model$", r"\2ForCausalLM", type(text).__name__)
+
+
+def text_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model in order, even inside wrappers, without layers of towers and layers inside of others."""
+    layers = [module for module in text_part(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
+
+
+def tower_names(model: nn.Module) -> list[str]:
+    """Names of the largest modules of a wrapper without any part of the text model or the head; empty for other models."""
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return []
+    names = {id(module): name for name, module in wrapper.named_modules()}
+    text, head = text_path(wrapper), names[id(wrapper.get_output_embeddings())]
+    kept = [text] if head.startswith(f"{text}.") else [text, head]
+    around = {"", *(".".join(name.split(".")[:depth]) for name in kept for depth in range(1, name.count(".") + 1))}
+    return [
+        name for name, _ in wrapper.named_modules() if name and name not in (*kept, *around) and name.rpartition(".")[0] in around
+    ]
+
+
+def tower_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of a wrapper outside of its text model and its head."""
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return
+    head: Any = wrapper.get_output_embeddings()
+    own = {id(parameter) for part in (text_part(wrapper), head) for parameter in part.parameters()}
+    yield from (parameter for parameter in wrapper.parameters() if id(parameter) not in own)
+
+
+def freeze_towers(model: nn.Module) -> Callable[[], None]:
+    """Lets no optimizer change a wrapper's towers, adapters on them included; returns the function that undoes it."""
+    frozen = [parameter for parameter in tower_parameters(model) if parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+
+    def undo() -> None:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+    return undo
+
+
+def serve_text(model: nn.Module) -> None:
+    """Lets the module around a wrapper's text model call it directly under plans. Idempotent."""
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return
+    parent, _, name = text_path(wrapper).rpartition(".")
+    around = wrapper.get_submodule(parent)
+    own = vars(around).get("forward")
+    if own is not None and _SERVED not in vars(around):
+        raise ValueError(
+            f"the forward of {parent or 'the model'} ({type(around).__name__}) was replaced, which plans of a multimodal model "
+            f"would leave out; remove it, and if mixed precision of accelerate has done it, use LongContextTrainer or `attach`"
+        )
+    # a string and a plain method, so that they work on a copy of the model too
+    vars(around)[_TEXT] = name
+    if own is None:
+        vars(around)["forward"] = MethodType(_served(type(around)), around)
+    vars(around)[_SERVED] = True
+
+
+def restore_text(model: nn.Module) -> None:
+    """Undoes `serve_text`. Idempotent."""
+    for module in model.modules():
+        if vars(module).pop(_TEXT, None) is not None and _is_served(module):
+            del vars(module)["forward"]
+            del vars(module)[_SERVED]
+
+
+def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """Token ids that stand for images, sound or video in rows of a multimodal model; none for the config of a text model."""
+    if config.get_text_config() is config:
+        return ()
+    found = [getattr(config, name) for name in config.to_dict() if _PLACEHOLDER.fullmatch(name)]
+    # a negative number means none
+    ids = {value for value in found if isinstance(value, int) and value >= 0}
+    # towers of Gemma 3n embed the last tokens of the vocabulary, without any image or sound
+    firsts = [first for part in config.sub_configs if (first := getattr(getattr(config, part, None), _FIRST_TOKEN, None))]
+    ids |= set(range(min(firsts), config.get_text_config().vocab_size)) if firsts else set()
+    return tuple(sorted(ids))
+
+
+def _served(kind: Any) -> Callable[..., Any]:
+    """`_forward` with name and signature of the class's own forward, which trainers read."""
+
+    @wraps(kind.forward)
+    def forward(around: Any, *args: Any, **keywords: Any) -> Any:
+        return _forward(around, *args, **keywords)
+
+    vars(forward)[_SERVED] = True
+    return forward
+
+
+def _is_served(module: nn.Module) -> bool:
+    # not by the function, since sharding changes the module's class
+    return _SERVED in vars(getattr(vars(module).get("forward"), "__func__", object))
+
+
+def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
+    """The forward of the module around a text model: that of its class, or under a plan that of the text model."""
+    if _TEXT not in vars(around):
+        return type(around).forward(around, *args, **keywords)
+    text = getattr(around, vars(around)[_TEXT])
+    if keywords.get("longctx") is None and PART_KEYWORD not in keywords:
+        with _completed(text, type(around).__name__):
+            return type(around).forward(around, *args, **keywords)
+    taken = {*_PASSED, *inspect.signature(type(text).forward).parameters}
+    named = inspect.signature(type(around).forward).bind_partial(around, *args).arguments if args else {}
+    given = {name: value for name, value in (named | keywords).items() if value is not None and value is not around}
+    if inputs := [name for name, value in given.items() if isinstance(value, Tensor) and name not in (*taken, *_DROPPED)]:
+        raise ValueError(
+            f"{type(around).__name__} got {', '.join(inputs)} under a plan, but plans train rows of text alone; leave images, "
+            f"sound and video out"
+        )
+    # plans switch outputs off, whether or not the class names them
+    is_off = {name for name, value in given.items() if value is False and name.startswith("output_")}
+    output = text(**{name: value for name, value in given.items() if name in taken or name in is_off})
+    return output if hasattr(output, "logits") else _TextOutput(output)
+
+
+@contextmanager
+def _completed(text: Any, around: str) -> Iterator[None]:
+    """Context in which the text model's output has what the class around it reads but transformers 5.24 forgets: no images."""
+    if around.removeprefix("FSDP") not in _READS_IMAGES:
+        yield
+        return
+    own, run = vars(text).get("forward"), text.forward
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        output = run(*args, **keywords)
+        if isinstance(output, ModelOutput) and not hasattr(output, "image_outputs"):
+            output.image_outputs = None
+        return output
+
+    vars(text)["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(text)["forward"]
+        else:
+            vars(text)["forward"] = own
+
+
+class _TextOutput:
+    """Output of a text model for the head of a wrapper, which may ask for what only towers give: that is None."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._own, name, None)

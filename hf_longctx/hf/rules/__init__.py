@@ -1,0 +1,1 @@
+"""Why a run is refused. No side effect, no collective."""

@@ -1,0 +1,275 @@
+"""Checks of a model against the classes, attention patterns and settings whose equality with transformers is tested.
+
+Problems with the settings of runs whose model classifies documents or tokens, and its padding token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.trainer_utils import align_special_tokens
+
+from hf_longctx.hf.checkpoints.deferred import source_of
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.labels import HeadTask, Problem
+from hf_longctx.hf.data.streams.sources import is_stream
+from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, is_adapted, kind_problems, own_dtypes
+from hf_longctx.hf.models.attention import attention_problems
+from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem, code_of
+from hf_longctx.hf.models.cutting import RANGES
+from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
+from hf_longctx.hf.models.dropout import dropout_problems, keyed_fields
+from hf_longctx.hf.models.experts import router_problems
+from hf_longctx.hf.models.heads import inner_model
+from hf_longctx.hf.models.index import INDEXED_LAYERS, index_problems, indexed_attention
+from hf_longctx.hf.models.own_attention import own_attention_problems
+from hf_longctx.hf.models.quantised import quantised_problems
+from hf_longctx.hf.models.rope import rope_problems
+from hf_longctx.hf.models.spec import decoder_layers
+from hf_longctx.hf.models.states import family_of, state_problems
+from hf_longctx.hf.models.towers import text_class, text_part, tower_parameters
+from hf_longctx.runtime.core.loss import OwnLogit
+
+TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# classes whose masks support attention chunks
+_CHUNKED = ("Llama4ForCausalLM",)
+# words in names of config fields that make forwards draw random numbers, which plans would apply to other tokens
+_CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
+# fields with such a word that are checked elsewhere, or that only task heads other than the language model's read
+_UNUSED_CHANCES = (
+    "router_jitter_noise",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "summary_first_dropout",
+    "summary_last_dropout",
+)
+# field -> the tested value, and the remedy for others
+_TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
+    "is_encoder_decoder": (False, "use a decoder-only model"),
+    "add_cross_attention": (False, "set it to False, cross attention is not supported"),
+    "z_loss_coefficient": (0.0, "set it to 0.0, plans train cross-entropy alone"),
+}
+
+
+def lacking_problems(model: PreTrainedModel) -> list[str]:
+    """Problems of a model that has nothing to train, since its config or the way in which it was loaded left that out."""
+    if not decoder_layers(model)[1]:
+        name = type(base_of(model)).__name__
+        return [f"{name} has no decoder layers (num_hidden_layers=0); give its config at least one layer"]
+    empty = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if empty and source_of(model) is None and not hasattr(model, RANGES):
+        return [
+            f"{len(empty)} weights have no values, since they are on torch's meta device (first {empty[0]}); load the model "
+            f"without device_map='meta', or by hf_longctx.load_sharded"
+        ]
+    return []
+
+
+def model_problems(model: PreTrainedModel) -> list[str]:
+    """Reasons why this model would not run correctly; empty for a tested class with a tested attention pattern."""
+    if kinds := kind_problems(model):
+        return kinds
+    base = base_of(model)
+    name, config = type(base).__name__, base.config
+    if problem := class_problem(base):
+        return [problem]
+    if not code_of(type(base)).__module__.startswith("transformers."):
+        return [
+            f"model class {name} comes from {type(base).__module__}, but only the class of transformers is tested; use that one"
+        ]
+    if quantised := quantised_problems(model):
+        # all other problems would only be consequences of these
+        return quantised
+    text = text_part(base)
+    problems = [*attention_problems(base), *adapter_problems(model), *_pattern_problems(base)]
+    problems += [*own_attention_problems(text), *state_problems(text), *router_problems(base)]
+    problems += index_problems(text)
+    problems += _setting_problems(config, keyed_fields(text_class(base))) + dropout_problems(text)
+    problems += [
+        f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
+        for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
+    ]
+    problems += [
+        f"rope type {rope_type!r} of {name} is scaled again by the longest position of each forward, which depends on the plan; "
+        f"use rope type 'default'"
+        for rope_type in sorted((_rope_types(config) & set(TESTED_ROPE_TYPES)) - {"default"})
+        if text_class(base) in DEFAULT_ROPE_ONLY
+    ]
+    if text_class(base) not in DEFAULT_ROPE_ONLY:
+        problems += document_rope_problems(text, _rope_types(config) & set(DOCUMENT_ROPE_TYPES))
+    problems += rope_problems(text)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        problems.append(
+            "activation (gradient) checkpointing is enabled on the model, but plans decide what is recomputed; call "
+            "model.gradient_checkpointing_disable(), or, with gradient_checkpointing=True in the arguments, pass the callback in "
+            "callbacks=[...] in place of add_callback"
+        )
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        problems.append("the model is compiled, which is not supported yet; pass a model that is not compiled")
+    towers = {id(parameter) for parameter in tower_parameters(model)}
+    if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in towers):
+        problems.append(_frozen_problem(model))
+    dtypes, added = own_dtypes(model)
+    if len(dtypes) > 1:
+        kept = sorted(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
+        remedy = f"load it with dtype='float32', since {name} keeps {', '.join(kept)} in fp32" if kept else "load it in one dtype"
+        problems.append(f"the model mixes weights of {', '.join(sorted(map(str, dtypes)))}; {remedy}")
+    elif len(added) > 1 or not added <= dtypes | {torch.float32}:
+        problems.append(
+            f"the adapters have weights of {', '.join(sorted(map(str, added)))} on a model of {hidden_dtype(model)}; make all of "
+            f"them float32 (get_peft_model's default) or all of the model's dtype (autocast_adapter_dtype=False)"
+        )
+    return problems
+
+
+def _frozen_problem(model: Any) -> str:
+    """Why nothing in a model is trained, as far as one can see."""
+    if is_adapted(model):
+        active = [str(name) for name in model.active_adapters]
+        named = f"the adapter {', '.join(active)} is" if len(active) == 1 else f"the adapters {', '.join(active)} are"
+        if any(model.peft_config[name].inference_mode for name in active):
+            return (
+                f"{named} there for inference (inference_mode=True), which freezes every weight; load it with "
+                f"PeftModel.from_pretrained(..., is_trainable=True), or make it with LoraConfig(inference_mode=False)"
+            )
+        return f"{named} frozen (requires_grad=False), and so is all else; call model.set_adapter({(active or [''])[0]!r})"
+    name = type(base_of(model)).__name__
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return f"only towers of {name} are trained, which rows of text do not reach; unfreeze its text model, or adapt that"
+    return (
+        f"all weights of {name} are frozen (requires_grad=False), as merge_and_unload() and requires_grad_(False) leave them; "
+        f"call model.requires_grad_(True), or train adapters: get_peft_model(model, LoraConfig(...))"
+    )
+
+
+def _pattern_problems(model: PreTrainedModel) -> list[str]:
+    """Problems with attention patterns that nobody passes to the attention function, so that it would ignore them."""
+    config, text = model.config.get_text_config(), text_part(model)
+    # "vision" lets tokens of images see each other; without images it has no effect
+    if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
+        return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
+    layer_types = getattr(config, "layer_types", None) or ()
+    problems = [
+        f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; build the model with "
+        f"is_decoder=True in its config"
+        for name, module in text.named_modules()
+        if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
+    ][:1]
+    known = (*_LAYER_TYPES, *(["chunked_attention"] if text_class(model) in _CHUNKED else []))
+    known += (INDEXED_LAYERS,) if indexed_attention(text) else ()
+    known += (family.layer_type, *family.other_types) if (family := family_of(model)) else ()
+    problems += [
+        f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model whose layers are all of "
+        f"type {' or '.join(known)}"
+        for layer_type in sorted(set(layer_types) - set(known))
+    ]
+    if "chunked_attention" in known and not (size := config.attention_chunk_size):
+        problems.append(f"attention_chunk_size is {size}, for which {type(model).__name__} has no masks; set a positive number")
+    for module in text.modules():
+        layer = getattr(module, "layer_idx", None)
+        if not hasattr(module, "sliding_window") or layer is None or layer >= len(layer_types):
+            continue
+        has_window = bool(module.sliding_window) and getattr(module, "is_sliding", True)
+        if (layer_types[layer] == "sliding_attention") != has_window:
+            problems.append(
+                f"layer {layer} is {layer_types[layer]!r} in layer_types, but its window is {module.sliding_window}; "
+                f"make sliding_window, use_sliding_window and layer_types agree"
+            )
+    return problems
+
+
+def _setting_problems(config: PretrainedConfig, keyed: Sequence[str]) -> list[str]:
+    """Problems with fields of a tested class's config that have untested values; `keyed` fields may have any rate."""
+    values = config.get_text_config().to_dict()
+    problems = [
+        f"{field} is {value}; set it to 0.0, {'dropout' if 'drop' in field else 'noise'} is not supported yet"
+        for field, value in sorted(_all_fields(values))
+        if _is_chance(field.rsplit(".", 1)[-1]) and isinstance(value, float) and value and field not in keyed
+    ]
+    return problems + [
+        f"{field} is {values[field]!r}, which is not supported; {remedy}"
+        for field, (tested, remedy) in _TESTED_SETTINGS.items()
+        if field in values and values[field] is not None and values[field] != tested
+    ]
+
+
+def _all_fields(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """The fields of a config and of its nested parts, under dotted names."""
+    parts = [_all_fields(value, f"{prefix}{name}.") for name, value in values.items() if isinstance(value, dict)]
+    own = [(f"{prefix}{name}", value) for name, value in values.items() if not isinstance(value, dict)]
+    return own + [field for part in parts for field in part]
+
+
+def _is_chance(name: str) -> bool:
+    return any(word in name for word in _CHANCES) and name not in _UNUSED_CHANCES
+
+
+def _rope_types(config: PretrainedConfig) -> set[str]:
+    """The rope types of all layers; some models have one for each type of layer."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return {each.get("rope_type", "default") for each in per_layer_type or [parameters]}
+
+
+def classifier_problems(
+    task: HeadTask, config: LongContextConfig, args: TrainingArguments, datasets: Mapping[str, Any], token_loss: Any
+) -> list[str]:
+    """Problems with settings that a classifier does not obey; empty for a language model. token_loss: the user's, or None."""
+    if task.kind == "next_token":
+        return []
+    if task.problem not in get_args(Problem):
+        return [f"problem_type of the model's config is {task.problem!r}; set it to one of {', '.join(get_args(Problem))}"]
+    problems = [
+        f"{name} is an iterable dataset, which is not supported for a model that classifies {task.kind}s; pass a map-style one"
+        for name, dataset in datasets.items()
+        if dataset is not None and is_stream(dataset)
+    ]
+    if task.kind == "document" and config.long_sequences == "split":
+        problems.append(
+            "long_sequences='split' makes several documents of one row, but a row has one label; use 'truncate' or 'error'"
+        )
+    if config.token_metrics == "on":
+        problems.append(
+            f"token_metrics='on' counts next tokens, which a model that classifies {task.kind}s does not predict; leave it out, "
+            f"and give the trainer compute_metrics"
+        )
+    if task.has_values and args.label_smoothing_factor:
+        problems.append(
+            f"label_smoothing_factor={args.label_smoothing_factor!r} smooths classes, but labels of problem_type "
+            f"{task.problem!r} are numbers; leave it out"
+        )
+    if task.has_values and not (token_loss is None or isinstance(token_loss, OwnLogit)):
+        problems.append(
+            f"token_loss gets classes, but labels of problem_type {task.problem!r} are numbers; leave it out, or set "
+            f"problem_type of the config to 'single_label_classification'"
+        )
+    return problems
+
+
+def align_padding(task: HeadTask, model: Any, processing_class: Any) -> None:
+    """Gives the config of a model that classifies documents the special tokens of its tokenizer, as `Trainer.train` does.
+
+    Labels stand on the last token that is no padding, so this comes before `task_of` reads the padding token. task: its kind
+    tells whether the model classifies documents.
+    """
+    if task.kind == "document" and isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
+        align_special_tokens(inner_model(model), processing_class)
+
+
+def padding_problems(task: HeadTask, model: Any, processing_class: Any) -> list[str]:
+    """The problem with a padding token that has changed since the run's labels were placed by it."""
+    if task.kind != "document":
+        return []
+    align_padding(task, model, processing_class)
+    current = inner_model(model).config.get_text_config().pad_token_id
+    if current == task.pad_token_id:
+        return []
+    return [
+        f"the padding token of the model or its tokenizer was changed from {task.pad_token_id} to {current} after the start, and "
+        f"labels of documents stand on the last token that is no padding; change it back, or make a new trainer"
+    ]

@@ -1,0 +1,406 @@
+"""Support for TRL's trainers: some run under full plans, some under the callback alone, the others are refused with a reason.
+
+TRL's trainers prepare model and dataset inside their own constructors, so a mixin in front of them checks both afterwards. The
+loss of `SFTTrainer` is the token mean of the cross-entropy, and so is the loss of plans. Plans therefore replace its
+`compute_loss`, `training_step` and `prediction_step`, and log entropy and token accuracy themselves (`counts_tokens`). The
+losses of `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` are functions of log-probabilities of tokens. These
+trainers keep their loaders and their losses, and plans compute the log-probabilities and train them
+(`log_probs/two_passes.py`). That of `RewardTrainer` is a function of rewards of documents, and runs in the same way
+(`log_probs/rewards.py`). Under the callback alone, an exchange around each forward serves `SFTTrainer` and `DPOTrainer`
+(`stock/exchange.py`). TRL is never imported here.
+
+Versions of other packages that are known to work, and checks of those that are installed.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import datasets
+from packaging.version import Version
+from torch import nn
+from transformers import __version__
+
+from hf_longctx.hf.checkpoints.deferred import source_of
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.fields import named_column_problem, text_columns
+from hf_longctx.hf.data.labels import LOSS_WEIGHTS
+from hf_longctx.hf.models.adapters import base_of, is_adapted
+from hf_longctx.hf.models.cutting import loaded_ranges
+from hf_longctx.hf.models.dropout import weight_rates
+from hf_longctx.hf.models.experts import balance_problems
+from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.plan.core.messages import listed
+from hf_longctx.runtime.core.loss import OwnLogit, TemperedCrossEntropy, TokenLoss
+
+# version of TRL whose trainers are tested; in later versions, methods of the same names may do other things
+_TRL = "1.16"
+# package -> first and last version that is known to work; newer ones may work too, of which `hooks.py` knows what is missing
+_KNOWN = {
+    "accelerate": ("1.15", "1.15"),
+    "datasets": ("4.0", "5.2"),
+    "flash_attn": ("2.8", "2.8"),
+    "peft": ("0.21", "0.21"),
+    "torch": ("2.11", "2.13"),
+    "torchao": ("0.18", "0.18"),
+    "transformers": ("5.17", "5.24"),
+    "trl": (_TRL, _TRL),
+}
+
+
+def version_problems() -> list[str]:
+    """Problems with the installed version of transformers."""
+    least, _ = _KNOWN["transformers"]
+    if Version(__version__) < Version(least):
+        return [f"transformers {__version__} is installed, {least} or newer is needed; pip install -U transformers"]
+    return []
+
+
+def trl_problems() -> list[str]:
+    """Problems with the installed version of TRL, for runs that use one of its trainers."""
+    installed = version("trl")
+    if Version(installed).release[:2] != Version(_TRL).release:
+        return [f"trl {installed} is installed, but its trainers are tested with {_TRL}; pip install 'trl=={_TRL}.*'"]
+    return []
+
+
+def known_version(package: str) -> str:
+    """How to get a version of `package` that is known to work, and which one is installed."""
+    least, most = _KNOWN[package]
+    major, minor = Version(most).release[:2]
+    installed = __version__ if package == "transformers" else version(package)
+    return f"pip install '{package}>={least},<{major}.{minor + 1}' ({installed} is installed)"
+
+
+# add a trainer only together with its runs in tests/hf/trainer/test_trl_trainers.py
+_PLANNED = "SFTTrainer"
+# trainers whose loss is a function of log-probabilities of tokens, or of rewards; those that generate the tokens themselves
+_SCORED = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
+_GENERATING = ("GRPOTrainer", "RLOOTrainer")
+# trainers that compute whole logits for a user's `compute_metrics`
+_WITH_LOGITS = ("DPOTrainer", "KTOTrainer")
+_ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
+# metrics that plans log in place of SFTTrainer
+OF_TRL = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss")
+# columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
+_READ = ("input_ids", "labels", "seq_lengths")
+# columns that TRL reads or makes before its collator, whatever their names
+_PREPARED = ("completion_mask", "assistant_masks", "attention_mask", "chat_template_kwargs")
+
+
+def trl_class(cls: type) -> type | None:
+    """The class of TRL that `cls` is or inherits from; None if there is none."""
+    return next((base for base in cls.__mro__ if base.__module__.split(".", 1)[0] == "trl"), None)
+
+
+def is_planned(cls: type) -> bool:
+    """Whether `cls` is the trainer of TRL whose loss plans compute too, or a subclass of it outside of TRL."""
+    found = trl_class(cls)
+    return found is not None and found.__name__ == _PLANNED
+
+
+def is_replaced(cls: type) -> bool:
+    """Whether plans are known to do the same work as the methods of exactly this class."""
+    return cls.__name__ == _PLANNED and trl_class(cls) is cls
+
+
+def is_scored(cls: type) -> bool:
+    """Whether `cls` is a trainer of TRL whose loss is a function of log-probabilities of tokens, or a subclass of one."""
+    found = trl_class(cls)
+    return found is not None and found.__name__ in _SCORED
+
+
+def takes_metrics(cls: type) -> bool:
+    """Whether `cls` is a scored trainer of TRL whose own evaluation calls a user's `compute_metrics`."""
+    return is_scored(cls) and getattr(trl_class(cls), "__name__", "") not in _GENERATING
+
+
+def counts_tokens(trainer: type, config: LongContextConfig) -> bool:
+    """Whether the log of a training has token accuracy and entropy: as asked for, or as TRL's own has."""
+    return config.token_metrics == "on" or (config.token_metrics == "auto" and is_planned(trainer))
+
+
+def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> list[str]:
+    """Reasons why a trainer of TRL cannot run full plans with these arguments; empty for trainers that are not of TRL."""
+    found = trl_class(trainer)
+    if found is None:
+        return []
+    if is_scored(trainer):
+        return trl_problems() + offloading_problems(args) + _scored_problems(found.__name__, args, config)
+    if not is_planned(trainer):
+        return [
+            f"{found.__name__} computes its loss from whole sequences, or generates them, but full plans train the token mean of "
+            f"the cross-entropy; use SFTTrainer, {', '.join(_SCORED)}, the trainers of TRL that run full plans"
+        ]
+    return trl_problems() + offloading_problems(args) + _sft_problems(args, config)
+
+
+# class of TRL -> columns of which a training set has all of one group
+_COLUMNS = {
+    "SFTTrainer": (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), ("text",)),
+    "DPOTrainer": (("chosen", "rejected"), ("prompt_ids", "chosen_ids", "rejected_ids")),
+    "RewardTrainer": (("chosen", "rejected"), ("chosen_ids", "rejected_ids")),
+    "KTOTrainer": (("prompt", "completion", "label"), ("chosen", "rejected"), ("prompt_ids", "completion_ids", "label")),
+    "GRPOTrainer": (("prompt",),),
+    "RLOOTrainer": (("prompt",),),
+}
+
+
+# arguments that make rows of any columns into those that a trainer reads
+_MAKES_ROWS = ("formatting_func", "environment_factory", "rollout_func")
+
+
+def unprepared_problems(trainer: type, args: Any, sets: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    """Problems with the sets that a trainer of TRL is given, in which its own constructor would end in an error of Python's.
+
+    given: its other arguments.
+    """
+    name, problems = getattr(trl_class(trainer), "__name__", ""), []
+    is_prepared = (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if is_prepared or any(given.get(each) is not None for each in _MAKES_ROWS):
+        return []
+    groups = (((args.dataset_text_field,),) if hasattr(args, "dataset_text_field") else ()) + _COLUMNS.get(name, ())
+    for which, dataset in sets.items():
+        columns = getattr(dataset, "column_names", None)
+        if isinstance(columns, list) and groups and not any(set(group) <= set(columns) for group in groups):
+            wanted = ", or ".join(" and ".join(group) for group in dict.fromkeys(groups))
+            problems.append(f"{which} has the columns {listed(columns) or '(none)'}, and {name} reads {wanted}; rename them")
+    return problems
+
+
+def attach_problems(trainer: type) -> list[str]:
+    """Reason why full plans cannot be attached to a trainer of TRL that has been built."""
+    if not is_scored(trainer):
+        return []
+    name = getattr(trl_class(trainer), "__name__", "")
+    return [
+        f"attach does not serve {name}, whose reference model would have to run under plans too; write class "
+        f"Mine(LongContextMixin, {trainer.__name__}), or, for DPOTrainer, use the callback in callbacks=[...] alone"
+    ]
+
+
+def scored_temperature(trainer: Any) -> float:
+    """The temperature of the distribution whose log-probabilities a trainer of TRL trains."""
+    return float(getattr(trainer, "temperature", 1.0)) if _generates(trl_class(type(trainer))) else 1.0
+
+
+def scored_loss(trainer: Any) -> TokenLoss | None:
+    """The loss of a token that the second pass weighs; None for cross-entropy."""
+    if getattr(trl_class(type(trainer)), "__name__", "") == "RewardTrainer":
+        return OwnLogit()
+    temperature = scored_temperature(trainer)
+    return None if temperature == 1 else TemperedCrossEntropy(temperature)
+
+
+def _generates(found: type | None) -> bool:
+    return found is not None and found.__name__ in _GENERATING
+
+
+# settings with which every rank has the whole model
+WHOLE = {"parameters": "replicated", "stages": 1}
+# how a trainer of TRL leaves out the balance loss of a mixture of experts
+NO_BALANCE = "set router_aux_loss_coef=0.0 in its arguments, which trains without that loss"
+
+# argument of TRL -> its supported values, and why no other is
+_SCORED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_vllm": ((False,), "weights would have to be sent to vLLM's processes, which is not tested; generate with transformers"),
+    "use_transformers_continuous_batching": ((False,), "its paged attention replaces the model's; generate without it"),
+    "use_transformers_paged": ((False, None), "its paged attention replaces the model's; generate without it"),
+    "cast_lm_head_to_fp32": ((False,), "it replaces the output head, whose tiles compute losses in fp32 anyway; leave it out"),
+    "entropy_coef": ((0.0,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
+    "use_adaptive_entropy": ((False,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
+    "neftune_noise_alpha": ((None,), "the two passes of a step would draw different noise; leave it out"),
+}
+
+
+def _scored_problems(name: str, args: Any, config: LongContextConfig) -> list[str]:
+    problems = []
+    for argument, (allowed, why) in _SCORED_ARGUMENTS.items():
+        if (value := getattr(args, argument, allowed[0])) not in allowed:
+            problems.append(f"{argument}={value!r} is not supported with {name}: {why}")
+    reading = (("lookahead_batches", None), ("stream_readers", 1))
+    for setting, default in (("tokens_per_step", None), ("long_sequences", "error"), *reading):
+        if (own := getattr(config, setting)) != default:
+            problems.append(
+                f"{setting}={own!r} has no effect, since {name} draws its batches itself; leave it out"
+                + (
+                    ""
+                    if (setting, default) in reading
+                    else ", and set per_device_train_batch_size and max_length of its arguments"
+                )
+            )
+    if getattr(args, "sync_ref_model", False):
+        problems += [
+            f"sync_ref_model=True is not supported with {setting}={getattr(config, setting)!r}: TRL adds the policy's weights to "
+            f"those of the reference, of which a rank has a part; set {setting}={needed!r}"
+            for setting, needed in WHOLE.items()
+            if getattr(config, setting) != needed
+        ]
+    if config.token_metrics == "on":
+        problems.append(f"token_metrics='on' has no effect, since {name} logs metrics of its own; leave it out")
+    if factor := getattr(args, "label_smoothing_factor", 0):
+        problems.append(f"label_smoothing_factor={factor!r} has no effect on the loss of {name}; leave it out")
+    if name in _GENERATING and config.parameters != "replicated":
+        problems.append(
+            f"parameters={config.parameters!r} gathers weights on all ranks at a time, but {name} generates on every rank for as "
+            f"long as its own completions are; use parameters='replicated', with LoRA if memory is short"
+        )
+    if name in _GENERATING and config.stages != 1:
+        problems.append(
+            f"stages={config.stages!r} leaves every rank a part of the model, with which {name} cannot generate; use stages=1"
+        )
+    return problems
+
+
+def scored_trainer_problems(trainer: Any) -> list[str]:
+    """Reasons why a trainer of TRL with a loss of log-probabilities cannot run under plans, once it has prepared its model."""
+    model, name = trainer.model, getattr(trl_class(type(trainer)), "__name__", "")
+    problems = []
+    if name == "RewardTrainer" and head_kind(model) != "document":
+        problems.append(
+            f"{name} was given a {type(base_of(model)).__name__}, which has no reward per row; load ...ForSequenceClassification"
+        )
+    if getattr(trainer, "_is_vision_dataset", False) or hasattr(trainer.processing_class, "image_processor"):
+        problems.append(f"{name} was given images or a processor for images, but plans run rows of text alone; pass a tokenizer")
+    if getattr(trainer, "aux_loss_enabled", False):
+        problems += balance_problems(base_of(model), f"{name} adds the balance loss of the experts", NO_BALANCE)
+        if trainer.longctx_config.lend_stages:
+            problems.append(
+                f"lend_stages=True does not support the balance loss of the experts, which {name} adds; {NO_BALANCE}, or leave "
+                f"lend_stages out"
+            )
+    if drops := [where for where, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
+        problems.append(f"{drops[0]} drops, so the two passes of a step would draw different masks; set disable_dropout=True")
+    # attention layers keep their rates outside of modules, where disable_dropout leaves them
+    problems += [
+        f"{field} is {rate}, so the two passes of a step would drop different weights; set it to 0.0 in the model's config"
+        for field, rate in weight_rates(base_of(model).config.get_text_config()).items()
+    ]
+    if name in _WITH_LOGITS and trainer.compute_metrics is not None:
+        problems += whole_logits_problems(trainer.longctx_config, f"compute_metrics of {name} gets")
+    return problems + _reference_problems(name, model, getattr(trainer, "ref_model", None))
+
+
+def whole_logits_problems(config: LongContextConfig, reason: str) -> list[str]:
+    """Problems with whole logits, which TRL computes by a forward of its own; reason: what needs them."""
+    return [
+        f"{reason} whole logits, which TRL computes by a forward of the whole model on every rank, but "
+        f"{setting}={getattr(config, setting)!r} leaves a rank a part of it; set {setting}={needed!r}, or leave compute_metrics "
+        f"out, since rewards and log-probabilities are logged without it"
+        for setting, needed in WHOLE.items()
+        if getattr(config, setting) != needed
+    ]
+
+
+def _reference_problems(name: str, model: Any, reference: Any) -> list[str]:
+    """Problems with a reference model, which runs under the plans of the policy."""
+    if reference is None:
+        return []
+    if is_adapted(model):
+        return [
+            f"{name} was given adapters and a ref_model; leave ref_model out: with its adapters switched off, the model is its "
+            f"own reference"
+        ]
+    own, other = (each.config.get_text_config() for each in (model, reference))
+    fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "layer_types")
+    differing = [field for field in fields if getattr(own, field, None) != getattr(other, field, None)]
+    if type(model) is not type(reference) or differing:
+        return [
+            f"ref_model is {type(reference).__name__} and the model {type(model).__name__}"
+            + (f", and they differ in {', '.join(differing)}" if differing else "")
+            + "; plans of the model serve its reference too, so give both the same class and shape"
+        ]
+    return []
+
+
+def prepared_model_problems(model: Any) -> list[str]:
+    """Reasons why the model that a trainer of TRL has prepared cannot run under plans."""
+    problems = []
+    if loaded_ranges(model) is not None:
+        problems.append("a model of load_pipeline_stage is not tested with trainers of TRL; pass the whole model")
+    if source_of(model) is not None:
+        problems.append("a model of load_sharded is not tested with trainers of TRL; pass the whole model")
+    if four_bit_layers(model):
+        problems.append("four-bit weights are not tested with trainers of TRL; use LongContextTrainer")
+    return problems
+
+
+def alone_problems(args: Any) -> list[str]:
+    """Reasons why the trainer of TRL that takes these arguments cannot train under the callback alone."""
+    found = trl_class(type(args))
+    if found is None:
+        return []
+    if found.__name__ not in _ALONE:
+        return [
+            f"{found.__name__} is for a trainer of TRL whose forwards are not tested under plans; use "
+            f"{' or '.join(_ALONE.values())}"
+        ]
+    return trl_problems() + offloading_problems(args)
+
+
+def offloading_problems(args: Any) -> list[str]:
+    """Problems with hooks on saved tensors, which would interfere with what plans offload and recompute."""
+    if not getattr(args, "activation_offloading", False):
+        return []
+    return [
+        "activation_offloading=True would move tensors that plans offload themselves; leave it out and set "
+        "LongContextConfig(host_gib=...)"
+    ]
+
+
+def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
+    problems = []
+    for name in ("packing", "eval_packing"):
+        if getattr(args, name, None):
+            problems.append(
+                f"{name}=True makes rows of several documents, each of which plans would train as one document; set "
+                f"{name}=False, since plans pack whole documents themselves, or use the callback in callbacks=[...] alone, which "
+                f"keeps TRL's rows"
+            )
+    if (loss := getattr(args, "loss_type", "nll")) != "nll":
+        problems.append(
+            f"loss_type={loss!r} is not the token mean of the cross-entropy that plans train; set loss_type='nll', or use the "
+            f"callback in callbacks=[...] alone"
+        )
+    if factor := getattr(args, "label_smoothing_factor", 0):
+        problems.append(
+            f"label_smoothing_factor={factor!r} is not tested with trainers of TRL; pass the loss of a token as token_loss=..., "
+            f"or use LongContextTrainer"
+        )
+    limit = getattr(args, "max_length", None)
+    if limit is not None and config.max_length is not None and limit < config.max_length:
+        problems.append(
+            f"max_length={limit} of the SFTConfig cuts every row before plans see it, but LongContextConfig has max_length "
+            f"{config.max_length}; set SFTConfig(max_length=None), or give both the same value"
+        )
+    return problems
+
+
+def read_columns(trainer: type, dataset: Any, reads_all: bool) -> Any:
+    """The dataset with weights and the columns that a collator of TRL reads; the same object if it has no others.
+
+    dataset: also a dict of several. reads_all: the collator is a user's, which may read any column.
+    """
+    if reads_all:
+        return dataset
+    if isinstance(dataset, dict):
+        read = {name: read_columns(trainer, each, reads_all) for name, each in dataset.items()}
+        return dataset if all(read[name] is each for name, each in dataset.items()) else read
+    is_known = isinstance(dataset, datasets.Dataset | datasets.IterableDataset) and dataset.column_names is not None
+    if not is_planned(trainer) or not is_known or "input_ids" not in dataset.column_names:
+        return dataset
+    if isinstance(dataset, datasets.Dataset):
+        columns = text_columns(dataset)
+    else:
+        features = dataset.features or {}
+        columns = {name: getattr(features.get(name), "dtype", None) == "string" for name in dataset.column_names}
+    # those by whose names a user means to mask or weigh tokens are kept, and refused by the scan
+    refused = [
+        name
+        for name, is_text in columns.items()
+        if name not in _PREPARED and named_column_problem({name: is_text}, "", allowed=("label", "labels"))
+    ]
+    names = [name for name in dataset.column_names if name in (*_READ, LOSS_WEIGHTS, *refused)]
+    return dataset if len(names) == len(dataset.column_names) else dataset.select_columns(names)
