@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_longctx._version import __version__
 
 if TYPE_CHECKING:
+    from hf_longctx.hf.callback.callback import LongContextCallback
     from hf_longctx.hf.config import LongContextConfig
     from hf_longctx.hf.data.chat import DataError
     from hf_longctx.hf.data.mixture import mix_datasets
@@ -20,22 +21,21 @@ if TYPE_CHECKING:
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
     from hf_longctx.hf.models.rope import extend_positions
     from hf_longctx.hf.ranks.exit_message import refusals_last
-    from hf_longctx.hf.start.settings.muon import MuonWithAdamW
     from hf_longctx.hf.start.sharded_loading import load_sharded
     from hf_longctx.hf.start.stages import load_pipeline_stage
-    from hf_longctx.hf.stock.callback import LongContextCallback
+    from hf_longctx.hf.trainer.muon import MuonWithAdamW
     from hf_longctx.hf.trainer.trainer import LongContextMixin, LongContextTrainer
     from hf_longctx.plan.groups.best_fit import pack_sequences
     from hf_longctx.runtime.core.loss import TokenLoss
 
 _HOMES = {
     "DataError": "hf_longctx.hf.data.chat",
-    "LongContextCallback": "hf_longctx.hf.stock.callback",
+    "LongContextCallback": "hf_longctx.hf.callback.callback",
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextEvaluation": "hf_longctx.hf.evaluation.long_evaluation",
     "LongContextMixin": "hf_longctx.hf.trainer.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer.trainer",
-    "MuonWithAdamW": "hf_longctx.hf.start.settings.muon",
+    "MuonWithAdamW": "hf_longctx.hf.trainer.muon",
     "NeedleTask": "hf_longctx.hf.evaluation.needles",
     "ShardedStream": "hf_longctx.hf.data.streams.sources",
     "TokenLoss": "hf_longctx.runtime.core.loss",

@@ -149,8 +149,7 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
 
 
 def _run_rank(options: argparse.Namespace) -> int:
-    from hf_longctx.hf.calibration.calibrate import CalibrationRequest, calibrate
-    from hf_longctx.hf.calibration.text import calibration_text
+    from hf_longctx.hf.calibration.calibrate import CalibrationRequest, calibrate, calibration_text
     from hf_longctx.plan.cost.profiles import profile_to_json
 
     is_first = int(os.environ.get("RANK", "0")) == 0

@@ -24,7 +24,7 @@ from helpers.trainers.trainer_runs import make_trainer
 from transformers import TrainerCallback
 
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.trainer import sets as trainer_sets
+from hf_longctx.hf.run import sets as trainer_sets
 
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 8, 2, 4
 ROWS_PER_STEP = 12

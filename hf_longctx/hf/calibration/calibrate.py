@@ -3,12 +3,19 @@
 `hf-longctx calibrate` runs this on every rank. A few layers are enough: for a deeper model, one without decoder layers
 (embeddings, head and loss) is measured too, and the whole model costs that plus the cost per layer times the number of
 layers. Weights are random and nothing is downloaded.
+
+Builds the models that calibration measures: few layers, random weights, the shapes of a named model or a config.json.
+
+Called by `calibrate`, and by benchmarks that need a model of a given shape.
+
+Calibration results as text, printed by `hf-longctx calibrate`.
 """
 
 from __future__ import annotations
 
 import copy
 import datetime
+import json
 import math
 import os
 import platform
@@ -16,21 +23,22 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from hf_longctx.hf.calibration.shapes import build_model, few_layers, model_config, set_layers
-from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.kernels import compiled_layers
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, states_of, tokens_that_fit, windows_of
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.rules.models import model_problems
 from hf_longctx.plan.core.settings import USABLE_SHARE, ClusterSpec, HardwareSpec, default_degrees
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.cost.catalog import spec_name
+from hf_longctx.plan.cost.catalog import named_model, no_model, spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, num_tiles
 from hf_longctx.plan.cost.fitting import (
     ChunkSample,
@@ -60,6 +68,106 @@ from hf_longctx.runtime.measure import (
     target_seconds,
 )
 from hf_longctx.runtime.process_groups import GroupPool
+
+# most layers that are measured; a model with no more of them is measured whole
+FEW_LAYERS = 6
+
+
+def model_config(name: str) -> PretrainedConfig:
+    """Config of a catalogue name (a Llama with its shapes), of a config.json, or of a folder with one; "" is a small Llama.
+
+    Raises ValueError for anything else, and for a config that transformers does not know.
+    """
+    path = Path(name) / "config.json" if name and Path(name).is_dir() else Path(name)
+    if name and path.is_file():
+        try:
+            return AutoConfig.for_model(**json.loads(path.read_text()))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is not the config.json of a causal language model ({error}); give one of a class that "
+                f"docs/models.md calls exact"
+            ) from None
+    if not name:
+        return shaped_config(_SMALL)
+    try:
+        spec = named_model(name)
+    except ValueError:
+        raise ValueError(no_model(name)) from None
+    if not spec.gated_mlp or spec.learned_positions or not spec.states.is_empty or spec.norms_results:
+        raise ValueError(
+            f"model {name!r} does not have the layers of a Llama, so it cannot be built from its shapes; give its config.json"
+        )
+    return shaped_config(spec)
+
+
+# default model: a chunk takes a few milliseconds on one core, in enough layers to tell the cost of attention from matrices
+_SMALL = ModelSpec(4, 256, 704, 8, 4, 32, vocab_size=1024, max_positions=8192)
+
+
+def shaped_config(spec: ModelSpec) -> PretrainedConfig:
+    """Config of a Llama with the shapes of `spec`, or of a Qwen3 (with its windows) if queries and keys have norms."""
+    sizes = {window for window in spec.windows if window is not None}
+    if len(sizes) > spec.qk_norms:
+        raise ValueError(f"layers with windows of {sorted(sizes)} cannot be built from these shapes; give a config.json instead")
+    config_class = Qwen3Config if spec.qk_norms else LlamaConfig
+    windows: dict[str, Any] = {}
+    if sizes:
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in spec.windows]
+        windows = {"use_sliding_window": True, "sliding_window": sizes.pop(), "layer_types": kinds}
+    return config_class(
+        **windows,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=spec.tied_embeddings,
+    )
+
+
+def build_model(config: PretrainedConfig, device: torch.device, precision: str) -> PreTrainedModel:
+    """Builds a model with random weights, patched to run plans.
+
+    Raises ValueError for a model whose attention would be silently wrong.
+    """
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    if getattr(config, "output_router_logits", False):
+        # the experts' balance loss is not part of a chunk's cost
+        config.output_router_logits = False
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    if problems := model_problems(model):
+        raise ValueError("; ".join(problems))
+    patch_model(model)
+    if precision == "autocast":
+        plain: Any = model
+        plain.forward = torch.autocast(device.type, dtype=torch.bfloat16)(plain.forward)
+    return model.train()
+
+
+def few_layers(config: PretrainedConfig) -> int:
+    """Number of layers to measure: at most `FEW_LAYERS`, with the model's share of layers with attention where one has it."""
+    num_layers, types = config.num_hidden_layers, list(getattr(config, "layer_types", None) or ())
+    counts = range(min(num_layers, FEW_LAYERS), 1, -1)
+    alike = (
+        n
+        for n in counts
+        if len(types) == num_layers and all(types[:n].count(kind) * num_layers == types.count(kind) * n for kind in set(types))
+    )
+    return next(alike, counts.start)
+
+
+def set_layers(config: PretrainedConfig, num_layers: int) -> None:
+    """Shortens `config`, in place, to its first `num_layers` decoder layers."""
+    config.num_hidden_layers = num_layers
+    field = config.attribute_map.get("layer_types", "layer_types")
+    # some configs, such as Bamba's, make the types from the number of layers
+    if not isinstance(getattr(type(config), field, None), property) and getattr(config, field, None) is not None:
+        setattr(config, field, getattr(config, field)[:num_layers])
+
 
 # a chunk that ran less often than this has noisy timings, which the report says
 FEW_RUNS = 4
@@ -307,3 +415,53 @@ def _device_name(device: torch.device) -> str:
 
 def _machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """Formats the table of all chunks, the mean errors, and the rates."""
+    coefficients = calibration.costs.coefficients
+    samples = chunk_samples(calibration.timings, calibration.costs, None)
+    lines = [
+        f"{'':9s}{'group':>13s}{'tokens':>8s}{'longest':>8s}{'runs':>5s}   forward ms: measured predicted error   backward ms"
+    ]
+    for timing, sample in zip(calibration.timings, samples, strict=True):
+        probe, cells = timing.probe, []
+        for one_pass, costs in ((sample.forward, coefficients.forward), (sample.backward, coefficients.backward)):
+            predicted_s = one_pass.predicted_s(costs)
+            error = predicted_s / one_pass.seconds - 1
+            cells.append(f"{one_pass.seconds * 1e3:12.2f}{predicted_s * 1e3:11.2f}{error:+7.0%}")
+        what = "held out" if probe.is_held_out else ""
+        tokens = f"{sum(probe.lengths):8d}{max(probe.lengths):8d}{timing.num_repeats:5d}"
+        lines.append(f"{what:9s}{shape_text(probe.shape):>13s}{tokens}{cells[0]}{cells[1]}")
+    lines += [f"mean error {error:6.1%}  {name}" for name, error in calibration.profile.residuals]
+    lines.append(_rates_text(calibration.profile.spec, calibration.profile.models[0]))
+    held_out = calibration.held_out
+    if (num_runs := min(timing.num_repeats for timing in calibration.timings)) < FEW_RUNS:
+        lines.append(f"some chunks ran only {num_runs} time(s); for steadier numbers give more --seconds, or a smaller model")
+    lines += _not_found(calibration.costs)
+    lines.append(f"held-out chunks: mean absolute error {held_out.mean:.1%}, median {held_out.median:.1%}")
+    return "\n".join(lines)
+
+
+def _not_found(costs: CostModel) -> list[str]:
+    """One line for every coefficient that should be positive but was fitted as zero."""
+    terms = ("pair_s", "token_s", *(("link_byte_s",) if costs.cluster.num_ranks > 1 else ()))
+    passes = (("forward", costs.coefficients.forward), ("backward", costs.coefficients.backward))
+    return [
+        f"{name} {term} came out as zero: the chunks were too short or too noisy; give more --seconds, or a quieter machine"
+        for name, found in passes
+        for term in terms
+        if not getattr(found, term)
+    ]
+
+
+def _rates_text(spec: HardwareSpec, model: ModelCalibration) -> str:
+    exchanges = ", ".join(f"{ranks} ranks {rate / 1e9:.3g}" for ranks, rate in spec.exchange_bytes_per_s) or "-"
+    passes = ((name, getattr(model.coefficients, name).rates) for name in ("forward", "backward"))
+    coefficients = "\n".join(f"  {name:9s}" + " ".join(f"{value:9.3g}" for value in values) for name, values in passes)
+    return (
+        f"{model.model}: seconds per pair, token, chunk, message, link byte, network byte, tile\n{coefficients}\n"
+        f"rates: matrices {spec.matmul_flops_per_s / 1e9:.4g} GFLOP/s, attention {spec.attention_flops_per_s / 1e9:.4g} GFLOP/s, "
+        f"links {spec.link_bytes_per_s / 1e9:.3g} GB/s, all-to-all ({exchanges}) GB/s, copies {spec.copy_bytes_per_s / 1e9:.3g} "
+        f"GB/s, reduction {model.coefficients.step_s * 1e3:.3g} ms"
+    )

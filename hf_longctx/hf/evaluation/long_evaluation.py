@@ -28,13 +28,14 @@ from hf_longctx.hf.evaluation.findings import (
     cell_sums,
     loss_buckets,
     needle_cells,
+    save_png_loss,
+    save_png_needles,
 )
 from hf_longctx.hf.evaluation.needles import NeedleTask
-from hf_longctx.hf.evaluation.pictures import save_png_loss, save_png_needles
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.trainer.tokens.row_scores import RowScores, plain_scores
+from hf_longctx.hf.trainer.row_scores import RowScores, plain_scores
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,8 @@ weights, on a module that it calls by itself) is refused, since its gradient wou
 A policy and its reference model run the same way; a reference has the first pass only.
 
 Shapes: B rows, S columns of this rank's batch, n tokens of all ranks, k values of a token.
+
+Checks of a loader that a trainer keeps as its own, when a training begins.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.data.collator import PlannedStep, TokenSequence, chunk_inputs, step_batch
+from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, agreed_documents, read_documents
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import raise_together
+from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, RankPlan, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -322,3 +327,18 @@ def token_places(chunk: Chunk, group: SequenceGroup, position: int, firsts: Sequ
         else:
             parts.append(np.full(piece.num_tokens, -1))
     return np.concatenate(parts)
+
+
+class LoaderCheck(TrainerCallback):
+    """Raises ValueError if a resumed training would not go on where it stopped, and keeps the loader's workers alive."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        check_resumed(args, state, train_dataloader)
+        keep_workers(train_dataloader)

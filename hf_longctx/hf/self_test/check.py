@@ -51,12 +51,11 @@ from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.states import MIXERS, mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import host_bytes
-from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, largest
 from hf_longctx.hf.self_test.independent import functions_added, original_left_alone
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings
 from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, least_lent_tokens, probe_lengths
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_functions, num_elements, reduced_copy
-from hf_longctx.hf.self_test.specimen import CopyRun, Rows, RunPlace, Specimen, agreed_errors, differences
+from hf_longctx.hf.self_test.specimen import CopyRun, HiddenTrace, Rows, RunPlace, Specimen, agreed_errors, differences, largest
 from hf_longctx.hf.start.losses import WAY_OUT, loss_name, token_loss_problems
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.plan.core.types import Span, StepPlan

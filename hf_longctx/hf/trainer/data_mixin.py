@@ -18,9 +18,9 @@ from hf_longctx.hf.data.streams.sources import is_stream, whole
 from hf_longctx.hf.ranks.agreement import raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.rules.trl import is_scored, read_columns
+from hf_longctx.hf.run.sets import TEST_SET, chosen_evaluation_set
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.run import Run
-from hf_longctx.hf.trainer.sets import TEST_SET, chosen_evaluation_set
 
 # remedy for batches that are not planned
 _OWN_LOADER = (

@@ -51,6 +51,15 @@ from hf_longctx.hf.ranks.agreement import (
 from hf_longctx.hf.ranks.heartbeats import follow_launcher
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.rules.models import align_padding, classifier_problems
+from hf_longctx.hf.run.placement import (
+    Placement,
+    ReplicatedPlacement,
+    ShardedPlacement,
+    Shards,
+    StagedPlacement,
+    check_trained,
+)
+from hf_longctx.hf.run.sets import SequenceSets
 from hf_longctx.hf.self_test.added_later import CodeAtStart
 from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
@@ -61,15 +70,6 @@ from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_n
 from hf_longctx.hf.start.setup import RunSetup, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import own_stage
-from hf_longctx.hf.trainer.placement import (
-    Placement,
-    ReplicatedPlacement,
-    ShardedPlacement,
-    Shards,
-    StagedPlacement,
-    check_trained,
-)
-from hf_longctx.hf.trainer.sets import SequenceSets
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss

@@ -29,10 +29,9 @@ from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.collator import PlannedDataset
 from hf_longctx.hf.data.streams.sources import is_stream
-from hf_longctx.hf.log_probs.loader import LoaderCheck
 from hf_longctx.hf.log_probs.rewards import passes_of
 from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
-from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
+from hf_longctx.hf.log_probs.two_passes import LoaderCheck, ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout import check_rates, noise_problems
 from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.models.kernel_places import without_liger
@@ -69,19 +68,17 @@ from hf_longctx.hf.rules.trl import (
     unprepared_problems,
 )
 from hf_longctx.hf.rules.user_code import reads_between_forwards
+from hf_longctx.hf.run.sets import evaluation_set_problems, named_sets
 from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
-from hf_longctx.hf.trainer.classifiers.evaluation import classified
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin, check_planned
 from hf_longctx.hf.trainer.loaders import eval_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin, of_all_ranks
+from hf_longctx.hf.trainer.predictions import TokenMetrics, classified, evaluated
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
+from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.run import Run, RunRequest, meet, reference_run, start_run
-from hf_longctx.hf.trainer.sets import evaluation_set_problems, named_sets
 from hf_longctx.hf.trainer.start_mixin import StartMixin
-from hf_longctx.hf.trainer.tokens.evaluation import evaluated
-from hf_longctx.hf.trainer.tokens.predictions import TokenMetrics
-from hf_longctx.hf.trainer.tokens.row_scores import RowScores, step_scores
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, TokenTally, ValueLoss

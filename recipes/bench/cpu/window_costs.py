@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from hf_longctx.hf.calibration.calibrate import chunk_samples
-from hf_longctx.hf.calibration.shapes import build_model
+from hf_longctx.hf.calibration.calibrate import build_model, chunk_samples
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
 from hf_longctx.plan.core.types import GroupShape

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from hf_longctx.hf.calibration.shapes import shaped_config
+from hf_longctx.hf.calibration.calibrate import shaped_config
 from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.core.settings import USABLE_SHARE, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import LayerPolicy, RankPlan

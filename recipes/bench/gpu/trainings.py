@@ -39,7 +39,7 @@ import torch
 from transformers import AutoModelForCausalLM, DefaultDataCollator, Trainer, TrainingArguments, set_seed
 
 from hf_longctx import LongContextConfig, LongContextTrainer
-from hf_longctx.hf.calibration.shapes import shaped_config
+from hf_longctx.hf.calibration.calibrate import shaped_config
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.recipes.bench.cpu.skewed import StepTimes
 from hf_longctx.recipes.bench.gpu.cases import TOY

@@ -15,7 +15,7 @@ from helpers.plans.sliced_plans import Rows
 from helpers.ranks.pipeline_steps import CPU, stage_mesh, stage_pool, stage_step_on_rank
 from helpers.ranks.rank_steps import rank_inputs
 
-from hf_longctx.hf.calibration.shapes import shaped_config
+from hf_longctx.hf.calibration.calibrate import shaped_config
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.layers import layer_modules, output_head

@@ -15,9 +15,15 @@ from helpers.models.tiny_models import ModelCase, build_model
 from transformers import BambaConfig, FalconH1Config, LlamaConfig, NemotronHConfig, Qwen3_5TextConfig, Qwen3Config
 
 from hf_longctx.hf.calibration import calibrate as module
-from hf_longctx.hf.calibration.calibrate import Calibration, CalibrationRequest, calibrate, chunk_samples
-from hf_longctx.hf.calibration.shapes import few_layers, model_config
-from hf_longctx.hf.calibration.text import calibration_text
+from hf_longctx.hf.calibration.calibrate import (
+    Calibration,
+    CalibrationRequest,
+    calibrate,
+    calibration_text,
+    chunk_samples,
+    few_layers,
+    model_config,
+)
 from hf_longctx.hf.models import kernels as layer_kernels
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.spec import model_spec

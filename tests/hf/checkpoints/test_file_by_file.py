@@ -26,7 +26,7 @@ from hf_longctx.hf.checkpoints import file_by_file
 from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
 from hf_longctx.hf.checkpoints.sharded import gather_weights
 from hf_longctx.hf.ranks.agreement import control_group
-from hf_longctx.hf.trainer.placement import ShardedPlacement, Shards
+from hf_longctx.hf.run.placement import ShardedPlacement, Shards
 from hf_longctx.runtime.parameters.sharded import shard_mesh
 
 MIB = 2**20

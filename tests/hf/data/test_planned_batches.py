@@ -6,9 +6,9 @@ import numpy as np
 from helpers.plans.layouts import tiny_costs
 from helpers.ranks.rank_steps import group_pool
 
-from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.planning.source import PlanSource
+from hf_longctx.hf.trainer.loaders import PlannedBatchSampler
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.runtime.process_groups import GroupPool

@@ -18,7 +18,7 @@ from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 from transformers import EvalPrediction
 
 from hf_longctx.hf.rules.arguments import likeliest_form
-from hf_longctx.hf.trainer.tokens import predictions
+from hf_longctx.hf.trainer import predictions
 
 CASE = ModelCase(promoted=True)
 # a row without labels, and one of a single token

@@ -37,7 +37,7 @@ from hf_longctx.hf.models.quantised import four_bit_layers, in_full, largest_pac
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.rules.models import model_problems
 from hf_longctx.hf.start.stages import checkpoint_config, load_stage
-from hf_longctx.hf.trainer.tokens.row_scores import plain_scores
+from hf_longctx.hf.trainer.row_scores import plain_scores
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, LayerRange, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel

@@ -21,9 +21,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, default_data_collator
 
 from hf_longctx import LongContextCallback, LongContextTrainer
+from hf_longctx.hf.callback.exchange import read_documents
 from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.rules.collators import Collation, collator_problems
-from hf_longctx.hf.stock.exchange import read_documents
 
 CASE = ModelCase(dtype=torch.float32)
 LABELLED = datasets.Dataset.from_list(random_rows([5, 3, 8, 1]))

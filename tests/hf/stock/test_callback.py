@@ -427,7 +427,7 @@ def train_with_ddp_arguments(rows: list[dict[str, list[int]]]) -> bool:
         trainer = make_stock_trainer(CASE, rows, folder, arguments, callbacks=[LongContextCallback(config)])
         with pytest.MonkeyPatch.context() as patch:
             lines: list[str] = []
-            patch.setattr("hf_longctx.hf.stock.callback.logger.warning", lambda text, *values: lines.append(text % values))
+            patch.setattr("hf_longctx.hf.callback.callback.logger.warning", lambda text, *values: lines.append(text % values))
             setups: list[RunSetup] = []
             patch.setattr(
                 run, "choose_setup", lambda *given, choose=run.choose_setup: setups.append(choose(*given)) or setups[-1]

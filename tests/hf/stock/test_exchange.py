@@ -15,7 +15,7 @@ from helpers.ranks.rank_steps import group_pool
 from helpers.trainers.stock_runs import PaddingCollator, run_alone
 from transformers import DataCollatorWithFlattening
 
-from hf_longctx.hf.stock.exchange import LocalDocuments, TokenExchange, read_documents
+from hf_longctx.hf.callback.exchange import LocalDocuments, TokenExchange, read_documents
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 COUNTED = {"num_items_in_batch": torch.tensor(7)}

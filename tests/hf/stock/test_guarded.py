@@ -102,7 +102,7 @@ def stop_and_go_on(folder: str, late: bool) -> tuple[Outcome, Outcome, Outcome]:
     batches = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, **workers}
     if late:
         # default of Python 3.14; the server of these workers gets the signal, too
-        multiprocessing.set_forkserver_preload(["transformers.trainer", "hf_longctx.hf.stock.callback"])
+        multiprocessing.set_forkserver_preload(["transformers.trainer", "hf_longctx.hf.callback.callback"])
         multiprocessing.set_start_method("forkserver", force=True)
     try:
         straight = train(f"{folder}/straight", late=late, **batches)

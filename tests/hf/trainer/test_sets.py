@@ -19,7 +19,7 @@ from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from transformers import Trainer
 
 from hf_longctx import LongContextCallback
-from hf_longctx.hf.trainer.sets import chosen_evaluation_set, evaluation_set_problems
+from hf_longctx.hf.run.sets import chosen_evaluation_set, evaluation_set_problems
 
 CASE = ModelCase(dtype=torch.float32)
 TRAINED = random_rows([9, 5, 14, 7, 12, 6, 4, 10])

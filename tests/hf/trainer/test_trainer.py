@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.integrations import TensorBoardCallback
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
-from hf_longctx.hf.trainer.sets import _weights_digest
+from hf_longctx.hf.run.sets import _weights_digest
 
 # name -> (ranks, settings)
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -43,8 +43,7 @@ from transformers import (
 )
 
 from hf_longctx import LongContextConfig, LongContextTrainer
-from hf_longctx.hf.calibration.calibrate import CalibrationRequest, calibrate
-from hf_longctx.hf.calibration.text import calibration_text
+from hf_longctx.hf.calibration.calibrate import CalibrationRequest, calibrate, calibration_text
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
 from hf_longctx.journal import read_journal
 from hf_longctx.plan.core.types import GroupShape

@@ -22,7 +22,7 @@ from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.data.scan import cached_scan, scan_dataset
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.tokenise import DataError, uniform
-from hf_longctx.hf.trainer.tokens.row_scores import plain_scores
+from hf_longctx.hf.trainer.row_scores import plain_scores
 
 DOCUMENTS = [[13, 1, 5], [34], [8, 21, 2, 3], [5, 44]]
 LENGTHS = [length for row in DOCUMENTS for length in row]

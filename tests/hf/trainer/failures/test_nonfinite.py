@@ -266,7 +266,7 @@ def train_alone(rows: Rows, action: str, what: str = "output") -> tuple[str, int
     callback, message, warnings = Poison(what), "", []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_longctx.hf.stock.callback").addHandler(handler)
+    logging.getLogger("hf_longctx.hf.callback.callback").addHandler(handler)
     # without the self-test, with which hooks that come later are refused
     config = quiet_config(tokens_per_rank=96, on_nonfinite=action)
     with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +278,7 @@ def train_alone(rows: Rows, action: str, what: str = "output") -> tuple[str, int
             message = str(error)
             callbacks[0].detach()
         finally:
-            logging.getLogger("hf_longctx.hf.stock.callback").removeHandler(handler)
+            logging.getLogger("hf_longctx.hf.callback.callback").removeHandler(handler)
     last = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     after = callback.weights[BAD_STEP + 1] if len(callback.weights) > BAD_STEP + 1 else last
     has_moved = not all(torch.equal(weight, after[name]) for name, weight in callback.weights[BAD_STEP].items())

@@ -20,8 +20,8 @@ from helpers.trainers.trainer_runs import SKEWED, make_trainer, plain_training_w
 from torch import Tensor
 from transformers import TrainingArguments
 
+from hf_longctx.hf.callback.callback import _rounding_problems
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.stock.callback import _rounding_problems
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.runtime.parameters.gradients import local_shard
 from hf_longctx.runtime.parameters.low_bit import is_low_bit, moment_bytes

@@ -23,12 +23,12 @@ from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.rules.arguments import argument_problems, evaluation_problems
 from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.trl import attach_problems, read_columns, trainer_problems
+from hf_longctx.hf.run.sets import evaluation_set_problems, evaluation_sets
 from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest
-from hf_longctx.hf.trainer.sets import evaluation_set_problems, evaluation_sets
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.core.loss import TokenLoss
 

@@ -21,6 +21,9 @@ import torch.distributed as dist
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_longctx.hf.callback.attached import AttachedMixin, lend_plans, placement_problems, signal_problems
+from hf_longctx.hf.callback.exchange import SequenceExchange
+from hf_longctx.hf.callback.guarded import lend, sender, take_back
 from hf_longctx.hf.checkpoints.choice import Choice
 from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
@@ -41,9 +44,6 @@ from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.rules.arguments import argument_problems, kind_problems, rounds_by_chance
 from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.trl import alone_problems
-from hf_longctx.hf.stock.attached import AttachedMixin, lend_plans, placement_problems, signal_problems
-from hf_longctx.hf.stock.exchange import SequenceExchange
-from hf_longctx.hf.stock.guarded import lend, sender, take_back
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest, meet, start_run

@@ -1,0 +1,1 @@
+"""The callback for a stock trainer, alone or attached."""

@@ -1,1 +1,0 @@
-"""The callback for people who keep their own trainer."""

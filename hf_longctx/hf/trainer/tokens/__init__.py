@@ -1,1 +1,0 @@
-"""Evaluations of language models: scores of single tokens, and the metrics that are made of them."""
