@@ -11,8 +11,8 @@ from pathlib import Path
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.planner import build_plan, plan_step
+from hf_longctx.sim.baselines import all_baselines
 from hf_longctx.sim.execution import Execution, execute_plan
-from hf_longctx.sim.others.baselines import all_baselines
 from hf_longctx.sim.scenario import Request, build_scenario
 from hf_longctx.sim.workloads import read_workload
 from hf_longctx.timeline import save_png_timeline

@@ -15,11 +15,9 @@ from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.sim.execution import Execution, execute_plan
-from hf_longctx.sim.others.baselines import static_of_degree
-from hf_longctx.sim.others.checkpointing import group_bytes
-from hf_longctx.sim.others.rivals import Choice, Rivals, settings_of
-from hf_longctx.sim.prices import price_of
+from hf_longctx.sim.baselines import group_bytes, static_of_degree
+from hf_longctx.sim.execution import Execution, execute_plan, price_of
+from hf_longctx.sim.rivals import Choice, Rivals, settings_of
 from hf_longctx.sim.scenario import Request, Scenario, build_scenario
 from hf_longctx.sim.workloads import read_workload
 from hf_longctx.timeline import save_png_timeline

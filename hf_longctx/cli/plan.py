@@ -1,12 +1,16 @@
 """`hf-longctx plan` and `hf-longctx simulate`: forecast the time and memory of a training step without running it.
 
 Only argparse is imported here; numpy and the planner are imported when a command runs, torch never is.
+
+Counts the tokens of texts and conversations with a model's tokenizer, for `hf-longctx plan --lengths FILE:COLUMN --tokenizer`.
+
+A row has as many tokens as `tokenise_text` or `tokenise_chat` would give it in training.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +19,13 @@ from hf_longctx.cli.terminal import explain, say_refusal
 if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
     from hf_longctx.sim.capacity import DeviceMemory
+    from hf_longctx.sim.execution import Price
     from hf_longctx.sim.forecast import Forecast
     from hf_longctx.sim.output.json_records import PlanFile
-    from hf_longctx.sim.prices import Price
     from hf_longctx.sim.scenario import Request
+
+if TYPE_CHECKING:
+    from hf_longctx.sim.workloads import UncountedRow
 
 _DEFAULT_BATCH = 512
 _DEFAULT_STEPS = 3
@@ -218,7 +225,7 @@ class _List(argparse.Action):
     """Prints the models or the hardware that are known by name, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        from hf_longctx.sim.output.known_names import hardware_table, model_table
+        from hf_longctx.sim.output.tables import hardware_table, model_table
 
         print(model_table() if values == "models" else hardware_table())
         parser.exit()
@@ -245,7 +252,7 @@ def run_plan(options: argparse.Namespace) -> int:
             from hf_longctx.sim.output.pictures import check_pictures, write_forecast
 
             check_pictures()
-        from hf_longctx.sim.prices import price_of
+        from hf_longctx.sim.execution import price_of
 
         price = price_of(options.hardware, options.price_per_gpu_hour)
         forecast = _forecast(options)
@@ -278,13 +285,12 @@ def _print_forecast(forecast: Forecast, price: Price | None, options: argparse.N
 
 def _model_folder(name: str) -> str:
     """The folder of a hub model in the local cache, or the name as it is."""
-    from hf_longctx.sim.hub_cache import cached_folder
+    from hf_longctx.sim.models import cached_folder
 
     return str(cached_folder(name) or name)
 
 
 def _forecast(options: argparse.Namespace) -> Forecast:
-    from hf_longctx.cli.token_counts import TokenCounter
     from hf_longctx.sim.forecast import make_forecast
     from hf_longctx.sim.scenario import build_scenario
     from hf_longctx.sim.workloads import read_workload
@@ -418,3 +424,60 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
     )
     scenario = build_scenario(request, must_fit=False)
     return scenario.costs, scenario.memory
+
+
+_BATCH_ROWS = 256
+
+
+class TokenCounter:
+    """A tokenizer, loaded when the first row is counted; `was_used` tells whether there was one."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.was_used = name, False
+
+    def __call__(self, rows: Sequence[UncountedRow]) -> list[int]:
+        """Number of tokens of each row; 0 for a text without characters, which training leaves out."""
+        self.was_used = True
+        tokenizer = self._load()
+        counts: list[int] = []
+        for first in range(0, len(rows), _BATCH_ROWS):
+            counts += _counted(tokenizer, rows[first : first + _BATCH_ROWS])
+        return counts
+
+    def _load(self) -> Any:
+        from transformers import AutoTokenizer, ByT5Tokenizer
+
+        from hf_longctx.hf.data.chat import with_training_template
+
+        if self.name == "bytes":
+            return ByT5Tokenizer(extra_ids=0)
+        try:
+            return with_training_template(AutoTokenizer.from_pretrained(self.name))
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(
+                f"--tokenizer {self.name!r} cannot be loaded ({reason}); give a folder with a tokenizer, a name on the hub, or "
+                f"'bytes'"
+            ) from error
+
+
+def _counted(tokenizer: Any, rows: Sequence[UncountedRow]) -> Iterator[int]:
+    texts = [row for row in rows if isinstance(row.value, str) and row.value]
+    ids = tokenizer([row.value for row in texts], verbose=False)["input_ids"] if texts else []
+    end = tokenizer.eos_token_id
+    by_place = {row.place: len(own) + (end is not None and own[-1:] != [end]) for row, own in zip(texts, ids, strict=True)}
+    for row in rows:
+        yield by_place.get(row.place, 0) if isinstance(row.value, str) else _chat_tokens(tokenizer, row)
+
+
+def _chat_tokens(tokenizer: Any, row: UncountedRow) -> int:
+    from hf_longctx.hf.data.chat import read_messages, read_tools, render_text
+
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{row.place}: a conversation, but the tokenizer has no chat template to turn it into text; give --tokenizer a "
+            f"folder whose tokenizer has one"
+        )
+    messages, tools = read_messages(row.value, row.place), read_tools(row.tools, row.place)
+    text = render_text(tokenizer, messages, tools, row.place)
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,8 +1,12 @@
-"""Writes the page of a run: one HTML file with plotly and all data inside, so that it opens anywhere and can be sent."""
+"""Writes the page of a run: one HTML file with plotly and all data inside, so that it opens anywhere and can be sent.
+
+Peak rates of devices, against which the share of used operations (MFU) is measured.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -10,23 +14,48 @@ from statistics import median
 from typing import Any
 
 from hf_longctx.journal import JOURNAL, Journal, Line, read_journal
-from hf_longctx.page.figures import Chart
-from hf_longctx.page.history import Step, steps_of, thinned
-from hf_longctx.page.other_charts import needle_charts, position_chart, timeline_chart
-from hf_longctx.page.peaks import peak_of
-from hf_longctx.page.step_charts import (
+from hf_longctx.page.charts import (
+    Chart,
     Rates,
     bytes_chart,
     layout_chart,
     length_chart,
     loss_chart,
+    needle_charts,
     operations_chart,
+    position_chart,
     seconds_chart,
     share_chart,
     speed_chart,
+    timeline_chart,
     where_chart,
 )
+from hf_longctx.page.history import Step, steps_of, thinned
 from hf_longctx.plan.cost.cost_model import OPERATIONS_FORMULA
+
+# dense bf16 FLOP/s from NVIDIA's data sheets, by words of the device's name; the first that fits counts
+_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+}
+
+
+def peak_of(device: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by its name as torch reports it; None for others, such as CPUs."""
+    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device)), None)
+
 
 PAGE = "report.html"
 _EVALUATIONS = "long_evaluation.json"

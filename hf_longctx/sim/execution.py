@@ -1,6 +1,8 @@
 """Predict how a plan runs, for people to read: shares of computing, communicating and waiting, and a timeline.
 
 Called by `sim/forecast.py` for planned steps and by `hf-longctx simulate` for saved plans.
+
+Prices of GPU hours, which turn predicted seconds into money.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.profiles import normal_name
 from hf_longctx.plan.predict.evaluate import RankUse, evaluate_plan
 from hf_longctx.plan.predict.planning import WeightSeconds, weight_seconds
 from hf_longctx.timeline import TimelineEvent
@@ -70,3 +73,30 @@ def _split(event: TimelineEvent, exchange_s: float) -> list[TimelineEvent]:
     middle_s = max(event.start_s, event.stop_s - exchange_s)
     exchange = replace(event, kind="exchange", name=f"{event.name} exchange", start_s=middle_s)
     return [replace(event, stop_s=middle_s), exchange]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """US dollars for one GPU and hour, and where the number is from."""
+
+    usd_per_hour: float
+    source: str
+
+
+# middle of the range in https://www.mercatus-ai.com/blog/cloud-gpu-pricing
+_SURVEY = "specialised clouds, on demand, May 2026"
+
+# shipped hardware profile -> price; others have none until the user gives one
+PRICES = {"a100-80g": Price(1.30, _SURVEY), "h100": Price(3.00, _SURVEY), "h200": Price(4.00, _SURVEY)}
+
+
+def price_of(hardware: str, usd_per_hour: float | None) -> Price | None:
+    """The price that the user gave, or the listed one of a shipped profile; None if there is neither.
+
+    Raises ValueError for a negative price.
+    """
+    if usd_per_hour is not None:
+        if usd_per_hour < 0:
+            raise ValueError(f"--price-per-gpu-hour is {usd_per_hour:g}; give 0 or more US dollars, or leave it out")
+        return Price(usd_per_hour, "as given")
+    return next((price for name, price in PRICES.items() if normal_name(name) == normal_name(hardware)), None)

@@ -15,12 +15,12 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.predict.planning import WeightSeconds
+from hf_longctx.sim.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.capacity import Remedy, fitting_remedies, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import Budget, LongestRow, longest_rows
 from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
-from hf_longctx.sim.others.ablation import AblationRow, Machine, ablation
-from hf_longctx.sim.others.rivals import Choice, Rivals
+from hf_longctx.sim.rivals import Choice, Rivals
 from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
 

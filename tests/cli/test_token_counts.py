@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_longctx import tokenise_chat
 from hf_longctx.cli.main import main
-from hf_longctx.cli.token_counts import TokenCounter
+from hf_longctx.cli.plan import TokenCounter
 from hf_longctx.hf.data.tokenise import tokenise_text
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.validate import validate_plan

@@ -19,9 +19,9 @@ from soak.mutated_files import START
 from hf_longctx import LongContextEvaluation, NeedleTask
 from hf_longctx.cli.main import main
 from hf_longctx.journal import JOURNAL, Journal, append_lines, read_journal
+from hf_longctx.page.charts import loss_chart
 from hf_longctx.page.history import length_counts, steps_of, thinned
-from hf_longctx.page.peaks import peak_of
-from hf_longctx.page.step_charts import loss_chart
+from hf_longctx.page.page import peak_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 STEPS, SAVED = 6, 3

@@ -17,7 +17,7 @@ from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
-from hf_longctx.sim.output.histogram import length_bins
+from hf_longctx.sim.output.text import length_bins
 
 
 def test_the_plan_is_that_of_the_planner_and_its_seconds_those_of_the_simulation() -> None:

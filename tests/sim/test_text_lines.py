@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_longctx.sim.text_lines import text_lines
-from hf_longctx.sim.workloads import read_workload
+from hf_longctx.sim.workloads import read_workload, text_lines
 
 
 def test_lines_keep_their_ends_also_from_a_gzipped_file(tmp_path: Path) -> None:

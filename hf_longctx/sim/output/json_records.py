@@ -20,12 +20,11 @@ from hf_longctx.plan.model.layers import IndexSpec
 from hf_longctx.plan.model.mixers import StateSpec
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.sim.capacity import DeviceMemory, rooms
-from hf_longctx.sim.execution import Execution
+from hf_longctx.sim.execution import Execution, Price
 from hf_longctx.sim.forecast import Forecast, StepForecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
-from hf_longctx.sim.others.rivals import Choice
-from hf_longctx.sim.output.histogram import length_bins
-from hf_longctx.sim.prices import Price
+from hf_longctx.sim.output.text import length_bins
+from hf_longctx.sim.rivals import Choice
 
 # annotation of a field -> types that its JSON value may have
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}

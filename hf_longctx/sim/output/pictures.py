@@ -13,9 +13,8 @@ from typing import Any
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Forecast
-from hf_longctx.sim.output.histogram import LengthBin, length_bins
 from hf_longctx.sim.output.json_records import forecast_record
-from hf_longctx.sim.output.text import forecast_text
+from hf_longctx.sim.output.text import LengthBin, forecast_text, length_bins
 from hf_longctx.timeline import chrome_trace, save_png_timeline
 
 # colours of the degrees, from one rank (light) to the largest groups (dark)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.core.settings import default_degrees
 from hf_longctx.sim.capacity import DeviceMemory
+from hf_longctx.sim.execution import Price
 from hf_longctx.sim.forecast import Forecast
-from hf_longctx.sim.prices import Price
 from hf_longctx.sim.scenario import Scenario, optimizer_of
 
 _GIB = 2**30

@@ -1,12 +1,17 @@
 """Write forecasts and simulations as text, for a reader who has to choose hardware and settings.
 
 Called by `hf-longctx plan` and `hf-longctx simulate`.
+
+Histogram of the planned sequences: each bin spans a factor of two in length and lists the degrees that its sequences run on.
+
+Used by the report, the JSON record and the picture of a forecast.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.messages import counted, duration
 from hf_longctx.plan.core.settings import GENERIC_CPU
@@ -18,11 +23,45 @@ from hf_longctx.sim.capacity import DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
-from hf_longctx.sim.others.rivals import Choice
-from hf_longctx.sim.output.histogram import LengthBin, length_bins
 from hf_longctx.sim.output.summary import answer, state_words
 from hf_longctx.sim.output.tables import Table, as_text
+from hf_longctx.sim.rivals import Choice
 from hf_longctx.sim.scenario import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBin:
+    """Sequences of `low` to `high` - 1 tokens. by_degree: (ranks of the group, sequences, tokens), smallest groups first."""
+
+    low: int
+    high: int
+    by_degree: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(count for _, count, _ in self.by_degree)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(tokens for _, _, tokens in self.by_degree)
+
+
+def length_bins(forecast: Forecast) -> tuple[LengthBin, ...]:
+    """All bins from the shortest to the longest planned sequence, including empty ones; none without steps."""
+    counts, tokens = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for length, group in forecast.placed_lengths():
+        key = (length.bit_length() - 1, group.degree)
+        counts[key] += 1
+        tokens[key] += length
+    if not counts:
+        return ()
+    bits = [bit for bit, _ in counts]
+    keys = sorted(counts)
+    return tuple(
+        LengthBin(1 << bit, 2 << bit, tuple((key[1], counts[key], tokens[key]) for key in keys if key[0] == bit))
+        for bit in range(min(bits), max(bits) + 1)
+    )
+
 
 _GIB = 2**30
 # characters of the longest bar

@@ -66,7 +66,6 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.groups.problem import GroupingProblem, fluid_bounds_s
-from hf_longctx.plan.groups.programs.step_bound import step_bound_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
@@ -76,6 +75,7 @@ from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 from hf_longctx.sim.scenario import Request, build_scenario
 from hf_longctx.sim.workloads import read_workload
+from recipes.bench.cpu.step_bound import step_bound_s
 
 # GPUs, sequences, milliseconds allowed
 SIZES = ((64, 512, 100.0), (256, 2048, 400.0), (1024, 4096, 1000.0))

@@ -62,7 +62,7 @@ from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
-from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_layout
+from hf_longctx.sim.baselines import BASELINES, all_baselines, static_layout
 
 PADDING = 128
 RANKS_PER_NODE = 8

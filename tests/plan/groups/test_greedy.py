@@ -35,7 +35,7 @@ from hf_longctx.plan.groups.greedy import (
 )
 from hf_longctx.plan.groups.local_search import _State
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
-from hf_longctx.sim.others.baselines import BASELINES, all_baselines
+from hf_longctx.sim.baselines import BASELINES, all_baselines
 
 DEGREES = (1, 2, 4)
 TRIALS = 5

@@ -9,7 +9,7 @@ import pytest
 from hf_longctx.cli.main import main
 from hf_longctx.plan.core.settings import ActivationBudget
 from hf_longctx.plan.model.model_spec import AdapterSpec
-from hf_longctx.sim.others.ablation import Machine, ablation, lent_row
+from hf_longctx.sim.ablation import Machine, ablation, lent_row
 from hf_longctx.sim.scenario import Request, build_scenario
 
 SKEWED = [30_000, 9_000, 6_000, 4_000, *[1_500] * 6, *[400] * 14]

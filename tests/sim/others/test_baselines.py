@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
-from hf_longctx.sim.others.baselines import (
+from hf_longctx.sim.baselines import (
     BASELINES,
     CannotRunError,
     all_baselines,

@@ -18,7 +18,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.policies.slots import chunk_slot
 from hf_longctx.plan.predict.pipeline_run import run_alone
-from hf_longctx.sim.others.checkpointing import (
+from hf_longctx.sim.baselines import (
     CHECKPOINTINGS,
     FULL,
     KEPT,

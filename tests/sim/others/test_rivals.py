@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_of_degree
-from hf_longctx.sim.others.checkpointing import CHECKPOINTINGS, FULL, KEPT, SELECTIVE, CheckpointedCosts
-from hf_longctx.sim.others.rivals import Rivals, settings_of
+from hf_longctx.sim.baselines import (
+    BASELINES,
+    CHECKPOINTINGS,
+    FULL,
+    KEPT,
+    SELECTIVE,
+    CheckpointedCosts,
+    all_baselines,
+    static_of_degree,
+)
+from hf_longctx.sim.rivals import Rivals, settings_of
 from hf_longctx.sim.scenario import Request, Scenario, build_scenario
 
 

@@ -15,7 +15,7 @@ from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.recipes.bench.papers import flexsp as bench
-from hf_longctx.sim.others.baselines import static_layout
+from hf_longctx.sim.baselines import static_layout
 
 main: Callable[[list[str]], int] = bench.main
 

@@ -36,7 +36,7 @@ from hf_longctx.plan.policies.fit import with_layers
 from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
-from hf_longctx.sim.others.checkpointing import (
+from hf_longctx.sim.baselines import (
     CHECKPOINTINGS,
     KEPT,
     CheckpointedCosts,

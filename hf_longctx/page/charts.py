@@ -1,17 +1,82 @@
-"""Charts over the steps of a run: loss, rates, predicted against measured, layouts, lengths, shares and seconds."""
+"""Charts over the steps of a run: loss, rates, predicted against measured, layouts, lengths, shares and seconds.
+
+Figures of plotly as plain data: the shared look, and the few kinds of traces that the page uses.
+
+Charts beside those over steps: the needle grid, the loss by position, and the timeline of the last steps.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from hf_longctx.journal import Journal
-from hf_longctx.page.figures import BLUE, GREEN, GREY, ORANGE, PALE, RED, SERIES, TEAL, Chart, axes, axis, bars, line
+from hf_longctx.journal import Journal, Line
 from hf_longctx.page.history import Step, length_counts
+
+BLUE, ORANGE, RED, GREY, GREEN, TEAL, PALE = "#4c78a8", "#f58518", "#d1495b", "#9d9da1", "#54a24b", "#72b7b2", "#c8c8c8"
+# colours of things without an order
+SERIES = (BLUE, ORANGE, TEAL, RED, GREEN, "#b279a2", "#eeca3b", GREY)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One figure of the page, with the sentence below its title; `name` is its id. is_wide: it takes the whole width."""
+
+    name: str
+    title: str
+    note: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    is_wide: bool = False
+    height: int = 300
+
+    def figure(self) -> dict[str, Any]:
+        """The figure as `Plotly.newPlot` takes it."""
+        return {"data": self.traces, "layout": {**_look(), "height": self.height, **self.layout}}
+
+
+def line(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> dict[str, Any]:
+    """A line; points of a short series are marked."""
+    mode = "lines+markers" if len(x) <= 60 else "lines"
+    style = {"line": {"color": colour, "width": 2}, "marker": {"size": 5, "color": colour}}
+    return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "name": name, "connectgaps": False, **style, **more}
+
+
+def bars(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> dict[str, Any]:
+    """Bars, which stand on each other if the layout says so."""
+    return {"type": "bar", "x": list(x), "y": list(y), "name": name, "marker": {"color": colour, "line": {"width": 0}}, **more}
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis with a title."""
+    return {"title": {"text": title, "font": {"size": 12}, "standoff": 8}, **_AXIS, **more}
+
+
+def axes(x: str, y: str, x_more: Mapping[str, Any] | None = None, y_more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Both axes of a figure."""
+    return {"xaxis": axis(x, **(x_more or {})), "yaxis": axis(y, **{"rangemode": "tozero", **(y_more or {})})}
+
+
+_AXIS: dict[str, Any] = {"gridcolor": "#eceef1", "zerolinecolor": "#d5d8dd", "linecolor": "#d5d8dd", "automargin": True}
+
+
+def _look() -> dict[str, Any]:
+    return {
+        "margin": {"l": 60, "r": 16, "t": 8, "b": 44},
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#24292f"},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "hovermode": "x unified",
+        "hoverlabel": {"namelength": -1},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+        "barmode": "stack",
+        "bargap": 0.08,
+    }
+
 
 _STEP = "optimizer step"
 # losses of one held-out set, or of several with names; not those by position and of needles
@@ -231,3 +296,132 @@ def _edge(number: int) -> int:
     """Fewest tokens of length class `number`."""
     edge = int(2 ** (number / 2))
     return edge if edge >= 2 ** (number / 2) else edge + 1
+
+
+Run = dict[str, Any]
+
+# kind of an event -> words and colour
+_KINDS = {
+    "F": ("forward", BLUE),
+    "B": ("backward", ORANGE),
+    "reduce": ("gradient reduction", GREY),
+    "exchange": ("communication", RED),
+}
+_OTHER = ("other", TEAL)
+# boxes of a timeline with more of these would take the browser seconds
+_MOST_BOXES = 20_000
+
+
+def needle_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Grids of the share of right answer tokens: of named models, and of the first and the last evaluation."""
+    shown = [run for run in _shown(runs) if run["cells"]]
+    return [_needle_chart(run, f"needles-{number}") for number, run in enumerate(shown, 1)]
+
+
+def _needle_chart(run: Run, name: str) -> Chart:
+    found = {(cell["length"], cell["depth"]): cell["share_right"] for cell in run["cells"]}
+    lengths, depths = sorted({length for length, _ in found}), sorted({depth for _, depth in found})
+    trace = {
+        "type": "heatmap",
+        "z": [[found.get((length, depth)) for length in lengths] for depth in depths],
+        "x": [f"{length:,}" for length in lengths],
+        "y": [f"{depth:.0%}" for depth in depths],
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": "YlGnBu",
+        "reversescale": True,
+        "texttemplate": "%{z:.0%}",
+        "showscale": False,
+        "hovertemplate": "%{x} tokens, needle at %{y}: %{z:.0%} right<extra></extra>",
+        "xgap": 2,
+        "ygap": 2,
+    }
+    layout = {
+        "xaxis": axis("tokens of the document", type="category"),
+        "yaxis": axis("depth of the needle", autorange="reversed", type="category"),
+        "hovermode": "closest",
+    }
+    note = f"Share of answer tokens that the model finds likeliest; mean {sum(found.values()) / len(found):.0%}."
+    return Chart(name, f"Needle grid: {_title(run)}", note, [trace], layout)
+
+
+def position_chart(runs: Sequence[Run]) -> Chart | None:
+    """Held-out loss by position in the document, one line per evaluation; None without it."""
+    found = [run for run in runs if run["buckets"]]
+    if not found:
+        return None
+    shown = _shown(found)
+    last = [run for run in shown if not run["name"]][-1:]
+    traces = []
+    for run in found:
+        colour = PALE if run not in shown else RED if run["name"] else BLUE if run in last else ORANGE
+        # the first bucket is drawn as wide as the second
+        x = [max(bucket["first"], (bucket["last"] + 1) // 2) for bucket in run["buckets"]]
+        hover = [f"{bucket['first']:,} to {bucket['last']:,}, {bucket['num_tokens']:,} tokens" for bucket in run["buckets"]]
+        losses = [bucket["loss"] for bucket in run["buckets"]]
+        style = {"customdata": hover, "hovertemplate": "%{y:.3f} at %{customdata}", "showlegend": run in shown}
+        traces.append(line(x, losses, _title(run), colour, mode="lines+markers", **style))
+    layout = axes("position of the predicted token, from", "mean loss", {"type": "log", "dtick": "D2"}, {"rangemode": "normal"})
+    ticks = sorted({place for trace in traces for place in trace["x"]})
+    layout["xaxis"] |= {"tickvals": ticks, "ticktext": [f"{tick:,}" for tick in ticks]}
+    layout["xaxis"].pop("dtick")
+    note = "Held-out documents. A long context is of use as far as the loss goes on falling."
+    return Chart("positions", "Loss by position", note, traces, layout)
+
+
+def timeline_chart(end: Line | None) -> Chart | None:
+    """Predicted above measured actions of all ranks in the last steps; None if none were recorded."""
+    timeline = end["timeline"] if end is not None else {"panels": {}, "steps": []}
+    panels = {name: events for name, events in timeline["panels"].items() if events}
+    if not panels:
+        return None
+    rows: list[str] = []
+    for name, events in panels.items():
+        rows += [_row(name, rank) for rank in sorted({event[0] for event in events})]
+    traces = []
+    events = [(name, event) for name, drawn in panels.items() for event in drawn][:_MOST_BOXES]
+    for kind in sorted({event[1] for _, event in events}, key=lambda kind: list(_KINDS).index(kind) if kind in _KINDS else 99):
+        words, colour = _KINDS.get(kind, (kind, _OTHER[1]))
+        own = [(name, event) for name, event in events if event[1] == kind]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": words,
+                "x": [stop_s - start_s for _, (_, _, _, start_s, stop_s, _) in own],
+                "base": [event[3] for _, event in own],
+                "y": [_row(name, event[0]) for name, event in own],
+                "customdata": [[event[2], event[5], round(event[4] - event[3], 4)] for _, event in own],
+                "hovertemplate": "%{customdata[0]}: %{customdata[2]} s  %{customdata[1]}<extra></extra>",
+                "marker": {"color": colour, "line": {"color": "white", "width": 0.5}},
+            }
+        )
+    first, last = timeline["steps"]
+    note = (
+        f"Steps {first} to {last}, every rank; gaps are waiting. "
+        + ("Predicted above measured. " if len(panels) > 1 else "")
+        + "The setting timeline_steps says how many; timeline.json opens in Perfetto."
+    )
+    layout = {
+        "barmode": "overlay",
+        "hovermode": "closest",
+        "bargap": 0.15,
+        "xaxis": axis("seconds"),
+        "yaxis": axis("", categoryorder="array", categoryarray=rows[::-1], type="category", fixedrange=True),
+        "margin": {"l": 130, "r": 16, "t": 8, "b": 44},
+    }
+    return Chart("timeline", "Timeline", note, traces, layout, is_wide=True, height=min(1200, 140 + 26 * len(rows)))
+
+
+def _row(panel: str, rank: int) -> str:
+    return f"{panel}, rank {rank}"
+
+
+def _shown(runs: Sequence[Run]) -> list[Run]:
+    """Evaluations that are named or labelled: other models, and the first and the last of the training."""
+    steps = [run for run in runs if not run["name"]]
+    return [run for run in runs if run["name"] or run in steps[:1] + steps[-1:]]
+
+
+def _title(run: Run) -> str:
+    return run["name"] or f"step {run['step']}"

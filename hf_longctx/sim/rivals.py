@@ -22,22 +22,20 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.predict.planning import weight_seconds
-from hf_longctx.sim.others.baselines import (
+from hf_longctx.sim.baselines import (
     BASELINES,
-    CannotRunError,
-    baseline_layout,
-    static_degrees,
-    static_layout,
-    static_of_degree,
-)
-from hf_longctx.sim.others.checkpointing import (
     CHECKPOINTINGS,
     KEPT,
+    CannotRunError,
     CheckpointedCosts,
     Checkpointing,
+    baseline_layout,
     document_load,
     group_bytes,
     most_tokens,
+    static_degrees,
+    static_layout,
+    static_of_degree,
 )
 from hf_longctx.sim.scenario import Scenario
 

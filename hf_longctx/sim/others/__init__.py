@@ -1,1 +1,0 @@
-"""Plans that other systems would make for the same lengths, for comparison with ours."""
