@@ -34,26 +34,26 @@ SUBJECTS = {
         "Errors about data",
         "Datasets, conversations, streams and labels",
         {
-            "Rows, labels and lengths": "hf/data hf/trainer/data_mixin hf/trainer/loaders hf/trainer/sets",
-            "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan_cache",
+            "Rows, labels and lengths": "hf/data hf/trainer/data_mixin hf/trainer/loaders hf/run/sets",
+            "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan:_read hf/data/scan:_write",
             "Conversations and chat templates": "hf/data/chat hf/data/fields hf/data/tokenise:_check_texts",
             "Streams": "hf/data/streams",
-            "Classifiers": "hf/data/labels hf/start/classifiers",
+            "Classifiers": "hf/data/labels hf/rules/models:classifier_problems hf/rules/models:padding_problems",
         },
     ),
     "models": Subject(
         "Errors about models",
         "Model classes, adapters, positions, experts, hooks and the self-test",
         {
-            "What a model may contain": "hf/models hf/start/model_checks",
-            "Model classes": "hf/models/classes hf/models/wrapped",
+            "What a model may contain": "hf/models hf/rules/models",
+            "Model classes": "hf/models/classes hf/models/towers",
             "Adapters and weights of four bits": "hf/models/adapters hf/models/quantised",
-            "Positions": "hf/models/rope hf/models/document_rope hf/start/arguments:fit_problems",
-            "Dropout": "hf/models/dropout runtime/dropout runtime/attention/context:weight_dropout",
+            "Positions": "hf/models/rope hf/models/document_rope hf/rules/arguments:fit_problems",
+            "Dropout": "hf/models/dropout runtime/core/dropout runtime/attention/context:weight_dropout",
             "Layers with a state": "hf/models/states runtime/states",
-            "Experts": "hf/models/routers",
-            "Compiled layers and Liger's kernels": "hf/models/fused hf/start/layer_kernels runtime/fused",
-            "Hooks, replaced forwards and shared modules": "hf/start/user_code",
+            "Experts": "hf/models/experts",
+            "Compiled layers and Liger's kernels": "hf/models/kernel_places hf/models/kernels runtime/core/kernels",
+            "Hooks, replaced forwards and shared modules": "hf/rules/user_code",
             "Self-test": "hf/self_test",
         },
     ),
@@ -62,26 +62,24 @@ SUBJECTS = {
         "Settings, launching, sharded parameters, optimizers and pipeline stages",
         {
             "Recipes": "recipes/settings",
-            "Settings": (
-                "hf/config hf/start/arguments hf/start/settings hf/start/settings/fields:SETTINGS "
-                "plan/core/planner_config:check_degrees"
-            ),
+            "Settings": ("hf/config hf/rules/arguments hf/rules/training_arguments:SETTINGS plan/core/settings:check_degrees"),
             "Launching, ranks and versions": (
-                "hf/start/arguments:launch_problems hf/ranks hf/start/hooks hf/start/versions hf/start/settings/translate "
+                "hf/rules/arguments:launch_problems hf/ranks hf/rules/hooks hf/rules/trl:trl_problems "
+                "hf/rules/trl:version_problems hf/rules/training_arguments "
                 "hf/trainer/start_mixin"
             ),
             "Sharded parameters and host memory": (
-                "hf/start/arguments:placement_problems hf/start/arguments:layer_weights_problems "
+                "hf/rules/arguments:placement_problems hf/rules/arguments:layer_weights_problems "
                 "hf/start/sharded_loading hf/checkpoints/deferred hf/trainer/run:_new_mesh runtime/parameters"
             ),
             "Optimizers": (
-                "hf/start/arguments:_low_bit_problems hf/trainer/parameter_mixin runtime/optimizers "
+                "hf/rules/arguments:_low_bit_problems hf/trainer/parameter_mixin runtime/parameters/whole_weights "
                 "runtime/parameters/master_weights"
             ),
             "Pipeline stages": (
-                "hf/start/arguments:stage_setting_problems hf/start/arguments:_state_setting_problems "
-                "hf/start/arguments:_interleave_problems hf/start/arguments:_lending_problems hf/start/stages "
-                "hf/checkpoints/stage_loading hf/models/cutting hf/models/parts hf/trainer/placement:check_trained "
+                "hf/rules/arguments:stage_setting_problems hf/rules/arguments:_state_setting_problems "
+                "hf/rules/arguments:_interleave_problems hf/rules/arguments:_lending_problems hf/start/stages "
+                "hf/models/cutting hf/models/refusing hf/run/placement:check_trained "
                 "hf/trainer/run:_lone_stage_problems plan/pipeline/staged_step:check_stages"
             ),
         },
@@ -91,9 +89,9 @@ SUBJECTS = {
         "Memory, plans that do not fit, and steps that fail",
         {
             "Memory and plans that do not fit": (
-                "hf/start/setup hf/start/budget plan/activations plan/groups plan/pipeline/pipeline_planner "
+                "hf/start/setup hf/start/budget plan/policies plan/groups plan/pipeline/search "
                 "plan/pipeline/activations plan/core/validate:validate_plan plan/planner "
-                "runtime/activations/host_tier runtime/core/host_copies runtime/execution/out_of_memory"
+                "runtime/activations/host_tier runtime/core/host_copies runtime/execution/round"
             ),
             "While it runs": (
                 "hf/planning hf/trainer runtime/activations runtime/attention/context:check_calls runtime/core "
@@ -105,14 +103,15 @@ SUBJECTS = {
         "Errors about trainers",
         "Losses, evaluation, the callback, and trainers of TRL",
         {
-            "Losses": "hf/start/losses hf/start/arguments:override_problems hf/trainer/run:_warn_of_forward",
+            "Losses": "hf/start/losses hf/rules/arguments:override_problems hf/trainer/run:_warn_of_forward",
             "Evaluation and metrics": (
-                "hf/evaluation hf/start/arguments:evaluation_problems hf/trainer/tokens hf/trainer/trainer:_evaluated "
+                "hf/evaluation hf/rules/arguments:evaluation_problems hf/trainer/predictions hf/trainer/row_scores "
+                "hf/trainer/trainer:_evaluated "
                 "hf/trainer/trainer:predict"
             ),
-            "The callback, and trainers with attached plans": "hf/stock hf/log_probs hf/start/collators",
+            "The callback, and trainers with attached plans": "hf/callback hf/log_probs hf/rules/collators",
             "Trainers of TRL": (
-                "hf/start/trl hf/log_probs/rewards hf/log_probs/two_passes hf/log_probs/trl_methods "
+                "hf/rules/trl hf/log_probs/rewards hf/log_probs/two_passes hf/log_probs/trl_methods "
                 "hf/trainer/trainer:_step_in_two_passes"
             ),
         },
@@ -123,8 +122,8 @@ SUBJECTS = {
         {
             "Resume where the data stopped": "hf/data/resume",
             "Checkpoints": (
-                "hf/checkpoints hf/start/arguments:async_problems hf/start/arguments:callback_problems "
-                "hf/trainer/checkpoint_mixin hf/trainer/placement hf/trainer/replicas "
+                "hf/checkpoints hf/rules/arguments:async_problems hf/rules/arguments:callback_problems "
+                "hf/trainer/checkpoint_mixin hf/run/placement hf/trainer/replicas "
                 "hf/trainer/parameter_mixin:_check_kind"
             ),
             "Why one cannot be resumed": (
@@ -139,8 +138,8 @@ SUBJECTS = {
         {
             "Options": "cli sim",
             "Models and hardware": "plan/cost hf/calibration",
-            "Lengths": "sim/workloads sim/text_lines cli/token_counts",
-            "Packing from a script": "plan/chunks/packing",
+            "Lengths": "sim/workloads cli/plan:_chat_tokens cli/plan:_load",
+            "Packing from a script": "plan/groups/best_fit",
             "Folders of runs": "hf/trainer/replay page journal sim/run_replay cli/replay cli/report",
         },
     ),
@@ -148,17 +147,18 @@ SUBJECTS = {
 # not on a page
 _LEFT_OUT = (
     # parts of other messages
-    "hf/setting_kinds hf/start/settings/fields "
-    "hf/models/classes: hf/data/assistant_turns hf/models/activations hf/models/fused/bind "
-    "hf/models/heads/logits runtime/states/kernels runtime/parameters/master_weights:keep_master_weights "
+    "hf/config:checked hf/rules/training_arguments:refused_values hf/rules/training_arguments:mistyped "
+    "hf/models/classes: hf/data/chat:assistant_turns hf/data/chat:learnt_spans hf/data/chat:_turns hf/data/chat:_without_ends "
+    "hf/data/chat:_generation_prompt hf/models/activations hf/models/kernels:problem "
+    "hf/models/logits runtime/states/kernels runtime/parameters/master_weights:keep_master_weights "
     "runtime/parameters/master_weights:why_no_master_weights runtime/tiles "
     # torch's own words, files that were damaged on purpose, and what only code meets that makes plans or executors by hand
-    "__init__ hf/checkpoints/optimizers/trained_weights:check_sizes hf/data/streams/place "
-    "hf/checkpoints/unpickling plan/chunks plan/activations/shares:_check plan/core recipes/bench "
-    "plan/pipeline plan/pipeline/activations/fit_pipeline:make_room plan/prediction "
+    "__init__ hf/checkpoints/trained_weights:check_sizes hf/data/resume:from_json "
+    "hf/checkpoints/unpickling plan/chunks plan/policies/fill:_check plan/core plan/model recipes/bench "
+    "plan/pipeline plan/pipeline/activations/fit_pipeline:make_room plan/predict "
     "runtime/activations/adapted_projection runtime/activations/engine "
     "runtime/activations/head_pieces runtime/attention runtime/execution runtime/process_groups "
-    "sim/others sim/output "
+    "sim/ablation sim/baselines sim/rivals sim/output "
 )
 # what is said before the table of a heading
 _NOTES = {

@@ -23,14 +23,14 @@ from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks, slice_counts
 from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.sharding import is_lent
-from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, Ranges, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.candidates import deal_sequences
-from hf_longctx.plan.pipeline.stages import Ranges, balanced_ranges
+from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import with_layers
 from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan

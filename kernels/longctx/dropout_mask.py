@@ -1,6 +1,6 @@
 """Masks of dropout from a counter-based generator: Philox4x32-10 gives four 32-bit words for each counter of four words.
 
-`runtime.dropout.keys` asks for the masks of tokens. The generator has no state, so any rank can draw the mask of any token at any
+`runtime.core.dropout` asks for the masks of tokens. The generator has no state, so any rank can draw the mask of any token at any
 time. A counter is (four channels, position, document, step); the key of 64 bits stands for the seed and the module.
 
 In plain torch, unsigned 32-bit words are held in int64: the product of two words keeps its low 64 bits when it wraps around, and

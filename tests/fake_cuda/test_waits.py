@@ -29,8 +29,8 @@ def wrong_updates(device: FakeDevice) -> int:
 _COPIES = partial(Removal, "runtime.core.host_copies")
 _HOST = partial(Removal, "runtime.activations.host_tier")
 _UPDATES = partial(Removal, "runtime.parameters.host_steps")
-_SHARDS = partial(Removal, "runtime.parameters.on_host.layer_shards")
-_LINKS = partial(Removal, "runtime.process_groups.links")
+_SHARDS = partial(Removal, "runtime.parameters.host_layers")
+_LINKS = partial(Removal, "runtime.process_groups")
 
 # purpose of a line -> the line, and what goes wrong without it
 ONE_PROCESS: dict[str, tuple[Removal, Callable[[FakeDevice], int]]] = {
@@ -89,7 +89,7 @@ ONE_PROCESS: dict[str, tuple[Removal, Callable[[FakeDevice], int]]] = {
 # lines that two ranks need; a text is the name of a plan, whose gradients are wrong
 TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
     "a ring reads what has arrived": (Removal("runtime.attention.ring", "request.wait()"), "ring"),
-    "a step reads gradients that are summed": (Removal("runtime.parameters.early_sums", "self._work.wait()"), "early sums"),
+    "a step reads gradients that are summed": (Removal("runtime.parameters.gradients", "self._work.wait()"), "early sums"),
     "shards have left before their memory is given back": (
         _SHARDS("for ticket in tickets:\n            self._copies.wait(ticket)"),
         ON_HOST,
@@ -112,7 +112,7 @@ TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
         (scenarios.connected_and_dropped, 2),
     ),
     "layers with states read what has arrived": (
-        Removal("runtime.states.messages", "request.wait()"),
+        Removal("runtime.states.passing", "request.wait()"),
         (scenarios.states_exchanged, 1),
     ),
     "rates of messages count until they have arrived": (

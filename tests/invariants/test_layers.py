@@ -20,47 +20,28 @@ PACKAGE = "hf_longctx"
 # Sub-packages (and single modules) from the bottom up. A line may import the lines above it; rooms on one line do not import
 # each other.
 ORDER = """
-_version  timeline  journal  kernels
-plan.core
-plan.cost  plan.solver  plan.chunks  plan.memory
-plan.activations  plan.groups
-plan.groups.programs  plan.prediction
-plan.pipeline.activations
-plan.pipeline
-plan.planner
-plan.stage_count
-sim.text_lines  sim.hub_cache  sim.models
-sim.workloads  sim.capacity  sim.prices
-sim.scenario  sim.execution  sim.longest
-sim.memory_use  sim.others
-sim.forecast  sim.run_replay
-sim.output
+_version  journal  kernels  plan.core  timeline
 runtime.core
-runtime.parameters  runtime.tiles  runtime.dropout  runtime.fused
-runtime.activations  runtime.optimizers
-runtime.attention
-runtime.states
-runtime.states.scans
-runtime.process_groups
-runtime.execution
-runtime.measure
-hf.ranks
-hf.models  hf.setting_kinds
-hf.config  hf.checkpoints
-hf.planning
-hf.data
-hf.start.settings
+plan.model  plan.solver  runtime.activations  runtime.tiles
+plan.chunks  plan.cost  plan.memory  runtime.attention  runtime.parameters
+page  plan.groups  plan.policies  runtime.process_groups  runtime.states  sim.models  sim.workloads
+hf.config
+hf.ranks  plan.predict  runtime.execution  sim.baselines  sim.capacity
+hf.models  plan.room  runtime.measure  sim.execution  sim.longest  sim.scenario
+hf.checkpoints  plan.pipeline
+plan.planner  sim.memory_use
+plan.stage_count  sim.rivals  sim.run_replay
+hf.planning  sim.ablation
+hf.data  sim.forecast
+hf.rules  sim.output
 hf.start
-hf.log_probs
-hf.self_test  hf.calibration
+hf.calibration  hf.log_probs  hf.run  hf.self_test
 hf.trainer
-hf.stock  hf.evaluation
-page
-cli
+cli  hf.callback  hf.evaluation
 """
 
 # Rooms outside `runtime` that it may import: the planner decides, the runtime obeys.
-BELOW_RUNTIME = ("timeline", "kernels", "plan.core")
+BELOW_RUNTIME = ("timeline", "kernels", "plan.core", "plan.model")
 
 # Packages from outside that a layer may import, besides the standard library; those in brackets only inside functions.
 OUTSIDE = {
@@ -80,7 +61,7 @@ OUTSIDE = {
 }
 
 # Modules that may use private names of transformers, and torch.distributed is nothing for kernels.
-PRIVATE_TRANSFORMERS = ("hf.start.model_checks", "hf.models.cutting", "hf.trainer")
+PRIVATE_TRANSFORMERS = ("hf.rules.models", "hf.models.cutting", "hf.trainer")
 # Data that is read from a package higher up: profiles of hardware lie with the recipes, and commands start these.
 DATA_ABOVE = {("plan.cost", "recipes"), ("cli", "recipes")}
 
@@ -296,9 +277,9 @@ def test_the_wheel_has_every_folder() -> None:
         ("hf_longctx/plan/cost/traffic.py", "import importlib\nx = importlib.import_module('hf_longctx.hf.config')"),
         ("hf_longctx/plan/cost/traffic.py", "x = importlib.resources.files('hf_longctx.hf.models')"),
         ("hf_longctx/plan/core/types.py", "from hf_longctx.plan.planner import plan_step"),
-        ("hf_longctx/plan/pipeline/orders.py", "def f():\n    from hf_longctx.plan.planner import plan_step"),
-        ("hf_longctx/plan/solver/solve.py", "import highspy"),
-        ("hf_longctx/plan/solver/solve.py", "def f():\n    import torch"),
+        ("hf_longctx/plan/core/orders.py", "def f():\n    from hf_longctx.plan.planner import plan_step"),
+        ("hf_longctx/plan/solver.py", "import highspy"),
+        ("hf_longctx/plan/solver.py", "def f():\n    import torch"),
         ("hf_longctx/sim/workloads.py", "import triton"),
         ("hf_longctx/sim/workloads.py", "from hf_longctx.runtime.process_groups import GroupPool"),
         ("kernels/longctx/rms.py", "import torch.distributed as dist"),
@@ -339,9 +320,9 @@ def test_the_checker_catches_a_planted_violation(path: str, source: str) -> None
     [
         ("hf_longctx/plan/cost/traffic.py", "import numpy as np\nfrom . import profiles\nfrom ..core import types"),
         ("hf_longctx/plan/cost/profiles.py", "x = importlib.resources.files('hf_longctx.recipes')"),
-        ("hf_longctx/plan/solver/highs.py", "def f():\n    import highspy"),
+        ("hf_longctx/plan/solver.py", "def f():\n    import highspy"),
         (
-            "hf_longctx/sim/workloads.py",
+            "hf_longctx/sim/forecast.py",
             "import numpy\nfrom hf_longctx.plan.planner import plan_step\ndef f():\n    import matplotlib",
         ),
         ("kernels/longctx/rms.py", "import torch, triton\nfrom . import reference\nfrom hf_longctx.kernels import reference"),
@@ -351,7 +332,7 @@ def test_the_checker_catches_a_planted_violation(path: str, source: str) -> None
             "from hf_longctx.plan.core import types\nfrom hf_longctx.timeline import TimelineEvent",
         ),
         ("hf_longctx/hf/data/sampler.py", "from transformers import __version__, Trainer"),
-        ("hf_longctx/hf/start/model_checks.py", "from transformers.trainer import _is_peft_model"),
+        ("hf_longctx/hf/rules/models.py", "from transformers.trainer import _is_peft_model"),
         ("hf_longctx/hf/trainer/trainer.py", "import transformers._private"),
         ("hf_longctx/cli/main.py", "import argparse\nfrom hf_longctx._version import __version__"),
         ("hf_longctx/cli/main.py", "def run():\n    import torch\n    from hf_longctx.hf.config import LongContextConfig"),

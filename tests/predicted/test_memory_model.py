@@ -284,7 +284,7 @@ def test_a_long_backward_of_attention_takes_few_heads_at_once(name: str, monkeyp
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_in_pieces_and_tiles_take_no_more_than_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in ("plan.memory.head_pieces", "runtime.activations.adapted_projection"):
+    for user in ("plan.memory.layer", "runtime.activations.adapted_projection"):
         monkeypatch.setattr(f"hf_longctx.{user}.ADAPTER_ELEMENTS", 2**15)
     shape, one, tile_tokens, documents = ADAPTED[name]
     policy = None if one is PLAIN else ActivationPolicy(0, 0, (one,) * shape.layers, tile_tokens)

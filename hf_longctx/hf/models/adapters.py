@@ -306,7 +306,7 @@ def copies_input(layer: Any, hidden: torch.dtype, is_autocast: bool) -> bool:
     """Whether an adapter of a projection saves a copy of its input: in another dtype than `hidden`, or with some of it dropped.
 
     hidden: dtype of hidden states. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights. Then plans
-    let a plain adapter read hidden states in bf16 as they are (`hf.models.fused.low_rank`), where PEFT casts them to its dtype.
+    let a plain adapter read hidden states in bf16 as they are (`hf.models.kernels`), where PEFT casts them to its dtype.
     """
     return any(_copies_input(layer, name, hidden, is_autocast) for name in _active(layer))
 

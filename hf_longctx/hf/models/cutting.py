@@ -26,13 +26,11 @@ from hf_longctx.hf.models.heads import head_of, is_tied
 from hf_longctx.hf.models.refusing import only_stage
 from hf_longctx.hf.models.states import family_of, num_calls
 from hf_longctx.hf.models.towers import text_part, tower_names, tower_parameters
-from hf_longctx.plan.core.types import LayerRange
+from hf_longctx.plan.core.types import LayerRange, Ranges
 from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.dropout import keys_of
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
 
-# for every stage the layer ranges of its parts (several with interleaving)
-Ranges = Sequence[Sequence[LayerRange]]
 # attribute of a model that was loaded stage by stage, one stage per rank; it holds the layer ranges of all stages
 RANGES = "longctx_ranges"
 
@@ -284,10 +282,10 @@ def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
         raise ValueError("; ".join(problems))
     pieces = find_pieces(model)
     check_ranges(parts, pieces.num_layers)
-    ranges = [own for (own,) in parts]
+    ranges = tuple(own for (own,) in parts)
     _keep_layers(pieces, ranges)
     _check_passes(pieces)
-    _bind_parts(pieces, [ranges], 0)
+    _bind_parts(pieces, (ranges,), 0)
     size, dtype = int(pieces.decoder.config.hidden_size), _passed_dtype(model)
     return tuple(
         StageModel(

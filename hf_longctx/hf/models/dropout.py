@@ -8,7 +8,7 @@ Masks follow tokens only if the module gets all tokens of a forward, or of one t
 dropout on tokens that were sorted by experts is refused by name.
 
 Dropout of attention weights (`WEIGHT_DROPOUT`) is in no module: the registered attention function gets its rate, and masks follow
-document, query, key and head (`runtime.tiles.dropped`). Attention layers have a site, which names their masks.
+document, query, key and head (`runtime.tiles.plain`). Attention layers have a site, which names their masks.
 
 NEFTune (`neftune_noise_alpha`): noise on the embeddings of tokens in training, keyed by token as dropout is.
 

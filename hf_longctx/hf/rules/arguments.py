@@ -44,7 +44,7 @@ from hf_longctx.hf.rules.trl import (
 from hf_longctx.hf.rules.user_code import may_call_super, user_code_problems
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.settings import check_degrees
-from hf_longctx.plan.pipeline.stages import Ranges
+from hf_longctx.plan.core.types import Ranges
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
 

@@ -12,11 +12,11 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.launch import host_bytes as bytes_of_host
 from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec
+from hf_longctx.plan.core.types import Ranges
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators, usable_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.pipeline.stages import Ranges
 
 # share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: what
 # plans need of it is pinned, at some tenths of a second per GiB

@@ -35,7 +35,7 @@ from hf_longctx.hf.start.settings.advice import allocator_advice, fitting_settin
 from hf_longctx.hf.start.stages import sampled_lengths
 from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, GroupMethod, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.sharding import PACKED_TOKENS
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import Parameters, Ranges
 from hf_longctx.plan.cost.catalog import spec_name, without_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
@@ -44,7 +44,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.pipeline.stages import Ranges, balanced_ranges
+from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import longest_alone
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options

@@ -22,13 +22,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from hf_longctx.hf.checkpoints.sharded import checkpoint_files
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
-from hf_longctx.hf.models.cutting import RANGES, Ranges, check_ties, cut_model, drop_embedding, find_pieces
+from hf_longctx.hf.models.cutting import RANGES, check_ties, cut_model, drop_embedding, find_pieces
 from hf_longctx.hf.models.heads import CLASSIFIERS
 from hf_longctx.hf.models.quantised import can_load
 from hf_longctx.hf.models.refusing import refuse_all
 from hf_longctx.hf.models.spec import cluster_spec, config_spec
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.plan.core.types import Ranges
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 

@@ -193,6 +193,10 @@ class LayerRange:
     num_layers: int
 
 
+# for every stage the layer ranges of its parts (several with interleaving)
+Ranges = tuple[tuple[LayerRange, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """Layers, actions and activation policies of one stage for one sequence group. A chunk without a policy keeps everything."""

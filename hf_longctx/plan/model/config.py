@@ -13,12 +13,12 @@ loaded lists them layer by layer.
 Model types whose runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles.
 
 A run finds this out from the model itself (`hf/models/activations.py`); a forecast has only its config, and reads this table.
-`tests/plan/core/configs/test_kept.py` compares both for every class that runs, so a row without a cause is a failure there.
+`tests/plan/model/test_kept.py` compares both for every class that runs, so a row without a cause is a failure there.
 
 Model types whose norms, gated MLPs or rotary embeddings run as single kernels where layers are compiled.
 
-A run finds this out from the model itself (`hf/models/fused/bind.py`); a forecast has only a config, or the name of a shape, and
-reads this table. `tests/plan/core/configs/test_kernel_types.py` compares both for every class that runs.
+A run finds this out from the model itself (`hf/models/kernels.py`); a forecast has only a config, or the name of a shape, and
+reads this table. `tests/plan/model/test_kernel_types.py` compares both for every class that runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read from a model's `config.json` what each layer mixes tokens with: full attention, a sliding window, or a state.
 
-Called for plans from a `config.json` (`plan/core/model_spec.py`) and from a loaded config (`hf/models/spec.py`). Windows follow
+Called for plans from a `config.json` (`plan/model/model_spec.py`) and from a loaded config (`hf/models/spec.py`). Windows follow
 the rules of transformers. Layers with a state along the sequence follow `_STATES`: a further family is one more row. A layer may
 have attention, a state, both, or neither.
 """

@@ -15,14 +15,13 @@ import numpy as np
 from hf_longctx.plan.core.orders import Schedule, compute_orders
 from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange
+from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange, Ranges
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.memory.stage import accumulated_bytes, most_tokens_at_once
 from hf_longctx.plan.model.attention_pairs import SpanRates
-from hf_longctx.plan.pipeline.stages import Ranges
 from hf_longctx.plan.predict.event_loop import Wiring
 
 

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Ranges, Span
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.model.attention_pairs import AttentionPairs
-
-# layer ranges of every stage
-Ranges = tuple[tuple[LayerRange, ...], ...]
 
 # work that differs by less than this share of a layer counts as equal
 _EQUAL = 1e-9

@@ -9,7 +9,7 @@ Shapes: N tokens, X any further sizes, B tokens of a block, M blocks.
 Lightning attention: linear attention whose state decays at a fixed rate for each head, computed in blocks of tokens.
 
 transformers computes a sequence in blocks from an empty state, and token by token from a state that is given. This function runs
-blocks from any state. `hf.models.states.methods` gives it the decays that the model holds, in the model's dtype.
+blocks from any state. `hf.models.states` gives it the decays that the model holds, in the model's dtype.
 
 Shapes: H heads, N tokens of a document or slice, D = E = K head size, B tokens of a block.
 

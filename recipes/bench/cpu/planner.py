@@ -72,10 +72,10 @@ from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.recipes.bench.cpu.step_bound import step_bound_s
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 from hf_longctx.sim.scenario import Request, build_scenario
 from hf_longctx.sim.workloads import read_workload
-from recipes.bench.cpu.step_bound import step_bound_s
 
 # GPUs, sequences, milliseconds allowed
 SIZES = ((64, 512, 100.0), (256, 2048, 400.0), (1024, 4096, 1000.0))

@@ -9,7 +9,7 @@ is fitted to each on documents of 512 to 2,048 tokens, alone and in packs, and p
 (`hf-longctx calibrate` measures chunks of a sixteenth of the longest or more; on shorter ones these models mostly start up.)
 
 Rows "edges not counted" are predictions by a fit that leaves out the pairs that tiles compute at the far side of a window and
-hide (`plan/core/attention_pairs.py`). Rows "the fit without" use the coefficients of the model that has no windows.
+hide (`plan/model/attention_pairs.py`). Rows "the fit without" use the coefficients of the model that has no windows.
 """
 
 from __future__ import annotations

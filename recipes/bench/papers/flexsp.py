@@ -18,7 +18,7 @@ Rows:
     BatchAda               Ulysses with the best degree for each batch
     FlexSP                 our planner restricted to what FlexSP's published solver does: Ulysses on powers of two from 2 on, and
                            micro-batches of equal tokens one after the other
-    Megatron hybrid-CP     `hf_longctx/sim/others/baselines.py`, on degrees from 1 on
+    Megatron hybrid-CP     `hf_longctx/sim/baselines.py`, on degrees from 1 on
     FCP                    the same file, on degrees from 1 on
     ours                   our planner with everything on: Ulysses, rings or both, whichever is cheapest
     ours, integer degrees  ours with all degrees inside a node, and whole nodes

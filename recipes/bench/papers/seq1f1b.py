@@ -3,7 +3,7 @@
     python recipes/bench/papers/seq1f1b.py --model gpt-7b --seq-len 32768 --micro-batches 8 --stages 4 --slices 4
         [--parts 2] [--tensor-parallel 8] [--partition paper|time|even] [--fit] [--json [FILE]]
 
-The schedules are our own (`hf_longctx/plan/pipeline/orders.py`). The event loop (`hf_longctx/plan/prediction/event_loop.py`) runs
+The schedules are our own (`hf_longctx/plan/core/orders.py`). The event loop (`hf_longctx/plan/predict/event_loop.py`) runs
 them on seconds of a `CostModel` with four constants: the shares of 312 TFLOPS that matrix products and attention reach
 (including all costs of tensor parallelism), seconds per layer of every chunk's pass, and seconds per token of every hop between
 stages. During a hop a stage does nothing else, because Megatron's sends and receives block. A backward takes 2 times as long as

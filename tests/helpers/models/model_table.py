@@ -25,8 +25,8 @@ after the head by more than a scale or a cap, so plans keep everything for it, t
 _CLASSIFIERS = """
 Models that classify documents or tokens (`...ForSequenceClassification`, `...ForTokenClassification`) run if their text model is
 that of an exact class and their head is one linear module on it: those that transformers derives from its generic classes, and
-BioGpt, GPTBigCode, GPTNeoX and OPT. `pytest -m sweep tests/hf/models/heads` compares each of them with plain transformers, packed
-and in slices, to 1e-12.
+BioGpt, GPTBigCode, GPTNeoX and OPT. `pytest -m sweep tests/hf/models/test_classifier_classes.py` compares each of them with plain
+transformers, packed and in slices, to 1e-12.
 """
 _WRAPPED = """
 A multimodal class trains rows of text if it stands here and its text model is the one named, or that of an exact class above.

@@ -9,10 +9,10 @@ from helpers.plans.sliced_plans import Chunks, cut
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.orders import Schedule, pipelined
-from hf_longctx.plan.core.types import Chunk, Method, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.types import Chunk, Method, MicroBatch, Parameters, Ranges, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.pipeline.stages import Ranges, layer_ranges
+from hf_longctx.plan.pipeline.stages import layer_ranges
 
 
 def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Ranges:

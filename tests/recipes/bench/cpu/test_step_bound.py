@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from hf_longctx.plan.groups.greedy import plan_greedy
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.solver import SolverError
-from recipes.bench.cpu import step_bound
-from recipes.bench.cpu.step_bound import _Node, _Prices, _Shares, step_bound_s
+from hf_longctx.recipes.bench.cpu import step_bound
+from hf_longctx.recipes.bench.cpu.step_bound import _Node, _Prices, _Shares, step_bound_s
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from hf_longctx.hf.rules.training_arguments import SETTINGS, idle_settings
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[2]
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
 
 _REFUSED = "test_an_argument_that_would_lose_its_meaning_is_refused"
@@ -112,7 +112,7 @@ NEVER_CALLED = {
 
 def test_every_field_is_in_the_table() -> None:
     unknown = [name for name in FIELDS if name not in SETTINGS]
-    assert unknown == [], "say in hf/start/settings/fields.py what becomes of these fields under plans, and show it by a test"
+    assert unknown == [], "say in hf/rules/training_arguments.py what becomes of these fields under plans, and show it by a test"
 
 
 def test_a_test_shows_what_the_table_says_of_a_field() -> None:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.settings import ClusterSpec
-from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Ranges, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, PassCoefficients, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.pipeline.stages import Ranges, balanced_ranges, layer_ranges
+from hf_longctx.plan.pipeline.stages import balanced_ranges, layer_ranges
 
 
 def stage_work(stages: Ranges, layer_work: Sequence[float], head: float) -> list[float]:
