@@ -10,7 +10,7 @@ hangs if ranks have created different numbers.
 
 Messages between pipeline stages: hidden states go forward, their gradients back, between equal positions of the stages.
 
-`process_groups.pool` creates the links of a run; the executor makes one `RoundMessages` per micro-batch.
+`GroupPool` creates the links of a run; the executor makes one `RoundMessages` per micro-batch.
 
 The plan says who sends what and when, so both ends know every shape. Sends do not block: a buffer is kept until its message has
 left. A receive is posted by the action that needs it and not before: on NCCL a posted receive is a kernel that occupies the

@@ -9,7 +9,7 @@
                                    the link to the host can hide
 
 Each system with stages runs at the best number of stages that fits. FlexSP and Seq1F1B choose nothing layer by layer, so each
-runs with everything kept, with selective and with full checkpointing (`checkpointing.py`), and the fastest that fits is shown.
+runs with everything kept, with selective and with full checkpointing, and the fastest that fits is shown.
 InfiniPipe and SPPO choose what to recompute and to offload by the programs of our own planner. Where Seq1F1B checkpoints, norms
 and MLPs run in tiles too, as in our plans.
 """

@@ -10,7 +10,7 @@ Forecasts and benchmarks compare them with our plans:
     FlexSP              groups of different degrees (arXiv 2412.01523): powers of two, micro-batches of equal tokens, by our
                         greedy search in place of its integer program
 
-Each keeps everything or recomputes layers, as the costs and the capacity of the problem say (`checkpointing.py`).
+Each keeps everything or recomputes layers, as the costs and the capacity of the problem say.
 If an original would exceed memory or leaves a choice open, the version here makes the choice that favours it, and its docstring
 says so.
 

@@ -2,7 +2,7 @@
 
 Called by `tokenise_chat`. The assistant's text is whatever the template puts between `{% generation %}` and
 `{% endgeneration %}`; it is kept as character spans. A stock template without these markers is replaced by TRL's training
-template where TRL is installed and has one; the turns of others are proven by `assistant_turns.py`.
+template where TRL is installed and has one; the turns of others are proven by `assistant_turns`.
 
 transformers can derive a token mask from the spans of markers (`return_assistant_tokens_mask`), but that mask drops the last
 bytes of a character that takes several tokens, and drops everything after a span that starts or ends in white space to which no

@@ -1,6 +1,6 @@
 """Reads a tokenised dataset once before training starts: finds rows that cannot be trained on, and every row's length.
 
-Called at start-up by trainer and callback (through `scan_cache`); `streaming` checks its rows one at a time with
+Called at start-up by trainer and callback; `streams` checks its rows one at a time with
 `row_tokens`. Arrow columns are read in batches, so that a large dataset needs little memory.
 
 Keeps the scan of a dataset in a file, so that each machine reads all rows only once per dataset fingerprint.

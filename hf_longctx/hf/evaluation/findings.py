@@ -1,6 +1,6 @@
 """Results of one long-context evaluation: the loss by position and the needle grid, summed over ranks.
 
-`LongContextEvaluation` makes them; `pictures` draws them.
+`LongContextEvaluation` makes them.
 
 Draws long-context evaluations: the needle grid as heat maps, the loss by position as lines.
 

@@ -1,7 +1,7 @@
 """Holds the predictions and the measurements of one plan side by side.
 
-`report.py` makes a `StepRecord` after every plan; `refit.py` learns from it, `step_lines.py` says it, and timelines are drawn
-from its events.
+`report.py` makes a `StepRecord` after every plan; it also prints it, and draws timelines from its
+events. `refit.py` learns from it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ no signal handler, so a thread reads signals from the wake-up descriptor that Py
 
 A launcher passes on the signal that it gets, so one Ctrl-C or one `scancel` may reach a rank twice. Signals within
 `_SAME_REQUEST_S` of the first count as one. Launchers and Slurm signal the workers of data loaders, too, which then go on, since
-the last step still needs their batches (`outlive_signals`, and `fork_server` for the process that may start them).
+the last step still needs their batches (`loader_workers.py`).
 """
 
 from __future__ import annotations

@@ -50,15 +50,14 @@ class PlannerConfig:
     """Limits that a plan must keep, and how hard the planner searches within them.
 
     tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. longest_tokens: most
-    tokens of a sequence that is alone in a group of the largest degree, if that is more (`activations/lone_sequences.py` finds
-    it); 0: no more than others. It holds where chunks may be cut into slices: on one stage, with `activations`. degrees: allowed
-    sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best one).
-    micro_batch_trials: how many numbers of micro-batches are tried, starting at the fewest that fit. one_micro_batch: put
-    everything into one micro-batch or fail, for a caller that makes one forward per plan. solver_time_limit_s: seconds that
-    solvers "lp" and "milp" may take for one step, not counting the greedy layout that they start from. activations: memory
-    that decides which activations are recomputed or offloaded (None: all are kept). stages: layer ranges of every pipeline
-    stage, one range for each model part (empty: no pipeline). lend_stages: idle stages may lend their ranks to others, for
-    which every rank must hold the weights of all stages.
+    tokens of a sequence that is alone in a group of the largest degree, if that is more (`longest_alone` finds it); 0: no more
+    than others. It holds where chunks may be cut into slices: on one stage, with `activations`. degrees: allowed sizes of
+    sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best one). micro_batch_trials: how many
+    numbers of micro-batches are tried, starting at the fewest that fit. one_micro_batch: put everything into one micro-batch or
+    fail, for a caller that makes one forward per plan. solver_time_limit_s: seconds that solvers "lp" and "milp" may take for one
+    step, not counting the greedy layout that they start from. activations: memory that decides which activations are recomputed
+    or offloaded (None: all are kept). stages: layer ranges of every pipeline stage, one range for each model part (empty: no
+    pipeline). lend_stages: idle stages may lend their ranks to others, for which every rank must hold the weights of all stages.
 
     Three extensions of FlexSP can be switched off. time_aware: cut micro-batches by time as well as by tokens, and move
     sequences between them to fill idle time. nested: where parameters allow it, ranks change groups inside a step and wait

@@ -1,6 +1,6 @@
 """Bounds the seconds of a whole step by what memory costs, and finds how full its micro-batches should be.
 
-Both rest on prices (`activations/prices.py`). Take any plan of a step on N ranks and a price of p seconds for a byte of room. The
+Both rest on prices. Take any plan of a step on N ranks and a price of p seconds for a byte of room. The
 rank-seconds of a group of d ranks are at least
 
     d * ( group_s  +  sum over its sequences of (seconds + added seconds at p)  -  p * room )

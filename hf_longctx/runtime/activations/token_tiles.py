@@ -3,8 +3,8 @@
 The activation engine binds `tokenwise` to MLPs and norms; the output head uses its tiles too.
 
 Backward runs each tile forward and backward, so the module's inner tensors live for one tile only; products that only the tile's
-output needs are left out (`last_products`). Tiles that a record keeps are
-run forward once, with their graph, whose saved tensors stay on the device or go to the host.
+output needs are left out (`last_products`). Tiles that a record keeps are run forward once, with their graph, whose saved
+tensors stay on the device or go to the host.
 
 In a replay under activation checkpointing, the node of an MLP with a record computes nothing and returns an uninitialised tensor.
 If it is the last node of its layer that saves a tensor (only a residual add follows), checkpointing stops the replay inside
@@ -23,8 +23,6 @@ Which linear modules these are is found once for an MLP, from the graph of a few
 outputs, the gradient of the input must be what it was. Every later run looks at its own graph again, so an MLP that has changed
 since is run as a whole. So is one with hooks inside, which would see the values. A linear module with a forward of its own or a
 weight of an unusual type always computes.
-
-`token_tiles` calls it in backward.
 """
 
 from __future__ import annotations

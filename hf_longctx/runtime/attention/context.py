@@ -1,6 +1,6 @@
 """The context of a chunk: everything an attention layer must know about the chunk it runs in.
 
-`process_groups.pool` makes one per chunk; it travels through the model's forward as the keyword `longctx`, never as a global.
+`GroupPool` makes one per chunk; it travels through the model's forward as the keyword `longctx`, never as a global.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class StepResult:
 
     aux_loss: the balance of the experts over the whole step; the loss of the step's first plan has it, times its coefficient.
     router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
-    whose experts are not balanced. num_bad: ranks on which the step's reduced gradients are not finite (`finite.py`); zero
+    whose experts are not balanced. num_bad: ranks on which the step's reduced gradients are not finite; zero
     for plans before the step's last one. tallied: the sums of `TokenTally` over all ranks; empty if tokens are not counted.
     """
 

@@ -20,7 +20,7 @@ Sums gradients over ranks during the last backward of a step, each bucket when n
 Buckets follow the layers from the last one to the first. All ranks start all of them, in the same order, on a process group that
 nothing else uses. So no rank waits for another inside its backward, whatever their groups, orders and micro-batches are: a rank
 whose last backward comes later, or that has none, starts its buckets later, at the latest at the end of the step. Ranks of one
-sequence group start a bucket at the same place of their programs (`layer_order.py`).
+sequence group start a bucket at the same place of their programs.
 
 A bucket that was started too early costs time and nothing else. A gradient that comes after its weight's sum has started, as
 from a module that several layers share, adds up beside it. The ranks tell each other at the end, sum the rest, and sum such

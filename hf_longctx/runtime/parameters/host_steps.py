@@ -10,7 +10,7 @@ So nothing is pinned inside a step, and no home is used twice in one. The weight
 arrived before it writes what leaves.
 
 No update runs beside the backward, although gradients of the last layers are known early. Clipping needs the norm of all, and a
-step with one gradient that is not finite must change no weight. Copies alone do start there (`early_copies.py`), for a caller who
+step with one gradient that is not finite must change no weight. Copies alone do start there (`EarlyCopies`), for a caller who
 knows that nothing but clipping changes gradients and weights between the backward and the step. Weights that arrived early are
 updated first. Gradients that were clipped leave once more, while earlier parts are updated: for the CPU, scaling them would take
 longer. A step gains the first part's copies and the link's time, which matters where the CPU reads its memory much faster than

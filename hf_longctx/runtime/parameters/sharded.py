@@ -88,7 +88,7 @@ def shard_model(
     whole model. Raises ValueError if no module belongs to one of the classes. Weights that are shards of a `DTensor` already,
     such as those of experts that are spread over ranks, stay as they are. Weights that are noted as rounded by autocast
     (`note_rounded`) are gathered in bf16. `layers_on_host`: shards of layers lie in host memory while forwards and backwards run
-    (`on_host/layer_shards.py`); raises ValueError if blocks have one rank, whose shards are whole.
+    (`host_layers.py`); raises ValueError if blocks have one rank, whose shards are whole.
     """
     if layers_on_host and block_mesh(mesh).size() == 1:
         raise ValueError(

@@ -7,7 +7,7 @@ whole weights; and their shards go back. States of a weight are whole, and only 
 out as they do shards. Steps are those of one process, bit by bit.
 
 That is right where the update of a weight depends on that weight alone. An optimizer that looks across weights, such as Prodigy,
-is refused by name, or by what it keeps after a step (`across_weights.py`).
+is refused by name, or by what it keeps after a step.
 
 A step sends gradients once and weights twice, and for its length a rank holds the weights that it owns, whole, with gradients.
 

@@ -7,7 +7,7 @@ the operators that offer it, the fastest first; the first that accepts a tile co
     cudnn              bf16 and fp16 on CUDA of compute capability 9 and 10, head sizes of 8, 16 ... 128, two keys or more; it
                        plans for every new length, so tiles that do not repay this go to the next backend that takes them
     flash_attention_2  bf16 and fp16 on CUDA from compute capability 8.0, head sizes of 8, 16 ... 256; before cudnn if the user
-                       has activated another FlashAttention in torch, which must agree with `plain` (`tiles.registered`)
+                       has activated another FlashAttention in torch, which must agree with `plain` (`packages.py`)
     flash_attn_4       the package flash-attn-4, bf16 and fp16 on CUDA from compute capability 9.0, capped scores too
     flash_attn_2       the package flash-attn, bf16 and fp16 on CUDA from compute capability 8.0, capped scores too
     cpu_flash          any float dtype on CPU
