@@ -34,7 +34,10 @@ SUBJECTS = {
         "Errors about data",
         "Datasets, conversations, streams and labels",
         {
-            "Rows, labels and lengths": "hf/data hf/trainer/data_mixin hf/trainer/loaders hf/run/sets",
+            "Rows, labels and lengths": (
+                "hf/data hf/trainer/loaders hf/run/sets hf/trainer/trainer:_check_planned hf/trainer/trainer:_check_loader "
+                "hf/trainer/trainer:get_train_dataloader hf/trainer/trainer:_label_sums"
+            ),
             "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan:_read hf/data/scan:_write",
             "Conversations and chat templates": "hf/data/chat hf/data/fields hf/data/tokenise:_check_texts",
             "Streams": "hf/data/streams",
@@ -66,21 +69,21 @@ SUBJECTS = {
             "Launching, ranks and versions": (
                 "hf/rules/arguments:launch_problems hf/ranks hf/rules/hooks hf/rules/trl:trl_problems "
                 "hf/rules/trl:version_problems hf/rules/training_arguments "
-                "hf/trainer/start_mixin"
+                "hf/trainer/start"
             ),
             "Sharded parameters and host memory": (
                 "hf/rules/arguments:placement_problems hf/rules/arguments:layer_weights_problems "
-                "hf/start/sharded_loading hf/checkpoints/deferred hf/trainer/run:_new_mesh runtime/parameters"
+                "hf/start/sharded_loading hf/checkpoints/deferred hf/run/run:_new_mesh runtime/parameters"
             ),
             "Optimizers": (
-                "hf/rules/arguments:_low_bit_problems hf/trainer/parameter_mixin runtime/parameters/whole_weights "
+                "hf/rules/arguments:_low_bit_problems hf/trainer/parameters runtime/parameters/whole_weights "
                 "runtime/parameters/master_weights"
             ),
             "Pipeline stages": (
                 "hf/rules/arguments:stage_setting_problems hf/rules/arguments:_state_setting_problems "
                 "hf/rules/arguments:_interleave_problems hf/rules/arguments:_lending_problems hf/start/stages "
                 "hf/models/cutting hf/models/refusing hf/run/placement:check_trained "
-                "hf/trainer/run:_lone_stage_problems plan/pipeline/staged_step:check_stages"
+                "hf/run/run:_lone_stage_problems plan/pipeline/staged_step:check_stages"
             ),
         },
     ),
@@ -103,7 +106,7 @@ SUBJECTS = {
         "Errors about trainers",
         "Losses, evaluation, the callback, and trainers of TRL",
         {
-            "Losses": "hf/start/losses hf/rules/arguments:override_problems hf/trainer/run:_warn_of_forward",
+            "Losses": "hf/start/losses hf/rules/arguments:override_problems hf/run/run:_warn_of_forward",
             "Evaluation and metrics": (
                 "hf/evaluation hf/rules/arguments:evaluation_problems hf/trainer/predictions hf/trainer/row_scores "
                 "hf/trainer/trainer:_evaluated "
@@ -124,7 +127,7 @@ SUBJECTS = {
             "Checkpoints": (
                 "hf/checkpoints hf/rules/arguments:async_problems hf/rules/arguments:callback_problems "
                 "hf/trainer/checkpoint_mixin hf/run/placement hf/trainer/replicas "
-                "hf/trainer/parameter_mixin:_check_kind"
+                "hf/trainer/parameters:_check_kind"
             ),
             "Why one cannot be resumed": (
                 "hf/checkpoints/choice:_size_findings hf/checkpoints/choice:_state_findings "

@@ -35,7 +35,8 @@ hf.planning  sim.ablation
 hf.data  sim.forecast
 hf.rules  sim.output
 hf.start
-hf.calibration  hf.log_probs  hf.run  hf.self_test
+hf.calibration  hf.log_probs  hf.self_test
+hf.run
 hf.trainer
 cli  hf.callback  hf.evaluation
 """

@@ -23,12 +23,11 @@ from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.rules.arguments import argument_problems, evaluation_problems
 from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.trl import attach_problems, read_columns, trainer_problems
+from hf_longctx.hf.run.run import RunRequest
 from hf_longctx.hf.run.sets import evaluation_set_problems, evaluation_sets
 from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.stages import own_stage
-from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
-from hf_longctx.hf.trainer.run import RunRequest
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.core.loss import TokenLoss
 
@@ -79,12 +78,12 @@ class AttachedMixin(LongContextMixin):
         if self.plans_evaluation:
             raise_together(_evaluation_problems(self), self.longctx_run.control, "the evaluation cannot run under plans")
             return super().get_eval_dataloader(eval_dataset)
-        loader: DataLoader[Any] = super(PlannedDataMixin, self).get_eval_dataloader(eval_dataset)
+        loader: DataLoader[Any] = super(LongContextMixin, self).get_eval_dataloader(eval_dataset)
         keep_workers(loader)
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        loader: DataLoader[Any] = super(PlannedDataMixin, self).get_test_dataloader(test_dataset)
+        loader: DataLoader[Any] = super(LongContextMixin, self).get_test_dataloader(test_dataset)
         return loader
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:

@@ -44,9 +44,9 @@ from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.rules.arguments import argument_problems, kind_problems, rounds_by_chance
 from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.trl import alone_problems
+from hf_longctx.hf.run.run import RunRequest, meet, start_run
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
-from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.plan.core.messages import listed
 from hf_longctx.plan.core.types import StepPlan

@@ -37,9 +37,9 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.rules.arguments import callback_problems
 from hf_longctx.hf.rules.training_arguments import with_values
+from hf_longctx.hf.run.run import Run
 from hf_longctx.hf.trainer.flow_mixin import FlowMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
-from hf_longctx.hf.trainer.run import Run
 
 logger = logging.getLogger(__name__)
 

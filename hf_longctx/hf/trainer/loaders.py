@@ -27,7 +27,7 @@ from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
-from hf_longctx.hf.trainer.run import Run
+from hf_longctx.hf.run.run import Run
 from hf_longctx.plan.core.messages import listed
 
 

@@ -22,8 +22,8 @@ from hf_longctx.hf.data.collator import PlannedStep
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.models.adapters import is_adapted
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.run.run import Run
 from hf_longctx.hf.start.losses import loss_name
-from hf_longctx.hf.trainer.run import Run
 from hf_longctx.plan.core.messages import listed
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.sharding import rank_pieces

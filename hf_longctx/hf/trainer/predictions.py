@@ -38,8 +38,8 @@ from hf_longctx.hf.data.labels import LOSS_WEIGHTS, HeadTask
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.launch import host_bytes
+from hf_longctx.hf.run.run import Run
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
-from hf_longctx.hf.trainer.run import Run
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, TokenTally, ValueLoss, custom_losses
 

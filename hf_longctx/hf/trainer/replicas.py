@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.trainer.run import Run
+from hf_longctx.hf.run.run import Run
 from hf_longctx.plan.core.messages import listed
 from hf_longctx.runtime.parameters.gradients import local_shard, nonfinite_names
 

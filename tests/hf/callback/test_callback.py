@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTraine
 
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.models.attention import attention_name
+from hf_longctx.hf.run import run
 from hf_longctx.hf.start.setup import RunSetup
-from hf_longctx.hf.trainer import run
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 CASE = ModelCase(promoted=True)

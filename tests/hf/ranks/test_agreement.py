@@ -14,7 +14,7 @@ from helpers.trainers.trainer_runs import training_arguments
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.ranks import agreement
 from hf_longctx.hf.ranks.agreement import control_group, differing_settings, explain_lost_ranks, gather_objects, raise_together
-from hf_longctx.hf.trainer.run import meet
+from hf_longctx.hf.run.run import meet
 
 
 def gathered_on_rank(values: list[object]) -> list[object]:

@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.trainer import run as run_module
+from hf_longctx.hf.run import run as run_module
 from hf_longctx.runtime.parameters.host_layers import LayerShards
 
 

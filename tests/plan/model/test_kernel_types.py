@@ -7,7 +7,7 @@ from helpers.models.any_model import build_any
 from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
-from hf_longctx.hf.trainer.run import _covered
+from hf_longctx.hf.run.run import _covered
 from hf_longctx.plan.model.config import KERNELS, kernels_of_config
 
 

@@ -14,7 +14,7 @@ from helpers.models.tiny_models import ModelCase
 from helpers.trainers.trainer_runs import make_trainer
 
 from hf_longctx.hf.rules.user_code import changes_before_updates
-from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
+from hf_longctx.hf.trainer.parameters import ParameterMixin
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 
 CASE = ModelCase(dtype=torch.bfloat16, tied=True)

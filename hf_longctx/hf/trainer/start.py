@@ -53,10 +53,10 @@ from hf_longctx.hf.rules.trl import (
     scored_loss,
     scored_trainer_problems,
 )
+from hf_longctx.hf.run.run import Run, RunRequest
 from hf_longctx.hf.run.sets import named_sets
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
-from hf_longctx.hf.trainer.run import Run, RunRequest
 from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 
