@@ -49,7 +49,7 @@ SUBJECTS = {
         "Model classes, adapters, positions, experts, hooks and the self-test",
         {
             "What a model may contain": "hf/models hf/rules/models",
-            "Model classes": "hf/models/classes hf/models/towers",
+            "Model classes": "hf/rules/classes hf/models/towers",
             "Adapters and weights of four bits": "hf/models/adapters hf/models/quantised",
             "Positions": "hf/models/rope hf/models/document_rope hf/rules/arguments:fit_problems",
             "Dropout": "hf/models/dropout runtime/core/dropout runtime/attention/context:weight_dropout",
@@ -151,7 +151,7 @@ SUBJECTS = {
 _LEFT_OUT = (
     # parts of other messages
     "hf/config:checked hf/rules/training_arguments:refused_values hf/rules/training_arguments:mistyped "
-    "hf/models/classes: hf/data/chat:assistant_turns hf/data/chat:learnt_spans hf/data/chat:_turns hf/data/chat:_without_ends "
+    "hf/data/chat:assistant_turns hf/data/chat:learnt_spans hf/data/chat:_turns hf/data/chat:_without_ends "
     "hf/data/chat:_generation_prompt hf/models/activations hf/models/kernels:problem "
     "hf/models/logits runtime/states/kernels runtime/parameters/master_weights:keep_master_weights "
     "runtime/parameters/master_weights:why_no_master_weights runtime/tiles "

@@ -19,7 +19,7 @@ from hf_longctx.hf.checkpoints.sharded import checkpoint_files
 from hf_longctx.hf.data.chat import read_messages
 from hf_longctx.hf.data.scan import scan_dataset, too_long
 from hf_longctx.hf.models.adapters import kind_problems
-from hf_longctx.hf.models.classes import class_problem
+from hf_longctx.hf.rules.classes import class_problem
 from hf_longctx.hf.rules.models import model_problems
 from hf_longctx.hf.rules.training_arguments import refused_values
 

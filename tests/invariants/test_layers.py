@@ -20,7 +20,7 @@ PACKAGE = "hf_longctx"
 # Sub-packages (and single modules) from the bottom up. A line may import the lines above it; rooms on one line do not import
 # each other.
 ORDER = """
-_version  journal  kernels  plan.core  timeline
+_version  families  journal  kernels  plan.core  timeline
 runtime.core
 plan.model  plan.solver  runtime.activations  runtime.tiles
 plan.chunks  plan.cost  plan.memory  runtime.attention  runtime.parameters
@@ -46,6 +46,7 @@ BELOW_RUNTIME = ("timeline", "kernels", "plan.core", "plan.model")
 
 # Packages from outside that a layer may import, besides the standard library; those in brackets only inside functions.
 OUTSIDE = {
+    "families": "",
     "timeline": "(matplotlib)",
     "journal": "",
     "page": "(jinja2) (plotly)",

@@ -6,9 +6,8 @@ import dataclasses
 import re
 from pathlib import Path
 
+from hf_longctx.families.registry import TESTED_MODELS, WRAPPED_MODELS
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.classes import TESTED_MODELS
-from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

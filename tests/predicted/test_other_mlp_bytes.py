@@ -13,8 +13,8 @@ from helpers.models.versions import newest
 from helpers.plans.policies import offloading
 from predicted.test_memory_model import Shape, measured
 
+from hf_longctx.families.registry import TESTED_MODELS
 from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.spec import config_spec, model_spec
 from hf_longctx.plan.core.types import ActivationPolicy
 from hf_longctx.plan.memory.byte_model import ByteModel

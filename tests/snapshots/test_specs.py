@@ -32,12 +32,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from hf_longctx import LongContextConfig
-from hf_longctx.hf.models.classes import class_problem
 from hf_longctx.hf.models.experts import spread_problems
 from hf_longctx.hf.models.heads import CLASSIFIERS
 from hf_longctx.hf.models.logits import head_problem
 from hf_longctx.hf.models.spec import config_spec, model_spec
 from hf_longctx.hf.rules.arguments import setup_problems
+from hf_longctx.hf.rules.classes import class_problem
 from hf_longctx.plan.cost.catalog import model_names, named_model, named_type
 from hf_longctx.plan.model.config import has_position_table, kept_reason, kernels_of_config
 from hf_longctx.plan.model.layers import layer_kinds

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.context import hand_context_down, leave_context_out
 from hf_longctx.hf.models.document_heads import restore_head, serve_head
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
@@ -48,10 +49,6 @@ _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_l
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "output_router_logits": False}
 _WINDOW, _SINKS, _SOFTCAP, _CHOSEN = "sliding_window", "s_aux", "softcap", "indices"
 _SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"
-# attention classes that limit attention by their masks alone; all their layers have the config's window
-_WINDOW_OF_CONFIG = ("PhimoeAttention",)
-# attention classes that scale the queries of layers without RoPE by their position in the row
-_TEMPERED = ("Llama4TextAttention",)
 
 
 def patch_model(model: PreTrainedModel) -> None:
@@ -243,7 +240,7 @@ def longctx_attention(
                 f"{name} passes {keyword}={setting!r} to attention, which is not supported yet and would change the result; use "
                 f"a model without it. Causal attention, with or without grouped heads and scaling, and {_SUPPORTED} are supported"
             )
-    if name in _TEMPERED and module.attn_temperature_tuning and not module.use_rope:
+    if name in MODULES.tempered and module.attn_temperature_tuning and not module.use_rope:
         query = _tempered_by_document(module, query, longctx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     pattern = layer_pattern(module, **{keyword: setting for keyword, setting in kwargs.items() if keyword == _WINDOW})
@@ -306,7 +303,7 @@ def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
     config: Any = getattr(module, "config", None)
     layer, layer_types = getattr(module, "layer_idx", None), getattr(config, "layer_types", None) or ()
     layer_type = layer_types[layer] if layer is not None and layer < len(layer_types) else ""
-    if type(module).__name__ in _WINDOW_OF_CONFIG:
+    if type(module).__name__ in MODULES.window_of_config:
         window = config.sliding_window
     elif _WINDOW in passed:
         window = passed[_WINDOW]

@@ -17,23 +17,12 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.patch import holds, is_made_by
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import is_written_by
 
-# class that leaves the context out -> attributes with the modules that it calls, or with lists of such modules
-_CALLED = {
-    **dict.fromkeys(("NemotronDecoderLayer", "StableLmDecoderLayer"), ("self_attn",)),
-    "JambaMambaDecoderLayer": ("mamba",),
-    **dict.fromkeys(("MambaBlock", "FalconMambaBlock"), ("mixer",)),
-    **dict.fromkeys(("MambaModel", "FalconMambaModel"), ("layers",)),
-    **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM"), ("backbone",)),
-    **{"RwkvForCausalLM": ("rwkv",), "RwkvModel": ("blocks",), "RwkvBlock": ("attention", "feed_forward")},
-    **{"xLSTMModel": ("blocks",), "xLSTMBlock": ("mlstm_layer",)},
-}
-# classes that run long rows in pieces in evaluation, with a cache; under a plan they run as in training
-_IN_PIECES = ("xLSTMModel",)
-# attribute of such a module with the forward that a user or accelerate had put in place of its class's
+# attribute of a module that leaves the context out, with the forward that a user or accelerate had put in place of its class's
 OWN_FORWARD = "_longctx_own_forward"
 
 
@@ -61,7 +50,7 @@ def leave_context_out(model: nn.Module) -> None:
 def _called(module: nn.Module) -> list[nn.Module]:
     """The modules to which `module` would not pass the context; none if it passes it on."""
     # sharding puts a class of torch in front of the module's own
-    names = [name for each in type(module).__mro__ for name in _CALLED.get(each.__name__, ())]
+    names = [name for each in type(module).__mro__ for name in MODULES.hands_down.get(each.__name__, ())]
     called = [getattr(module, name) for name in names]
     # iterating over the layers of a stage would show only those that are running
     return [each for one in called for each in (one._modules.values() if isinstance(one, nn.ModuleList) else [one])]
@@ -100,7 +89,7 @@ def _run(module: Any, *args: Any, longctx: GroupContext, **keywords: Any) -> Any
 def _in_one_piece(module: nn.Module) -> Iterator[None]:
     """Context in which `module` takes itself to be in training if it would run rows in pieces; its children are as before."""
     is_training = module.training
-    module.training = is_training or any(each.__name__ in _IN_PIECES for each in type(module).__mro__)
+    module.training = is_training or any(each.__name__ in MODULES.in_pieces for each in type(module).__mro__)
     try:
         yield
     finally:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_longctx.families.registry import MODULES, family_of_type
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
 from hf_longctx.hf.models.dropout import outer_dropout
 from hf_longctx.hf.models.heads import head_of, is_tied
 from hf_longctx.hf.models.refusing import only_stage
-from hf_longctx.hf.models.states import family_of, num_calls
+from hf_longctx.hf.models.states import mixer_of, num_calls
 from hf_longctx.hf.models.towers import text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange, Ranges
 from hf_longctx.runtime.core.binding import bound, put
@@ -40,19 +41,6 @@ _NORM_NAMES = ("norm", "norm_f", "ln_f", "ln_out", "out_norm", "final_layernorm"
 _PROBE_TOKENS = 3
 # types of settings
 PLAIN = (bool, int, float, str, type(None))
-# model types to which peft passes no hidden states
-_NO_ADAPTED_STAGES = ("mpt",)
-# decoder layers that return a tuple, hidden states first, unless their class says that it is a tensor -> its length
-_TUPLES = {"BambaDecoderLayer": 2, "FalconH1DecoderLayer": 1, "RwkvBlock": 3, "xLSTMBlock": 2} | {
-    name: 2
-    for name in (
-        *("BloomBlock", "CodeGenBlock", "FalconDecoderLayer", "GPTJBlock", "GPTNeoBlock", "GPTNeoXJapaneseLayer", "MptBlock"),
-        *("MegatronBertLayer", "RemBertLayer", "RoFormerLayer", "GlmMoeDsaDecoderLayer", "HYV4DecoderLayer"),
-        "HYV4VLDecoderLayer",
-    )
-}
-# decoder layers that return the keys they have chosen, or got by this keyword, beside hidden states
-_PASSED_ON = dict.fromkeys(("GlmMoeDsaDecoderLayer", "HYV4DecoderLayer", "HYV4VLDecoderLayer"), "prev_topk_indices")
 
 
 class Identity(nn.Module):
@@ -68,7 +56,7 @@ class Identity(nn.Module):
         known: int = getattr(replaced, "tuple_length", 0)
         self.tuple_length = known or _tuple_length(type(replaced))
         passed: str = getattr(replaced, "passed_on", "")
-        self.passed_on = passed or _PASSED_ON.get(type(replaced).__name__, "")
+        self.passed_on = passed or MODULES.passed_on.get(type(replaced).__name__, "")
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Returns the first argument, positional or passed by any keyword."""
@@ -81,7 +69,7 @@ def _tuple_length(kind: type[nn.Module]) -> int:
     if inspect.signature(kind.forward).return_annotation is Tensor:
         # newer versions of transformers
         return 0
-    return _TUPLES.get(kind.__name__, 0)
+    return MODULES.tuples.get(kind.__name__, 0)
 
 
 class StageLayers(nn.ModuleList):
@@ -162,7 +150,7 @@ def stage_problems(model: nn.Module) -> list[str]:
         )
     if problem := tied_token_problem(model):
         problems.append(problem)
-    if model is not inner and config.model_type in _NO_ADAPTED_STAGES:
+    if model is not inner and not family_of_type(config.model_type).adapted_stages:
         problems.append(f"peft passes no hidden states to {name}, so stages cannot run its adapters; use stages=1")
     try:
         pieces = find_pieces(model)
@@ -301,14 +289,14 @@ def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
 def _passed_dtype(model: nn.Module) -> torch.dtype:
     """Dtype of hidden states between layers, which some models keep in fp32 although their weights are not."""
     dtype, is_wide = hidden_dtype(model), getattr(base_of(model).config, "residual_in_fp32", False)
-    return torch.promote_types(dtype, torch.float32) if is_wide and family_of(base_of(model)) else dtype
+    return torch.promote_types(dtype, torch.float32) if is_wide and mixer_of(base_of(model)) else dtype
 
 
 def _calls(pieces: Pieces, ranges: Sequence[LayerRange]) -> tuple[int, ...]:
     """Number of calls in each layer range that get the plan; empty unless layers have mixers with a state."""
     layers = list(getattr(pieces.decoder, pieces.layers))
     owned = (layers[own.first_layer : own.first_layer + own.num_layers] for own in ranges)
-    return tuple(sum(map(num_calls, each)) for each in owned) if family_of(pieces.model) else ()
+    return tuple(sum(map(num_calls, each)) for each in owned) if mixer_of(pieces.model) else ()
 
 
 def check_ranges(parts: Ranges, num_layers: int) -> None:

@@ -30,27 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from hf_longctx.families.registry import family_of
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.towers import tower_names
 from hf_longctx.plan.model.model_spec import WEIGHT_DROPOUT
 from hf_longctx.runtime.core.binding import is_written_by
 from hf_longctx.runtime.core.dropout import SITE, DropoutKeys, DropoutSite, DropoutTokens, keys_of
 
-# fields of a config whose dropout is all in modules that see hidden states; the tests run each of them
-KEYED_FIELDS: dict[str, tuple[str, ...]] = {
-    "ElectraForCausalLM": ("hidden_dropout_prob",),
-    "ErnieForCausalLM": ("hidden_dropout_prob",),
-    "GPTBigCodeForCausalLM": ("resid_pdrop", "embd_pdrop"),
-    "GPTNeoXForCausalLM": ("hidden_dropout",),
-    "ModernBertDecoderForCausalLM": ("embedding_dropout", "mlp_dropout"),
-    "PersimmonForCausalLM": ("hidden_dropout",),
-    "Phi3ForCausalLM": ("resid_pdrop",),
-    "PhiForCausalLM": ("resid_pdrop", "embd_pdrop"),
-    "RoCBertForCausalLM": ("hidden_dropout_prob",),
-    "StableLmForCausalLM": ("hidden_dropout",),
-}
-# classes that drop residuals at that rate too, or whose eager function scales outputs after the weights that it returns
-_MORE_THAN_WEIGHTS = ("FalconForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM")
 # words in the names of attention classes
 _ATTENTIONS = ("Attention", "MLA")
 
@@ -135,7 +121,8 @@ def _dropouts(model: nn.Module) -> list[tuple[str, nn.Dropout]]:
 
 def keyed_fields(class_name: str) -> tuple[str, ...]:
     """Fields with rates of dropout of a class's config that may be above 0."""
-    return (*KEYED_FIELDS.get(class_name, ()), *(() if class_name in _MORE_THAN_WEIGHTS else WEIGHT_DROPOUT))
+    family = family_of(class_name)
+    return (*family.dropout_fields, *(() if family.drops_more_than_weights else WEIGHT_DROPOUT))
 
 
 def weight_rates(config: Any) -> dict[str, float]:

@@ -6,25 +6,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_longctx.families.registry import MODULES, family_of
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.runtime.execution.experts import RouterBalance
-
-# routers that return the logits, scores and indices of a token's experts; add a class only together with its rows in
-# tests/exact/models/test_moe.py
-_ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "GptOssTopKRouter")
-
-# experts that can be spread over ranks: their forward adds up weighted results of single experts, and every weight has one entry
-# for each expert; tests/runtime/execution/test_spread_experts.py compares each class with the whole module
-SPREAD_EXPERTS = (
-    *("AXK1Experts", "AfmoeExperts", "BailingHybridExperts", "BeamExperts", "Cohere2MoeExperts", "DeepseekV2Experts"),
-    *("DeepseekV3Experts", "Dots1Experts", "Ernie4_5_MoeExperts", "ExaoneMoeExperts", "FlexOlmoExperts", "FlintExperts"),
-    *("Glm4MoeExperts", "Glm4MoeLiteExperts", "GptOssExperts", "GraniteMoeExperts", "GraniteMoeHybridExperts"),
-    *("GraniteMoeSWAExperts", "GraniteMoeSharedExperts", "HYV3Experts", "HunYuanMoEV1Experts", "KimiLinearExperts"),
-    *("Kolibri1Experts", "LagunaExperts", "Lfm2MoeExperts", "MellumExperts", "MiMoV2FlashExperts", "MiniMaxM2Experts"),
-    *("MiniMaxM3VLExperts", "MixtralExperts", "NemotronHExperts", "OlmoeExperts", "PhimoeExperts", "Qwen2MoeExperts"),
-    *("Qwen3MoeExperts", "Qwen3NextExperts", "Qwen3_5MoeExperts", "SolarOpenExperts"),
-)
 
 
 def router_problems(model: PreTrainedModel) -> list[str]:
@@ -37,7 +22,7 @@ def router_problems(model: PreTrainedModel) -> list[str]:
         problems += balance_problems(model, "output_router_logits is set", remedy)
     if noise := getattr(config, "router_jitter_noise", 0.0):
         # sparsemixer also uses this noise as the threshold beyond which an expert is left out
-        price = ", with which its routers get no gradient" if type(model).__name__ == "PhimoeForCausalLM" else ""
+        price = ", with which its routers get no gradient" if family_of(type(model).__name__).jitter_trains_routers else ""
         problems.append(
             f"router_jitter_noise is {noise}, which draws new noise in every forward, so that no two plans would give the same "
             f"result; set it to 0.0{price}"
@@ -49,10 +34,10 @@ def router_problems(model: PreTrainedModel) -> list[str]:
 
 def balance_problems(model: nn.Module, reason: str, remedy: str) -> list[str]:
     """Problems with a model whose experts shall be balanced, for a `reason`; `remedy`: how to train it without."""
-    if any(type(module).__name__ in _ROUTERS for module in model.modules()):
+    if any(type(module).__name__ in MODULES.routers for module in model.modules()):
         return []
     return [
-        f"{reason}, but a load-balancing loss is supported only for the routers {', '.join(_ROUTERS)}, which "
+        f"{reason}, but a load-balancing loss is supported only for the routers {', '.join(MODULES.routers)}, which "
         f"{type(model).__name__} does not have; {remedy}"
     ]
 
@@ -68,7 +53,7 @@ def has_balance(model: nn.Module) -> bool:
 
 def spread_experts_of(model: nn.Module) -> list[nn.Module]:
     """The modules of `model` whose experts can be spread over ranks."""
-    return [module for module in model.modules() if type(module).__name__ in SPREAD_EXPERTS]
+    return [module for module in model.modules() if type(module).__name__ in MODULES.experts]
 
 
 def spread_problems(model: nn.Module, expert_ranks: int) -> list[str]:
@@ -77,7 +62,7 @@ def spread_problems(model: nn.Module, expert_ranks: int) -> list[str]:
     if not modules:
         return [
             f"expert_ranks is {expert_ranks}, but {type(base_of(model)).__name__} has no experts of a class that can be spread "
-            f"over ranks ({', '.join(SPREAD_EXPERTS)}); leave it out"
+            f"over ranks ({', '.join(sorted(MODULES.experts))}); leave it out"
         ]
     problems = []
     for module in modules:
@@ -127,6 +112,6 @@ def router_balance(model: nn.Module, device: torch.device, is_asked: bool | None
     if not (is_asked or has_balance(model)):
         return None
     config = base_of(model).config.get_text_config()
-    routers = [module for module in model.modules() if type(module).__name__ in _ROUTERS]
+    routers = [module for module in model.modules() if type(module).__name__ in MODULES.routers]
     coefficient = float(config.router_aux_loss_coef) if is_asked is None else 0.0
     return RouterBalance(routers, int(config.num_experts), int(config.num_experts_per_tok), coefficient, device)

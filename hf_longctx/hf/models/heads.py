@@ -2,7 +2,8 @@
 
 A causal language model predicts next tokens. `...ForSequenceClassification` reads one token of every document, and
 `...ForTokenClassification` reads every token. Both are a text model, perhaps a dropout, and one linear module. This holds for the
-classes that transformers derives from its generic ones, and for those in `_LIKE_GENERIC`, whose forwards were compared with them.
+classes that transformers derives from its generic ones, and for those in `Modules.like_generic`, whose forwards
+were compared with them.
 """
 
 from __future__ import annotations
@@ -13,19 +14,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from hf_longctx.families.registry import MODULES
+
 HeadKind = Literal["next_token", "document", "token"]
 
 # endings of class names
 CLASSIFIERS: dict[str, HeadKind] = {"ForSequenceClassification": "document", "ForTokenClassification": "token"}
 _GENERIC: dict[HeadKind, type] = {"document": GenericForSequenceClassification, "token": GenericForTokenClassification}
-# classes that write out the forward of the generic class
-_LIKE_GENERIC = (
-    "BioGptForSequenceClassification",
-    "GPTBigCodeForSequenceClassification",
-    "GPTNeoXForSequenceClassification",
-    "GPTNeoXForTokenClassification",
-    "OPTForSequenceClassification",
-)
 # names of the head in these classes
 _HEADS = ("score", "classifier")
 
@@ -45,7 +40,7 @@ def head_kind(model: nn.Module) -> HeadKind:
 def is_generic(model: nn.Module) -> bool:
     """Whether a classifier is a text model, perhaps a dropout, and one linear module, with the forward that plans know."""
     base = inner_model(model)
-    is_known = isinstance(base, _GENERIC.get(head_kind(base), ())) or type(base).__name__ in _LIKE_GENERIC
+    is_known = isinstance(base, _GENERIC.get(head_kind(base), ())) or type(base).__name__ in MODULES.like_generic
     return is_known and _classifier(base) is not None
 
 

@@ -16,17 +16,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.patch import cache_parameter
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import HOOKS
 from hf_longctx.runtime.states.chosen_keys import choose_keys
 
-# attention classes whose attribute `indexer` chooses keys, if it is not None
-INDEXED_ATTENTION = (
-    *("AXK2Attention", "DeepseekV32Attention", "Dots3NoteTextAttention", "GlmMoeDsaAttention", "HYV4Attention"),
-    "HYV4VLAttention",
-)
-# name of their layers in `layer_types`
+# name of layers with an index in `layer_types`
 INDEXED_LAYERS = "indexed_attention"
 # attribute of an indexer: the plan's context that its attention layer got
 _LENT = "_longctx_lent_context"
@@ -34,7 +30,7 @@ _LENT = "_longctx_lent_context"
 
 def indexed_attention(model: nn.Module) -> list[tuple[Any, Any]]:
     """Attention layers of `model` with chosen keys, each with its indexer, or None where it takes the choice of another layer."""
-    layers: list[Any] = [module for module in model.modules() if _class_name(module) in INDEXED_ATTENTION]
+    layers: list[Any] = [module for module in model.modules() if _class_name(module) in MODULES.indexed]
     # some layers of these classes may have windows instead
     return [(layer, layer.indexer) for layer in layers if layer.indexer is not None or getattr(layer, "skip_topk", False)]
 

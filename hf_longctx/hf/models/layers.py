@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.adapters import (
     base_of,
     copies_input,
@@ -34,10 +35,6 @@ from hf_longctx.runtime.execution.experts import spread_group
 
 # attributes of a layer that may hold its MLP; a layer adds the outputs of several
 _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "mixer")
-# MLP classes that return two values; the layer drops the second one
-_MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
-# MLP classes that get more than hidden states, by an argument with a default
-_MLPS_OF_MORE = ("Ernie4_5_VLMoeMoeBlock", "ZayaSparseMoeBlock")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "norm_1", "norm_2")
 # attributes of the model around the layers: the norm of the last layer's output
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -140,7 +137,7 @@ def _modules_of(layer: nn.Module) -> LayerModules:
         tuple(norm for norm in _norms(layer) if norm not in KERNEL_NORMS),
         _projections(layer),
         whole_mlp,
-        mlp_gives_more=any(type(mlp).__name__ in _MLPS_OF_TWO for mlp in mlps),
+        mlp_gives_more=any(type(mlp).__name__ in MODULES.mlps_of_two for mlp in mlps),
         meets_ranks=spread_group(layer) is not None,
         attention=_cuttable_attention(layer),
         read_projection=read_projection,
@@ -160,7 +157,7 @@ def _mlps(layer: nn.Module) -> tuple[tuple[nn.Module, ...], str]:
     for mlp in mlps:
         inputs = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
         needed = [each for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-        if len(needed) > 1 or type(mlp).__name__ in _MLPS_OF_MORE:
+        if len(needed) > 1 or type(mlp).__name__ in MODULES.mlps_of_more:
             return (), f"{type(mlp).__name__} takes more than hidden states"
     if not mlps and _has_other_matrices(layer):
         return (), f"{type(layer).__name__} has no module that is its MLP"

@@ -34,6 +34,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hf_longctx.families.family import OwnAttention
+from hf_longctx.families.registry import MODULES, OWN_ATTENTION
 from hf_longctx.hf.models.patch import cache_parameter, holds, is_made_by, without_renames
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
@@ -338,42 +340,8 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _SERVED = "_longctx_own_attention"
 
 
-@dataclass(frozen=True, slots=True)
-class OwnAttention:
-    """A model class that writes its attention out itself.
-
-    attention, layer: names of its attention class and its decoder layer class. takes_cache: attention gets a cache of ours;
-    otherwise its method `_attn` is replaced. divisor: attribute by which that method divides scores; empty if it does not.
-    dropout: attribute of the module by which that method drops weights. keeps_mask: attention cannot go without a mask; that of
-    plans is a single number.
-    """
-
-    attention: str
-    layer: str
-    takes_cache: bool = False
-    divisor: str = ""
-    dropout: str = ""
-    keeps_mask: bool = False
-
-
-OWN_ATTENTION = {
-    "BloomForCausalLM": OwnAttention("BloomAttention", "BloomBlock", takes_cache=True, keeps_mask=True),
-    "CodeGenForCausalLM": OwnAttention("CodeGenAttention", "CodeGenBlock", divisor="scale_attn", dropout="attn_dropout"),
-    "FalconForCausalLM": OwnAttention("FalconAttention", "FalconDecoderLayer", takes_cache=True, keeps_mask=True),
-    "GPTJForCausalLM": OwnAttention("GPTJAttention", "GPTJBlock", divisor="scale_attn", dropout="attn_dropout"),
-    "GPTNeoForCausalLM": OwnAttention("GPTNeoSelfAttention", "GPTNeoBlock", dropout="attn_dropout"),
-    "GPTNeoXJapaneseForCausalLM": OwnAttention(
-        "GPTNeoXJapaneseAttention", "GPTNeoXJapaneseLayer", divisor="norm_factor", dropout="attention_dropout"
-    ),
-    "MegatronBertForCausalLM": OwnAttention("MegatronBertSelfAttention", "MegatronBertLayer", takes_cache=True),
-    "MptForCausalLM": OwnAttention("MptAttention", "MptBlock", takes_cache=True),
-    "RemBertForCausalLM": OwnAttention("RemBertSelfAttention", "RemBertLayer", takes_cache=True),
-    "RoFormerForCausalLM": OwnAttention("RoFormerSelfAttention", "RoFormerLayer", takes_cache=True),
-}
 _LAYERS = tuple(own.layer for own in OWN_ATTENTION.values())
 _ATTENTIONS = {own.attention: own for own in OWN_ATTENTION.values()}
-# embeddings of positions that are counted from the start of the row
-_ROW_POSITIONS = ("RoFormerSinusoidalPositionalEmbedding",)
 # methods of decoders, and functions in their modules, that make biases [H, 1, keys] for a mask, or for a number of keys
 _BIASES_OF_MASK, _BIASES_OF_LENGTH = "build_alibi_tensor", "build_mpt_alibi_tensor"
 
@@ -467,7 +435,7 @@ def _methods(model: Any) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
             yield module, "forward", _layer_forward
         elif kind in _ATTENTIONS:
             yield (module, "forward", _attention_forward) if _ATTENTIONS[kind].takes_cache else (module, "_attn", _attn)
-        elif kind in _ROW_POSITIONS:
+        elif kind in MODULES.row_positions:
             yield module, "forward", _positions_forward
 
 
@@ -511,7 +479,7 @@ def _decoder_forward(decoder: Any, *args: Any, longctx: GroupContext | None = No
     context = _context_of(decoder) or longctx
     if context is None:
         return type(decoder).forward(decoder, *args, **keywords)
-    carriers = [module for module in decoder.modules() if _class_name(module) in (*_LAYERS, *_ROW_POSITIONS)]
+    carriers = [module for module in decoder.modules() if _class_name(module) in (*_LAYERS, *MODULES.row_positions)]
     forward = type(decoder).forward
     if _BIASES_OF_MASK in (names := inspect.unwrap(forward).__globals__) and not hasattr(type(decoder), _BIASES_OF_MASK):
         biases = partial(_biases, context, names[_BIASES_OF_MASK])

@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from hf_longctx.families.registry import family_of_type
 from hf_longctx.hf.models.towers import placeholder_ids
-from hf_longctx.plan.model.config import FROM_PADDING, NO_POSITIONS
+from hf_longctx.plan.model.config import NO_POSITIONS
 
 # fields with the number of positions
 _LIMITS = ("max_position_embeddings", "max_seq_len")
@@ -27,7 +28,7 @@ _HANDLE = "_longctx_position_handle"
 def first_position(owner: Any) -> int:
     """The number that a model gives to the position of a document's first token; owner: the model, or its config."""
     text = _config(owner).get_text_config()
-    return _padding_id(owner) + 1 if text.model_type in FROM_PADDING else 0
+    return _padding_id(owner) + 1 if family_of_type(text.model_type).traits.positions == "from_padding" else 0
 
 
 def max_positions(owner: Any) -> int:

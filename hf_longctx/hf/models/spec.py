@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.families.registry import MIXERS, MODULES
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, is_adapted
 from hf_longctx.hf.models.cutting import RANGES, Pieces, find_pieces
 from hf_longctx.hf.models.heads import head_kind, num_outputs
@@ -21,7 +22,6 @@ from hf_longctx.hf.models.layers import adapter_spec, cuts_heads, final_norm, ha
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
-from hf_longctx.hf.models.states import FAMILIES
 from hf_longctx.hf.models.towers import text_layers, text_part, tower_parameters
 from hf_longctx.plan.core.settings import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.types import Parameters
@@ -35,9 +35,7 @@ from hf_longctx.runtime.parameters.rounded import rounded_weights
 
 # settings of layers and of configs that hide some earlier tokens from attention
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
-# layers that have a window setting, but use it neither in their masks nor in an attention function
-_UNUSED_WINDOWS = ("MoshiDecoderLayer",)
-_STATE_LAYERS = tuple(family.layer_type for family in FAMILIES)
+_STATE_LAYERS = tuple(mixer.layer_type for mixer in MIXERS.values())
 
 
 def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
@@ -60,7 +58,7 @@ def layer_types(model: Any, num_layers: int) -> list[str]:
 
 def layer_window(layer: nn.Module, config: Any, layer_type: str) -> int:
     """The most tokens that the layer's attention sees; 0: all of them."""
-    if layer_type.startswith("full") or layer_type in _STATE_LAYERS or type(layer).__name__ in _UNUSED_WINDOWS:
+    if layer_type.startswith("full") or layer_type in _STATE_LAYERS or type(layer).__name__ in MODULES.unused_windows:
         return 0
     own = [vars(module)[name] for module in layer.modules() for name in WINDOW_FIELDS if name in vars(module)]
     if own:

@@ -37,6 +37,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_longctx.families.family import Mixer
+from hf_longctx.families.refused import STATE_WORDS
+from hf_longctx.families.registry import MIXERS, family_of
 from hf_longctx.hf.models.patch import CACHES
 from hf_longctx.hf.models.towers import text_class
 from hf_longctx.plan.model.mixers import (
@@ -281,58 +284,6 @@ def _refuse_boundaries(call: MixerCall, keywords: dict[str, Any]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StateFamily:
-    """Model classes whose mixers call functions of equal names and signatures.
-
-    names: beginnings of the names of the classes. mixer: what follows them in the name of the mixer class. functions: names of
-    the functions that the mixer's forward calls, once each. layer_type: its name in the config's `layer_types`. heads: field of
-    the config with the number of heads that have a state of their own; empty if there are as many as channels, or if the mixer
-    has a convolution alone. fused: function that may do everything at once, which plans leave out; empty if there is none.
-    other_types: types of layers that mix no tokens, or that have attention beside a mixer. scans: attribute of the mixer with the
-    number of calls of the last function, if there may be several. methods: paths of methods from the mixer that its forward
-    calls, once each, in place of functions (`methods.METHODS`); one that it calls twice stands there twice. parent: class of the
-    module around a mixer that gets the plan's context and does not pass it on; empty if mixers get it. fills_cache: the model
-    leaves its states in a cache of transformers.
-    """
-
-    names: tuple[str, ...]
-    mixer: str
-    functions: tuple[str, ...]
-    layer_type: str
-    heads: str
-    fused: str = ""
-    other_types: tuple[str, ...] = ()
-    scans: str = ""
-    methods: tuple[str, ...] = ()
-    parent: str = ""
-    fills_cache: bool = True
-
-    def num_scans(self, mixer: nn.Module) -> int:
-        """Number of calls of the last function in a forward of `mixer`."""
-        return int(getattr(mixer, self.scans)) if self.scans else 1
-
-    @property
-    def mixers(self) -> tuple[str, ...]:
-        """Names of the mixer classes."""
-        return tuple(f"{name}{self.mixer}" for name in self.names)
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Names of the model classes."""
-        return tuple(f"{name}ForCausalLM" for name in self.names)
-
-
-def _mamba2(name: str, mixer: str, heads: str, layer_type: str = "linear_attention", **others: Any) -> StateFamily:
-    functions, fused = ("causal_conv1d_fn", "mamba2_chunk_scan"), "mamba2_split_conv1d_scan_combined"
-    return StateFamily((name,), mixer, functions, layer_type, heads, fused, **others)
-
-
-def _mamba1(names: tuple[str, ...], mixer: str, fused: str = "", **others: Any) -> StateFamily:
-    functions = ("causal_conv1d_fn", "mamba_selective_scan")
-    return StateFamily(names, mixer, functions, "linear_attention", "", fused, **others)
-
-
 # name of the function in the mixer's module -> the function that stands in for it
 STAND_INS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_convolution,
@@ -348,98 +299,11 @@ KERNELS: dict[str, tuple[ScanKernel, Callable[[Any], tuple[Any, ...]]]] = {
     "chunk_kimi_delta_attention": (KIMI_DELTA_ATTENTION, lambda mixer: (True,)),
     "mamba2_chunk_scan": (MAMBA2_SCAN, lambda mixer: (mixer.chunk_size, True, tuple(mixer.time_step_limit))),
 }
-FAMILIES = (
-    StateFamily(
-        names=("LaraMini", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
-        mixer="GatedDeltaNet",
-        functions=("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
-        layer_type="linear_attention",
-        heads="linear_num_value_heads",
-    ),
-    StateFamily(
-        names=("BailingHybrid", "KimiLinear"),
-        mixer="DeltaAttention",
-        functions=("causal_conv1d_fn", "chunk_kimi_delta_attention"),
-        layer_type="linear_attention",
-        heads="linear_num_heads",
-    ),
-    StateFamily(
-        names=("Lfm2", "Lfm2Moe", "Lfm3"), mixer="ShortConv", functions=("causal_conv1d_fn",), layer_type="conv", heads=""
-    ),
-    StateFamily(
-        names=("MiniMax",),
-        mixer="LightningAttention",
-        functions=(),
-        layer_type="linear_attention",
-        heads="num_attention_heads",
-        methods=("act_fn.forward", "norm.forward"),
-        fills_cache=False,
-    ),
-    StateFamily(
-        names=("RecurrentGemma",),
-        mixer="RecurrentBlock",
-        functions=(),
-        layer_type="linear_attention",
-        heads="lru_width",
-        methods=("conv_1d.forward", "rg_lru._rnn_scan"),
-        fills_cache=False,
-    ),
-    # two mixers in each layer
-    StateFamily(
-        names=("Rwkv",),
-        mixer="SelfAttention",
-        functions=("rwkv_linear_attention",),
-        layer_type="linear_attention",
-        heads="attention_hidden_size",
-        methods=("time_shift.forward",),
-        fills_cache=False,
-    ),
-    StateFamily(
-        names=("Rwkv",),
-        mixer="FeedForward",
-        functions=(),
-        layer_type="linear_attention",
-        heads="attention_hidden_size",
-        methods=("time_shift.forward",),
-        fills_cache=False,
-    ),
-    StateFamily(
-        names=("xLSTM",),
-        mixer="Layer",
-        functions=(),
-        layer_type="linear_attention",
-        heads="num_heads",
-        methods=("mlstm_backend.forward",),
-        fills_cache=False,
-    ),
-    StateFamily(
-        names=("Zaya",),
-        mixer="CCAProjection",
-        functions=(),
-        layer_type="hybrid",
-        heads="",
-        other_types=("hybrid_sliding",),
-        methods=("conv_qk_depthwise.forward", "conv_qk_grouped.forward", *["v_proj_delayed.forward"] * 2),
-        parent="ZayaAttention",
-    ),
-    _mamba2("Bamba", "Mixer", "mamba_n_heads"),
-    _mamba2("GraniteMoeHybrid", "MambaLayer", "mamba_n_heads"),
-    _mamba2("FalconH1", "Mixer", "mamba_n_heads", layer_type="hybrid"),
-    _mamba2("NemotronH", "Mamba2Mixer", "mamba_num_heads", other_types=("moe", "mlp")),
-    _mamba2("Mamba2", "Mixer", "num_heads"),
-    _mamba2("Zamba2", "MambaMixer", "n_mamba_heads", other_types=("hybrid",)),
-    _mamba1(("Zamba",), "MambaMixer", other_types=("hybrid",), scans="n_mamba_heads"),
-    _mamba1(("Mamba", "FalconMamba"), "Mixer", "mamba_inner_fn"),
-    _mamba1(("Jamba",), "MambaMixer"),
-)
-# class of a mixer -> its family
-MIXERS: dict[str, StateFamily] = {mixer: family for family in FAMILIES for mixer in family.mixers}
 
 
-def family_of(model: nn.Module) -> StateFamily | None:
-    """The family of a model's class; None for classes without a state along the sequence."""
-    name = text_class(model)
-    return next((family for family in FAMILIES if name in family.models), None)
+def mixer_of(model: nn.Module) -> Mixer | None:
+    """How plans run the mixers of a model's class, the first ones of its layers; None for classes without a state."""
+    return next(iter(family_of(text_class(model)).mixers), None)
 
 
 def scan_line(model: nn.Module, states: StateSpec, device: torch.device, dtype: torch.dtype) -> str:
@@ -447,11 +311,11 @@ def scan_line(model: nn.Module, states: StateSpec, device: torch.device, dtype: 
 
     states: the sizes of its layers. dtype: that of the tensors between layers. Checks the kernel if there is one for the model.
     """
-    family = family_of(model)
-    mixer = None if family is None else next((x for x in model.modules() if type(x).__name__ in family.mixers), None)
-    if family is None or mixer is None or family.functions == ("causal_conv1d_fn",):
+    known = mixer_of(model)
+    mixer = None if known is None else next((x for x in model.modules() if type(x).__name__ == known.name), None)
+    if known is None or mixer is None or known.functions == ("causal_conv1d_fn",):
         return ""
-    kernel, settings_of = next((KERNELS[name] for name in family.functions if name in KERNELS), (None, None))
+    kernel, settings_of = next((KERNELS[name] for name in known.functions if name in KERNELS), (None, None))
     if kernel is None or settings_of is None or device.type != kernel.device_type or not kernel.is_installed:
         return "scans: torch code, for each document"
     if states.is_empty:
@@ -599,12 +463,6 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-# words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
-STATE_WORDS = (
-    r"Mamba|DeltaNet|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent(?!Gemma)|RecurrentBlock|"
-    r"RgLru|xLSTMLayer|[ms]LSTM|Rwkv(?!Block|Model)|TimeMix|CCA|Mixer$"
-)
-
 # function that chooses between a kernel and transformers' own torch code by itself -> name of the latter
 _TORCH_CODE = {"rwkv_linear_attention": "rwkv_linear_attention_cpu"}
 # mark of a mixer that runs without kernels
@@ -620,9 +478,10 @@ def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _class_name(module) in MIXERS}
 
 
-def family_of_mixer(mixer: nn.Module) -> StateFamily:
-    """The family of a mixer that runs under plans."""
-    return MIXERS[_class_name(mixer)]
+def num_scans(mixer: nn.Module) -> int:
+    """Number of calls of the last function in a forward of `mixer`."""
+    scans = MIXERS[_class_name(mixer)].scans
+    return int(getattr(mixer, scans)) if scans else 1
 
 
 def _class_name(module: nn.Module) -> str:
@@ -671,7 +530,7 @@ def _keep_weights(decoder: nn.Module) -> None:
 
 def _parents(model: nn.Module) -> list[nn.Module]:
     """Modules around mixers that get the plan's context and do not pass it on."""
-    names = {family.parent for family in MIXERS.values() if family.parent}
+    names = {known.parent for known in MIXERS.values() if known.parent}
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
@@ -702,7 +561,7 @@ def is_patched(function: Any) -> bool:
 def state_problems(model: nn.Module) -> list[str]:
     """Why states would not pass through the layers of a model with such mixers, by layer and class; empty if they do."""
     mixers = mixers_of(model)
-    if not mixers and family_of(model) is None:
+    if not mixers and mixer_of(model) is None:
         return []
     known = tuple(f"{name}." for name in mixers)
     others = [
@@ -738,9 +597,9 @@ def _problem(name: str, mixer: nn.Module) -> str:
     where = f"{name} ({type(mixer).__name__})"
     if own is not None and not is_patched(own):
         return f"{where} has a forward that is not its class's, so its states cannot be passed on; remove it from the module"
-    family = family_of_mixer(mixer)
-    modules = [path.partition(".")[0] for path in family.methods]
-    missing = [each for each in (*family.functions, *modules) if each not in _names_in(type(mixer), function)]
+    known = MIXERS[_class_name(mixer)]
+    modules = [path.partition(".")[0] for path in known.methods]
+    missing = [each for each in (*known.functions, *modules) if each not in _names_in(type(mixer), function)]
     if missing:
         return (
             f"the forward of {where} does not call {' and '.join(missing)} in this version of transformers, so its states cannot "
@@ -751,12 +610,12 @@ def _problem(name: str, mixer: nn.Module) -> str:
             f"the forward of the class of {where} was replaced by a function that wraps it, and plans would leave that out; hook "
             f"the module (register_forward_hook) in its place"
         )
-    if foreign := [each for each in family.functions if isinstance(inspect.unwrap(function.__globals__[each]), nn.Module)]:
+    if foreign := [each for each in known.functions if isinstance(inspect.unwrap(function.__globals__[each]), nn.Module)]:
         return (
             f"{where} calls {foreign[0]} through the package kernels, whose numbers are not tested under plans; set "
             f"USE_HUB_KERNELS=0 in the environment before transformers is imported"
         )
-    for path in family.methods:
+    for path in known.methods:
         owner = mixer.get_submodule(path.rpartition(".")[0])
         method = getattr(owner, path.rpartition(".")[2])
         if not is_written_by(method, "transformers", "torch", "peft"):
@@ -773,7 +632,7 @@ def _names_in(kind: type[nn.Module], function: Any) -> set[str]:
 
 def _hook_problem(where: str, mixer: nn.Module) -> str:
     """Problem with hooks on modules whose forward is ours under a plan; our own hooks only watch for a while."""
-    for path in dict.fromkeys(family_of_mixer(mixer).methods):
+    for path in dict.fromkeys(MIXERS[_class_name(mixer)].methods):
         owner, _, method = path.rpartition(".")
         if method != "forward":
             continue
@@ -793,9 +652,9 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     if longctx is None and _NO_KERNELS not in vars(mixer):
         return type(mixer).forward(mixer, *args, **keywords)
     own, name = inspect.unwrap(type(mixer).forward), _class_name(mixer)
-    family = family_of_mixer(mixer)
-    functions = {each: inspect.unwrap(own.__globals__[_TORCH_CODE.get(each, each)]) for each in family.functions}
-    left_out = {family.fused: _nothing} if family.fused else {}
+    known = MIXERS[name]
+    functions = {each: inspect.unwrap(own.__globals__[_TORCH_CODE.get(each, each)]) for each in known.functions}
+    left_out = {known.fused: _nothing} if known.fused else {}
     if longctx is None:
         return with_globals(own, functions | left_out)(mixer, *args, **keywords)
     if (mask := keywords.get("attention_mask")) is not None and mask.numel() == 1:
@@ -813,9 +672,9 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
         raise ValueError(problem)
     call = MixerCall(mixer, longctx)
     ours = {each: partial(_stand_in, each, function, call) for each, function in functions.items()}
-    with _with_methods(mixer, family.methods, call):
+    with _with_methods(mixer, known.methods, call):
         output = with_globals(own, ours | left_out)(mixer, *args, **keywords)
-    expected = [*family.functions, *family.functions[-1:] * (family.num_scans(mixer) - 1), *family.methods]
+    expected = [*known.functions, *known.functions[-1:] * (num_scans(mixer) - 1), *known.methods]
     if sorted(call.called) != sorted(expected):
         raise RuntimeError(
             f"{name} called {', '.join(call.called) or 'nothing'} in place of {', '.join(expected)}, so its states may be "

@@ -23,8 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
+from hf_longctx.families.registry import WRAPPED_MODELS, family_of
 from hf_longctx.hf.models.heads import backbone_of, head_kind, inner_model
-from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
 
 # attribute of the module around a text model: the text model's name there
@@ -40,9 +40,6 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_(token_id|token_index|patch_id)"
 
 # field of a tower's config: the first token that the tower embeds
 _FIRST_TOKEN = "vocab_offset"
-# classes that hand on the `image_outputs` of their text model's output, which has none: plain transformers 5.24 raises
-# AttributeError
-_READS_IMAGES = ("Llama4ForConditionalGeneration",)
 
 
 def wrapper_of(model: nn.Module) -> PreTrainedModel | None:
@@ -210,7 +207,7 @@ def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
 @contextmanager
 def _completed(text: Any, around: str) -> Iterator[None]:
     """Context in which the text model's output has what the class around it reads but transformers 5.24 forgets: no images."""
-    if around.removeprefix("FSDP") not in _READS_IMAGES:
+    if not family_of(around.removeprefix("FSDP")).reads_image_outputs:
         yield
         return
     own, run = vars(text).get("forward"), text.forward

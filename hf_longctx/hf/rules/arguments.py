@@ -27,7 +27,7 @@ from hf_longctx.hf.models.kernel_places import liger_problems
 from hf_longctx.hf.models.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
-from hf_longctx.hf.models.states import family_of, mixers_of
+from hf_longctx.hf.models.states import mixer_of, mixers_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, separate_runs
 from hf_longctx.hf.rules.hooks import read_problems
 from hf_longctx.hf.rules.models import lacking_problems, model_problems
@@ -522,19 +522,19 @@ def least_heads(model: Any) -> int:
 
 def _state_heads(model: Any) -> int:
     """Heads with a state of their own in a model without attention; in some, every channel is one."""
-    family, text = family_of(base_of(model)), model.config.get_text_config()
+    known, text = mixer_of(base_of(model)), model.config.get_text_config()
     mixers: Iterable[Any] = mixers_of(base_of(model)).values()
-    return int(getattr(text, family.heads) if family and family.heads else min(mixer.intermediate_size for mixer in mixers))
+    return int(getattr(text, known.heads) if known and known.heads else min(mixer.intermediate_size for mixer in mixers))
 
 
 def _state_setting_problems(model: Any, config: LongContextConfig) -> list[str]:
     """Problems with settings under which states would not pass from token to token."""
-    family, name = family_of(base_of(model)), type(base_of(model)).__name__
+    mixer, name = mixer_of(base_of(model)), type(base_of(model)).__name__
     if not config.lend_stages:
         return []
     shared = "lend_stages=True lets ranks of several stages share a slice, but"
-    if family is not None:
-        return [f"{shared} the {family.layer_type} layers of {name} do not pass their states on between them; leave it out"]
+    if mixer is not None:
+        return [f"{shared} the {mixer.layer_type} layers of {name} do not pass their states on between them; leave it out"]
     if indexed_attention(base_of(model)):
         return [f"{shared} the indexes of {name} do not get the keys of all of them; leave it out"]
     return []

@@ -12,13 +12,13 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import align_special_tokens
 
+from hf_longctx.families.registry import family_of
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels import HeadTask, Problem
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, is_adapted, kind_problems, own_dtypes
 from hf_longctx.hf.models.attention import attention_problems
-from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem, code_of
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout import dropout_problems, keyed_fields
@@ -29,15 +29,14 @@ from hf_longctx.hf.models.own_attention import own_attention_problems
 from hf_longctx.hf.models.quantised import quantised_problems
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.spec import decoder_layers
-from hf_longctx.hf.models.states import family_of, state_problems
+from hf_longctx.hf.models.states import mixer_of, state_problems
 from hf_longctx.hf.models.towers import text_class, text_part, tower_parameters
+from hf_longctx.hf.rules.classes import class_problem, code_of
 from hf_longctx.runtime.core.loss import OwnLogit
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# classes whose masks support attention chunks
-_CHUNKED = ("Llama4ForCausalLM",)
 # words in names of config fields that make forwards draw random numbers, which plans would apply to other tokens
 _CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
 # fields with such a word that are checked elsewhere, or that only task heads other than the language model's read
@@ -85,7 +84,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if quantised := quantised_problems(model):
         # all other problems would only be consequences of these
         return quantised
-    text = text_part(base)
+    text, family = text_part(base), family_of(text_class(base))
     problems = [*attention_problems(base), *adapter_problems(model), *_pattern_problems(base)]
     problems += [*own_attention_problems(text), *state_problems(text), *router_problems(base)]
     problems += index_problems(text)
@@ -98,9 +97,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         f"rope type {rope_type!r} of {name} is scaled again by the longest position of each forward, which depends on the plan; "
         f"use rope type 'default'"
         for rope_type in sorted((_rope_types(config) & set(TESTED_ROPE_TYPES)) - {"default"})
-        if text_class(base) in DEFAULT_ROPE_ONLY
+        if family.default_rope_only
     ]
-    if text_class(base) not in DEFAULT_ROPE_ONLY:
+    if not family.default_rope_only:
         problems += document_rope_problems(text, _rope_types(config) & set(DOCUMENT_ROPE_TYPES))
     problems += rope_problems(text)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -160,9 +159,9 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
         for name, module in text.named_modules()
         if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
     ][:1]
-    known = (*_LAYER_TYPES, *(["chunked_attention"] if text_class(model) in _CHUNKED else []))
+    known = (*_LAYER_TYPES, *(["chunked_attention"] if family_of(text_class(model)).attention_chunks else []))
     known += (INDEXED_LAYERS,) if indexed_attention(text) else ()
-    known += (family.layer_type, *family.other_types) if (family := family_of(model)) else ()
+    known += (mixer.layer_type, *mixer.other_types) if (mixer := mixer_of(model)) else ()
     problems += [
         f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model whose layers are all of "
         f"type {' or '.join(known)}"

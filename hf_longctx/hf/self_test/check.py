@@ -42,13 +42,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_longctx.families.registry import MIXERS
 from hf_longctx.hf.data.labels import HeadTask
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.document_rope import shorten_limits
 from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import four_bit_layers
-from hf_longctx.hf.models.states import MIXERS, mixers_of
+from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import host_bytes
 from hf_longctx.hf.self_test.independent import functions_added, original_left_alone

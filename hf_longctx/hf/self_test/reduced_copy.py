@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.checkpoints.deferred import forget_source, is_unread, source_of
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
@@ -28,7 +29,6 @@ from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_element
 from hf_longctx.hf.models.spec import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 from hf_longctx.hf.models.states import leave_kernels_out, mixers_of
 from hf_longctx.hf.models.towers import tower_names, tower_parameters
-from hf_longctx.hf.models.wrapped.classes import RUN_ON_TEXT
 from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.runtime.core.binding import HOOKS, global_hooks, is_written_by, own_forward
 
@@ -91,7 +91,7 @@ def reduced_copy(
     is_cut, layers, kept = _layers_and_kept(model, boundaries)
     memo: dict[int, Any] = {id(layer): Identity(layer) for place, layer in enumerate(layers) if place not in kept}
     base: Any = base_of(model)
-    towers = [tower for tower in map(base.get_submodule, tower_names(base)) if type(tower).__name__ not in RUN_ON_TEXT]
+    towers = [tower for tower in map(base.get_submodule, tower_names(base)) if type(tower).__name__ not in MODULES.run_on_text]
     memo |= {id(tower): Identity(tower) for tower in towers}
     num_token_ids = _cut_vocabulary(base, memo)
     if dtype is not None:

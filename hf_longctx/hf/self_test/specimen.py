@@ -37,7 +37,7 @@ from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.patch import cache_parameter
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.spec import decoder_layers
-from hf_longctx.hf.models.states import family_of_mixer, mixers_of
+from hf_longctx.hf.models.states import mixers_of, num_scans
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, merged
@@ -485,7 +485,7 @@ def _cached(cache: DynamicCache, mixer: Any) -> dict[str, Tensor]:
     states = {} if convolved is None else {CONVOLUTION: convolved}
     # a mixer may have a convolution alone; several scans of it are stacked
     if scanned is not None:
-        count = family_of_mixer(mixer).num_scans(mixer)
+        count = num_scans(mixer)
         states |= {scan_name(1): scanned} if count == 1 else {scan_name(n + 1): scanned[:, n] for n in range(count)}
     return states
 

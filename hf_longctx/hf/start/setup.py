@@ -25,7 +25,7 @@ from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spec
-from hf_longctx.hf.models.states import family_of, scan_line
+from hf_longctx.hf.models.states import mixer_of, scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, host_bytes
@@ -155,7 +155,7 @@ def choose_setup(
         layers_on_host=config.layer_weights == "host",
         saves_kv_once=_shares_calls(spec, args, model),
     )
-    if family_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
+    if mixer_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
         logger.warning(
             "plans count the layers with a state along the sequence of %s as full attention, and neither the states that slices "
             "leave nor the tensors of their scan as memory; where memory is short, give a lower device_gib",

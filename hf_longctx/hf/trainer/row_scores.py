@@ -18,12 +18,12 @@ from hf_longctx.hf.data.padding import unpadded
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import PACKED
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.classes import class_problem
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.layers import output_head
 from hf_longctx.hf.models.logits import head_problem, logit_change
 from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.hf.ranks.agreement import sums_over_ranks
+from hf_longctx.hf.rules.classes import class_problem
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores, token_scores

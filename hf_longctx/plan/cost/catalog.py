@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from hf_longctx.families.registry import family_of_type
 from hf_longctx.plan.cost.profiles import normal_name
 from hf_longctx.plan.cost.public_configs import ALIASES, CONFIGS
 from hf_longctx.plan.model.config import kernel_fields
-from hf_longctx.plan.model.model_spec import CUT_TYPES, ModelSpec
+from hf_longctx.plan.model.model_spec import ModelSpec
 
 _TIED = True
 # beginnings of names, and the model type of their decoders in a config
@@ -159,7 +160,7 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
     if known := _known_name(name):
         spec = _MODELS[known]
         capped_bytes = bytes_per_element if spec.capped_bytes else 0
-        cuts_heads = named_type(known) in CUT_TYPES
+        cuts_heads = family_of_type(named_type(known)).traits.cuts_heads
         return replace(spec, bytes_per_element=bytes_per_element, capped_bytes=capped_bytes, cuts_heads=cuts_heads)
     close = difflib.get_close_matches(name.lower(), _MODELS, n=3, cutoff=0.5)
     near = " or ".join(close) if close else "a name that `hf-longctx plan --list models` prints"

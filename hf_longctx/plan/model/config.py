@@ -1,24 +1,9 @@
-"""The fields of a model's config under the names that most classes use, read from a `config.json` without transformers.
+"""Reads the fields of a model's config under the names that most classes use, from a `config.json` and without transformers.
 
 Classes of transformers translate names of their own when their config is loaded; here a table does. A test compares both for the
-configs of all tested classes.
-
-Sizes of a mixture of experts, as a model's config gives them.
-
-Heads of every layer, as a model's config gives them, for models whose layers have heads of several sizes.
-
-Gemma 4 names the size and number of KV heads of its layers with full attention by fields of their own. A config that transformers
-loaded lists them layer by layer.
-
-Model types whose runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles.
-
-A run finds this out from the model itself (`hf/models/activations.py`); a forecast has only its config, and reads this table.
-`tests/plan/model/test_kept.py` compares both for every class that runs, so a row without a cause is a failure there.
-
-Model types whose norms, gated MLPs or rotary embeddings run as single kernels where layers are compiled.
-
-A run finds this out from the model itself (`hf/models/kernels.py`); a forecast has only a config, or the name of a shape, and
-reads this table. `tests/plan/model/test_kernel_types.py` compares both for every class that runs.
+configs of all tested classes. Also reads the sizes of a mixture of experts and the heads of every layer, and says why a run keeps
+everything and which functions of its layers have kernels. A run finds the last two out from the model itself (`hf/models`); tests
+compare what `families` says of them with every class that runs.
 """
 
 from __future__ import annotations
@@ -27,16 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hf_longctx.families.registry import family_of_type, traits_of
+
 # positions of a model that needs none, or of one without attention, whose documents may have any length
 NO_POSITIONS = 2**30
-# model types whose embeddings count positions from the padding token
-FROM_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
-# model types without rotary embeddings whose positions are limited: a table has a row for each, or attention's bias is made for
-# so many. Nothing extends them, so runs refuse longer documents
-_POSITION_TABLES = (
-    *("bert", "bert-generation", "biogpt", "codegen", "electra", "ernie", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"),
-    *("megatron-bert", "mpt", "opt", "rembert", "roc_bert", "roformer", *FROM_PADDING),
-)
 # nested configs: of the decoder of a multimodal model, and of the sizes of layers
 _TEXTS = ("text_config", "decoder", "generator", "text_encoder")
 _NESTED = ("attn_config", "ffn_config")
@@ -55,10 +34,6 @@ _NAMES = {
     "layer_types": ("layers_block_type",),
     "sliding_window": ("attention_window_size",),
 }
-# model types whose MLP is four times as wide as hidden states; so it is where `n_inner` is there without a value
-_FOUR_TIMES = ("bloom", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt")
-
-
 # whole numbers of a config that plans read: those that must be at least 1, and those that may be 0
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
@@ -158,7 +133,7 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def has_position_table(config: Mapping[str, Any]) -> bool:
     """Whether the model of a config has positions for a number of tokens beyond which nothing extends them."""
-    return decoder_config(config).get("model_type") in _POSITION_TABLES
+    return bool(traits_of(decoder_config(config)).positions)
 
 
 def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,11 +153,11 @@ def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The number of layers, where a class derives it from another field."""
-    kind, kinds = fields.get("model_type"), fields.get("layer_types") or fields.get("hybrid_override_pattern")
-    if kind == "nemotron_h" and kinds:
+    derived, kinds = traits_of(fields).layers, fields.get("layer_types") or fields.get("hybrid_override_pattern")
+    if derived == "of_types" and kinds:
         return {"num_hidden_layers": len(kinds)}
-    # each of its layers calls attention twice, as two layers of other classes do
-    if kind == "longcat_flash" and fields.get("num_layers"):
+    # each calls attention twice, as two layers of other classes do
+    if derived == "doubled" and fields.get("num_layers"):
         return {"num_hidden_layers": 2 * int(fields["num_layers"])}
     return {}
 
@@ -197,14 +172,15 @@ def _width(fields: Mapping[str, Any]) -> dict[str, Any]:
         multiple = int(fields.get("block_multiple_of") or 1)
         width = int(float(fields.get("block_ffn_dim_multiplier") or 1) * int(2 * int(width) / 3))
         return {"intermediate_size": -(-width // multiple) * multiple}
-    is_default = "n_inner" in fields or fields.get("model_type") in _FOUR_TIMES
-    return {"intermediate_size": 4 * int(hidden_size)} if width is None and hidden_size and is_default else {}
+    # without a value, `n_inner` means four times
+    times = traits_of(fields).mlp_times_hidden or (4 if "n_inner" in fields else 0)
+    return {"intermediate_size": times * int(hidden_size)} if width is None and hidden_size and times else {}
 
 
 def _positions(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The most tokens of a document; a class that names no limit has none."""
     limit = int(fields.get("max_position_embeddings") or 0)
-    first = int(fields.get("pad_token_id") or 0) + 1 if fields.get("model_type") in FROM_PADDING else 0
+    first = int(fields.get("pad_token_id") or 0) + 1 if traits_of(fields).positions == "from_padding" else 0
     return {"max_position_embeddings": limit - first if limit else NO_POSITIONS}
 
 
@@ -213,16 +189,12 @@ def _most_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     MiMo has twice as many KV heads in layers with a window. JetMoe copies keys and values for every expert of a token.
     """
-    kind, heads = fields.get("model_type"), fields.get("num_key_value_heads")
-    if kind == "jetmoe":
+    stated, heads = traits_of(fields).kv_heads, fields.get("num_key_value_heads")
+    if stated == "all":
         return {"num_key_value_heads": fields.get("num_attention_heads")}
-    if kind == "mimo_v2_flash" and heads and "sliding_attention" in (fields.get("layer_types") or ()):
+    if stated == "doubled_in_windows" and heads and "sliding_attention" in (fields.get("layer_types") or ()):
         return {"num_key_value_heads": 2 * int(heads)}
     return {}
-
-
-# values of `model_type` whose layers have an MLP only where they have attention, which reads the embeddings beside hidden states
-SHARED_TYPES = ("zamba", "zamba2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +231,8 @@ class ExpertSpec:
 
 
 NO_EXPERTS = ExpertSpec()
+# type of layers with a dense MLP, by `Traits.mlp`
+_DENSE_NAMES = {"by_layer_name": "mlp", "with_attention": "hybrid"}
 # config fields for the number of experts in a layer
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -276,17 +250,16 @@ def expert_sizes(
     chosen = int(config.get("num_experts_per_tok") or 0)
     if is_beside := bool(config.get("enable_moe_block")):
         chosen = int(config.get("top_k_experts") or 0)
-    is_nemotron = config.get("model_type") == "nemotron_h"
-    dense_names = ("mlp",) if is_nemotron else ("hybrid",) if config.get("model_type") in SHARED_TYPES else ()
-    if dense_names:
-        dense_size = round(dense_size * sum(name in dense_names for name in names) / num_layers)
-    if not num_experts and config.get("model_type") == "granitemoehybrid":
-        dense_size = int(config.get("shared_intermediate_size") or dense_size)
-    if num_experts < 2 or not chosen or (is_nemotron and "moe" not in names):
+    traits = traits_of(config)
+    if dense_name := _DENSE_NAMES.get(traits.mlp):
+        dense_size = round(dense_size * names.count(dense_name) / num_layers)
+    if not num_experts and traits.dense_field:
+        dense_size = int(config.get(traits.dense_field) or dense_size)
+    is_named = traits.mlp == "by_layer_name"
+    if num_experts < 2 or not chosen or (is_named and "moe" not in names):
         return dense_size, 0, 0, NO_EXPERTS
     size = int(config.get("moe_intermediate_size") or dense_size)
-    is_llama4 = config.get("model_type") == "llama4_text"
-    if is_llama4:
+    if traits.runs_all_experts:
         chosen, dense_size = num_experts, int(config["intermediate_size_mlp"])
     dense, every = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
     first = int(config.get("first_k_dense_replace") or 0)
@@ -297,23 +270,21 @@ def expert_sizes(
         has_experts = [layer in layers for layer in range(num_layers)]
     if period := int(config.get("expert_layer_period") or 0):
         has_experts = [layer % period == int(config.get("expert_layer_offset") or 0) for layer in range(num_layers)]
-    if is_nemotron:
+    if is_named:
         has_experts = [name == "moe" for name in names]
     share = sum(has_experts) / max(1, num_layers)
     shared_sizes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     shared = next((int(config[name]) for name in shared_sizes if config.get(name)), 0)
-    shared = shared or size * int(config.get("n_shared_experts") or is_llama4) + dense_size * is_beside
-    passed, matrices = chosen * size + shared, 2 if is_nemotron else 3
+    shared = shared or size * int(config.get("n_shared_experts") or traits.runs_all_experts) + dense_size * is_beside
+    passed, matrices = chosen * size + shared, 3 if traits.gated_mlp else 2
     idle = matrices * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
-    routed = 2 * chosen * hidden_size + (3 * chosen * size if config.get("model_type") == "gpt_oss" else 0)
+    routed = 2 * chosen * hidden_size + traits.expert_clamps * chosen * size
     parameters = round(share * matrices * num_experts * hidden_size * size)
     experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts)
-    dense_share = 1 if is_nemotron else 1 - share
+    dense_share = 1 if is_named else 1 - share
     return round(share * passed + dense_share * dense_size), round(share * idle), round(share * routed), experts
 
 
-# model types whose layers without a window have heads of their own size
-_GLOBAL = ("gemma4_text", "gemma4_unified_text")
 # size of these heads in a config that does not say it
 _GLOBAL_HEAD_DIM = 512
 # fields of a layer's own config that change its heads alone
@@ -344,8 +315,9 @@ def config_heads(config: Mapping[str, Any], windows: Sequence[int | None]) -> tu
     if len(own) < len(_HEAD_FIELDS) or config.get("kv_lora_rank"):
         return ()
     is_full = [window is None for window in windows] or [True] * num_layers
-    num_shared = int(config.get("num_kv_shared_layers") or 0) if config.get("model_type") in _GLOBAL else 0
-    is_once = bool(config.get("attention_k_eq_v")) and config.get("model_type") in _GLOBAL
+    has_global = traits_of(config).global_heads
+    num_shared = int(config.get("num_kv_shared_layers") or 0) if has_global else 0
+    is_once = bool(config.get("attention_k_eq_v")) and has_global
     changes = _changes(config, is_full, is_once)
     found = []
     for layer in range(num_layers):
@@ -366,7 +338,7 @@ def _changes(config: Mapping[str, Any], is_full: Sequence[bool], is_once: bool) 
         if any(set(each) - _HEAD_FIELDS for each in listed.values()):
             return {}
         return {int(layer): {name: int(size) for name, size in each.items()} for layer, each in listed.items()}
-    if config.get("model_type") not in _GLOBAL:
+    if not traits_of(config).global_heads:
         return {}
     change = {"head_dim": int(config.get("global_head_dim") or _GLOBAL_HEAD_DIM)}
     if is_once and config.get("num_global_key_value_heads"):
@@ -374,60 +346,9 @@ def _changes(config: Mapping[str, Any], is_full: Sequence[bool], is_once: bool) 
     return {layer: change for layer, each in enumerate(is_full) if each}
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """One cause. model_types: of the decoder."""
-
-    reason: str
-    model_types: tuple[str, ...]
-
-
-KEPT = (
-    Kept("it has no layer of class GradientCheckpointingLayer", ("gpt_neox_japanese",)),
-    Kept("its layers call attention twice", ("longcat_flash",)),
-    Kept("it has layers of other parts beside those of its decoder", ("phi4_multimodal",)),
-)
-
-
 def kept_reason(config: Mapping[str, Any]) -> str:
     """Why a run of a model with this config keeps everything; empty if plans may recompute its layers and tile its loss."""
-    kind = decoder_config(config).get("model_type")
-    return next((row.reason for row in KEPT if kind in row.model_types), "")
-
-
-# types of decoders all of whose layers' norms, MLPs or rotary embeddings have kernels: those of a type with all three are first
-_ALL = (
-    *("cwm", "emu3_text_model", "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "granite4_vision_text"),
-    *("granite_docling_text", "granite_swa", "hunyuan_v1_dense", "hyperclovax", "llama", "minicpm3", "ministral", "ministral3"),
-    *("mistral", "paddleocr_vl_text", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text", "smollm3"),
-    *("vaultgemma", "youtu"),
-)
-_NORMS_AND_ROTARY = (
-    *("apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bitnet", "cosmos3_edge_text", "deepseek_ocr2_text"),
-    *("deepseek_v3", "dots1", "exaone_moe", "falcon_h1", "glm4_moe_lite", "granitemoe", "granitemoe_swa", "granitemoeshared"),
-    *("hunyuan_v1_moe", "hy_v3", "jetmoe", "kolibri1", "mellum", "mistral4", "mixtral", "olmoe", "qwen2_5_omni_text"),
-    *("qwen2_moe", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "seed_oss", "solar_open"),
-)
-_NORMS_AND_GATES = ("ernie4_5", "hunyuan_vl_text")
-_GATES_AND_ROTARY = ("cohere_compass_text", "muse_glimmer_text", "stablelm")
-_NORMS_ALONE = (
-    *("deepseek_v2", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text"),
-    *("glm_ocr_text", "jamba", "laguna", "lfm2", "lfm2_moe", "lfm3", "longcat_flash", "mamba", "mimo_v2_flash", "minimax"),
-    *("minimax_m2", "minimax_m3_vl_text", "phi3", "recurrent_gemma", "step3p5", "zamba"),
-)
-_GATES_ALONE = (
-    *("bamba", "cohere", "cohere2", "gemma4_unified_text", "helium", "olmo", "olmo2", "olmo3", "olmo_hybrid", "qwen3_5_text"),
-)
-_ROTARY_ALONE = (
-    *("afmoe", "dbrx", "flint", "jais2", "moshi", "muse_spark_text", "persimmon", "phi", "phimoe"),
-    *("starcoder2",),
-)
-# field of `ModelSpec` -> model types
-KERNELS: Mapping[str, frozenset[str]] = {
-    "fuses_norms": frozenset((*_ALL, *_NORMS_AND_ROTARY, *_NORMS_AND_GATES, *_NORMS_ALONE)),
-    "fuses_gates": frozenset((*_ALL, *_NORMS_AND_GATES, *_GATES_AND_ROTARY, *_GATES_ALONE)),
-    "fuses_rotary": frozenset((*_ALL, *_NORMS_AND_ROTARY, *_GATES_AND_ROTARY, *_ROTARY_ALONE)),
-}
+    return traits_of(decoder_config(config)).keeps_all
 
 
 # activations of gated MLPs that have kernels, by their names in a config
@@ -436,16 +357,14 @@ _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 
 def kernel_fields(model_type: str) -> dict[str, Any]:
     """Fields of `ModelSpec` that say which functions of all layers of a decoder of this type have kernels."""
-    return {field: model_type in types for field, types in KERNELS.items()}
+    kernels = family_of_type(model_type).traits.kernels
+    return {f"fuses_{name}": name in kernels for name in ("norms", "gates", "rotary")}
 
 
 def kernels_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The `kernel_fields` of a model with this config."""
     text = decoder_config(config)
-    model_type = str(text.get("model_type"))
-    # configs of multimodal models may have the fields of their decoder, without its type
-    is_known = any(model_type in types for types in KERNELS.values())
-    fields = kernel_fields(model_type if is_known else f"{model_type}_text")
+    fields = kernel_fields(str(text.get("model_type")))
     activation = text.get("hidden_activation") or text.get("hidden_act")
     fields["fuses_gates"] &= activation is None or activation in _ACTIVATIONS
     return fields

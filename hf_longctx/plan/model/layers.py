@@ -1,8 +1,8 @@
 """Read from a model's `config.json` what each layer mixes tokens with: full attention, a sliding window, or a state.
 
 Called for plans from a `config.json` (`plan/model/model_spec.py`) and from a loaded config (`hf/models/spec.py`). Windows follow
-the rules of transformers. Layers with a state along the sequence follow `_STATES`: a further family is one more row. A layer may
-have attention, a state, both, or neither.
+the rules of transformers. Layers with a state along the sequence follow `STATES`, whose rows families name. A layer may have
+attention, a state, both, or neither.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from hf_longctx.families.registry import traits_of
 from hf_longctx.plan.model.config import HeadSizes
 from hf_longctx.plan.model.mixers import (
     NO_STATES,
@@ -36,17 +37,6 @@ _FIELDS = {
     **{"sliding_attention": "sliding_window", "hybrid_sliding": "sliding_window", "chunked_attention": "attention_chunk_size"},
     "attention": "attention_window_size",
 }
-# model types whose `sliding_window` counts only if `use_sliding_window` is set
-_SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
-# model types without `layer_types` -> n: every n-th layer has full attention, unless `sliding_window_pattern` gives another n
-_EVERY = {
-    **{"gemma2": 2, "gpt_oss": 2, "vaultgemma": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4},
-    **{"gemma3n_text": 5, "gemma3_text": 6, "gemma4_text": 6, "gemma4_unified_text": 6},
-}
-# model types whose layers have a window from layer `max_window_layers` on
-_FROM_A_LAYER_ON = ("dots1", "qwen2", "qwen3")
-# model types in which every layer has a window
-_ALL_LAYERS = ("minimax", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")
 
 
 def config_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
@@ -56,7 +46,7 @@ def config_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
     """
     kinds = config.get("layer_types") or _kinds(config, num_layers)
     sizes = {kind: config.get(field) for kind, field in _FIELDS.items()}
-    if not config.get("use_sliding_window", config.get("model_type") not in _SWITCHED):
+    if not config.get("use_sliding_window", not traits_of(config).window_switch):
         del sizes["sliding_attention"]
     return plain_windows([int(sizes.get(kind) or 0) or None for kind in kinds]) if len(kinds) == num_layers else ()
 
@@ -68,17 +58,17 @@ def plain_windows(windows: list[int | None]) -> Windows:
 
 def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
     """Layer types that transformers derives from a config without `layer_types`."""
-    kind, layers = config.get("model_type"), range(num_layers)
-    if kind in _ALL_LAYERS:
+    traits, layers = traits_of(config), range(num_layers)
+    if traits.windows == "all":
         is_sliding = [True for _ in layers]
-    elif kind == "recurrent_gemma":
+    elif traits.windows == "blocks":
         return _block_kinds(config, num_layers)
-    elif kind in _EVERY:
-        every = int(config.get("sliding_window_pattern") or _EVERY[kind])
+    elif traits.full_every:
+        every = int(config.get("sliding_window_pattern") or traits.full_every)
         is_sliding = [bool((layer + 1) % every) for layer in layers]
-    elif kind in _FROM_A_LAYER_ON:
+    elif traits.windows == "from_max_window_layers":
         is_sliding = [layer >= int(config.get("max_window_layers") or 0) for layer in layers]
-    elif kind == "smollm3":
+    elif traits.windows == "without_rope":
         every = int(config.get("no_rope_layer_interval") or 4)
         rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
         is_sliding = [not each for each in rotated]
@@ -176,9 +166,7 @@ def with_states(windows: Windows, states: StateSpec) -> Windows:
 
 
 def config_states(config: Mapping[str, Any], num_layers: int) -> StateSpec:
-    """The layers of a config that carry a state along the sequence, by the first row of `_STATES` that knows its model type or
-    one of its fields; empty for other configs.
-    """
+    """The layers of a config that carry a state along the sequence, by a row of `STATES`; empty for other configs."""
     if (row := _row(config)) is None:
         return NO_STATES
     kinds = type_names(config, num_layers)
@@ -199,9 +187,10 @@ def type_names(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def _row(config: Mapping[str, Any]) -> _StateRow | None:
-    name = config.get("model_type", "")
-    found = (row for row in _STATES if name in row.model_types or any(config.get(field) is not None for field in row.fields))
-    return next(found, None)
+    """The row that the config's family names, or the first whose fields an unknown config has."""
+    if state := traits_of(config).state:
+        return STATES[state]
+    return next((row for row in STATES.values() if any(config.get(field) is not None for field in row.fields)), None)
 
 
 def _kimi_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -217,10 +206,13 @@ def _kimi_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 def _convolution_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
     """Layer types of a config without `layer_types`."""
-    if config.get("model_type") == "lfm3":
-        return ["" if layer % 4 == 2 or (layer and layer % 4 == 0) else "conv" for layer in range(num_layers)]
     attending = config.get("full_attn_idxs")
     return ["" if attending is None or layer in attending else "conv" for layer in range(num_layers)]
+
+
+def _lfm3_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Layer types of an LFM3 without `layer_types`."""
+    return ["" if layer % 4 == 2 or (layer and layer % 4 == 0) else "conv" for layer in range(num_layers)]
 
 
 def _mamba2_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -273,11 +265,11 @@ def _block_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _StateRow:
-    """Layers with a state of one family of model classes.
+    """Layers with a state of families of model classes.
 
-    model_types, fields: values of `model_type`, and fields that only configs of the family have, any of them. kinds: names in
-    `layer_types` of its layers with a state in place of attention. beside: of those with both. without: of those with neither.
-    sizes: sizes of their mixer. default_kinds: layer types of a config that does not list them, given the number of layers.
+    fields: fields that only configs of these families have, any of them. kinds: names in `layer_types` of its layers with a state
+    in place of attention. beside: of those with both. without: of those with neither. sizes: sizes of their mixer. default_kinds:
+    layer types of a config that does not list them, given the number of layers.
     """
 
     sizes: Callable[[Mapping[str, Any]], StateSpec]
@@ -285,25 +277,28 @@ class _StateRow:
     kinds: tuple[str, ...] = ("linear_attention", "mamba")
     beside: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
-    model_types: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
 
 
-_STATES = (
-    _StateRow(mamba1, _period_kinds, model_types=("falcon_mamba", "jamba", "mamba")),
-    _StateRow(mamba1, _zamba_kinds, beside=("hybrid",), model_types=("zamba",)),
-    _StateRow(mamba2, _period_kinds, model_types=("mamba2",)),
-    _StateRow(mamba2, _zamba_kinds, beside=("hybrid",), model_types=("zamba2",)),
-    _StateRow(mamba2, _pattern_kinds, without=("mlp", "moe"), model_types=("nemotron_h",)),
-    _StateRow(rwkv, _period_kinds, model_types=("rwkv",)),
-    _StateRow(xlstm, _period_kinds, model_types=("xlstm",)),
-    _StateRow(lightning, _other_kinds, model_types=("minimax",)),
-    _StateRow(gated_lru, _block_kinds, kinds=("linear_attention", "recurrent"), model_types=("recurrent_gemma",)),
-    _StateRow(mixed_projections, _hybrid_kinds, beside=("hybrid", "hybrid_sliding"), model_types=("zaya",)),
-    _StateRow(gated_delta_net, _every_kinds, fields=("linear_num_value_heads",)),
-    _StateRow(kimi_delta, _kimi_kinds, fields=("linear_attn_config", "linear_num_heads", "kda_safe_gate")),
-    _StateRow(short_convolution, _convolution_kinds, kinds=("conv",), fields=("conv_L_cache",)),
+# `Traits.state` -> row; of an unknown model type, the first row counts of whose fields the config has one
+STATES: dict[str, _StateRow] = {
+    "mamba1": _StateRow(mamba1, _period_kinds),
+    "zamba": _StateRow(mamba1, _zamba_kinds, beside=("hybrid",)),
+    "mamba2": _StateRow(mamba2, _period_kinds),
+    "zamba2": _StateRow(mamba2, _zamba_kinds, beside=("hybrid",)),
+    "nemotron_h": _StateRow(mamba2, _pattern_kinds, without=("mlp", "moe")),
+    "rwkv": _StateRow(rwkv, _period_kinds),
+    "xlstm": _StateRow(xlstm, _period_kinds),
+    "lightning": _StateRow(lightning, _other_kinds),
+    "gated_lru": _StateRow(gated_lru, _block_kinds, kinds=("linear_attention", "recurrent")),
+    "zaya": _StateRow(mixed_projections, _hybrid_kinds, beside=("hybrid", "hybrid_sliding")),
+    "lfm3": _StateRow(short_convolution, _lfm3_kinds, kinds=("conv",)),
+    "gated_delta": _StateRow(gated_delta_net, _every_kinds, fields=("linear_num_value_heads",)),
+    "kimi_delta": _StateRow(kimi_delta, _kimi_kinds, fields=("linear_attn_config", "linear_num_heads", "kda_safe_gate")),
+    "short_conv": _StateRow(short_convolution, _convolution_kinds, kinds=("conv",), fields=("conv_L_cache",)),
     # mixers of FalconH1 run beside attention, whatever its config calls them
-    _StateRow(mamba2, _hybrid_kinds, kinds=(), beside=("hybrid", "attention", "linear_attention"), fields=("mamba_d_ssm",)),
-    _StateRow(mamba2, _mamba2_kinds, fields=("mamba_n_heads",)),
-)
+    "falcon_h1": _StateRow(
+        mamba2, _hybrid_kinds, kinds=(), beside=("hybrid", "attention", "linear_attention"), fields=("mamba_d_ssm",)
+    ),
+    "bamba": _StateRow(mamba2, _mamba2_kinds, fields=("mamba_n_heads",)),
+}

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_longctx.families.registry import traits_of
 from hf_longctx.plan.core.types import LayerRange, TensorClass
 from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.model.config import (
     NO_EXPERTS,
     NO_POSITIONS,
-    SHARED_TYPES,
     ExpertSpec,
     HeadSizes,
     config_fields,
@@ -87,37 +87,8 @@ NO_ADAPTERS = AdapterSpec()
 
 # (kind, share of layers) of some layers
 KindShares = tuple[tuple[LayerKind, float], ...]
-# values of `model_type` in config.json whose models gate attention's output, and keep the product in a norm in fp32
-_GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-# values whose layers have no MLP beside their mixers, or count it as a part of these
-_WITHOUT_MLP = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
-# values whose models normalize what attention and MLPs return, too, and keep products in norms in fp32
-_GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
-# values whose models normalize queries and keys; others set `use_qk_norm`
-_QK_NORM_TYPES = (
-    *("gemma3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "qwen3", "qwen3_moe"),
-    *(*_GATED_TYPES, *_GEMMA4_TYPES),
-)
-# values whose attention modules may run in pieces of their heads, as the runtime finds by their code
-CUT_TYPES = ("granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # fields of a config with the cap of logits after the head
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# values of models on BERT's layers or others as old, whose MLPs have no gate, and which no policy can run alone
-_OLD_TYPES = (
-    *("biogpt", "bloom", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "mpt", "opt", "rembert", "roberta"),
-    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-)
-# values of models whose MLPs have no gate; Bloom writes its activation out in tensors that take as much as a gate's
-_UNGATED_TYPES = ("nemotron_h", *(name for name in _OLD_TYPES if name != "bloom"))
-# values of models with layers whose MLPs no policy can run alone
-_WHOLE_MLP_TYPES = ("dbrx", "xlstm", "zaya", *SHARED_TYPES, *_OLD_TYPES)
-# values of models whose layers have no norm that the runtime finds by its name
-_WHOLE_NORM_TYPES = (
-    *("apertus", "codegen", "dbrx", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "lfm2", "lfm2_moe", "lfm3", "modernbert-decoder"),
-    *("recurrent_gemma", "rwkv", "xlstm", *SHARED_TYPES, *(name for name in _OLD_TYPES if name not in ("bloom", "mpt"))),
-)
-# values of models that hand hidden states from layer to layer in at least fp32, unless `residual_in_fp32` says otherwise
-_WIDE_TYPES = ("falcon_mamba", "mamba", "mamba2", "zaya")
 # fields of a config with the rate of dropout of attention weights
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 # bytes of the weights that an update on the host moves and updates at once, unless one weight has more
@@ -297,6 +268,7 @@ class ModelSpec:
         Raises ValueError naming the first field that is missing.
         """
         config = config_fields(config)
+        traits = traits_of(config)
 
         def get(name: str) -> int:
             if config.get(name) is not None:
@@ -309,7 +281,7 @@ class ModelSpec:
             # such models number no positions, and have a head for each state
             own = {"num_attention_heads": states.heads, "max_position_embeddings": NO_POSITIONS, "num_key_value_heads": None}
             config = {**config, **own, "head_dim": max(1, hidden_size // states.heads)}
-        if config.get("model_type") in _WITHOUT_MLP:
+        if traits.mlp == "in_mixer":
             config = {**config, "intermediate_size": 0}
         num_heads = get("num_attention_heads")
         head_dim = int(config.get("head_dim") or hidden_size // num_heads)
@@ -325,7 +297,7 @@ class ModelSpec:
                 "kv_rank": get("kv_lora_rank"),
                 "rope_head_dim": rope_head_dim,
             }
-        intermediate_size = get("intermediate_size") // (2 if config.get("model_type") == "recurrent_gemma" else 1)
+        intermediate_size = get("intermediate_size") // traits.mlp_divisor
         if config.get("use_double_wide_mlp"):
             # layers that read keys and values of earlier ones have it; sizes are means over layers
             intermediate_size += round(intermediate_size * int(config.get("num_kv_shared_layers") or 0) / num_layers)
@@ -340,8 +312,7 @@ class ModelSpec:
                 f"num_key_value_heads is {num_kv_heads}, but there are num_attention_heads={num_heads}; queries share keys and "
                 f"values, so give at most as many"
             )
-        is_gated, is_gemma4 = (config.get("model_type") in types for types in (_GATED_TYPES, _GEMMA4_TYPES))
-        own_input_size = int(config.get("hidden_size_per_layer_input") or 0) if is_gemma4 else 0
+        own_input_size = int(config.get("hidden_size_per_layer_input") or 0) if traits.layer_inputs else 0
         spec = cls(
             num_layers=num_layers,
             hidden_size=hidden_size,
@@ -353,11 +324,11 @@ class ModelSpec:
             max_positions=get("max_position_embeddings"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             bytes_per_element=bytes_per_element,
-            gated_mlp=config.get("model_type") not in _UNGATED_TYPES,
-            tiles_mlps=config.get("model_type") not in _WHOLE_MLP_TYPES,
-            tiles_norms=config.get("model_type") not in _WHOLE_NORM_TYPES,
-            input_size=2 * hidden_size if config.get("model_type") in SHARED_TYPES else 0,
-            qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
+            gated_mlp=traits.gated_mlp,
+            tiles_mlps=traits.tiles_mlps,
+            tiles_norms=traits.tiles_norms,
+            input_size=2 * hidden_size if traits.mlp == "with_attention" else 0,
+            qk_norms=bool(config.get("use_qk_norm", traits.qk_norms)),
             caps_scores=bool(config.get("attn_logit_softcapping")),
             capped_bytes=bytes_per_element if any(config.get(field) for field in _LOGIT_CAPS) else 0,
             drops_weights=any(config.get(field) for field in WEIGHT_DROPOUT),
@@ -367,17 +338,17 @@ class ModelSpec:
             states=states,
             index=config_index(config, num_layers),
             can_keep_qkv=states.is_empty and all(own.num_made == 2 for own in heads),
-            gates_output=is_gated,
-            has_wide_norms=is_gated or is_gemma4,
-            has_wide_hidden=config.get("model_type") in _WIDE_TYPES and bool(config.get("residual_in_fp32", True)),
-            scales_residuals=config.get("model_type") == "zaya",
-            passed_elements=int(config["router_hidden_size"]) if config.get("model_type") == "zaya" else 0,
-            cuts_heads=config.get("model_type") in CUT_TYPES and not any(config.get(field) for field in WEIGHT_DROPOUT),
+            gates_output=traits.gates_output,
+            has_wide_norms=traits.wide_norms,
+            has_wide_hidden=traits.wide_hidden and bool(config.get("residual_in_fp32", True)),
+            scales_residuals=traits.scales_residuals,
+            passed_elements=int(config[traits.passed_field]) if traits.passed_field else 0,
+            cuts_heads=traits.cuts_heads and not any(config.get(field) for field in WEIGHT_DROPOUT),
             experts=experts,
             heads=heads,
-            norms_results=is_gemma4,
-            norms_values=is_gemma4,
-            hands_kv_on=is_gemma4 and bool(heads),
+            norms_results=traits.norms_results,
+            norms_values=traits.norms_values,
+            hands_kv_on=traits.global_heads and bool(heads),
             own_input_size=own_input_size,
             table_parameters=num_layers * own_input_size * int(config.get("vocab_size_per_layer_input") or 0),
             **latent,
@@ -630,7 +601,7 @@ def _shared_blocks(config: Mapping[str, Any], spec: ModelSpec) -> int:
     All layers with attention share one block of attention and an MLP, or several in turn. Each has a matrix behind it, and those
     of Zamba 2 adapters of their own.
     """
-    if config.get("model_type") not in SHARED_TYPES:
+    if traits_of(config).mlp != "with_attention":
         return 0
     hidden, own_mlp = spec.hidden_size, int(config["intermediate_size"])
     num_layers, rank = spec.num_attending, int(config.get("adapter_rank") or 0)

@@ -18,9 +18,9 @@ from helpers.ranks.pipeline_steps import check_pipeline
 from helpers.ranks.rank_steps import check_layout_step, check_step
 from helpers.trainers.trainer_runs import problems_at_start
 
+from hf_longctx.families.registry import FAMILIES, family_of
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.models.dropout import KEYED_FIELDS
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import StepPlan
@@ -89,9 +89,9 @@ def test_wrong_keys_are_noticed(ranks, bug: str) -> None:
         check_step(ranks(num_ranks), CASE, plan, [13, 11], bug=bug)
 
 
-@pytest.mark.parametrize("name", KEYED_FIELDS)
+@pytest.mark.parametrize("name", [family.causal for family in FAMILIES if family.dropout_fields])
 def test_dropout_of_residuals_and_embeddings_matches(name: str) -> None:
-    rates = dict.fromkeys(KEYED_FIELDS[name], 0.2)
+    rates = dict.fromkeys(family_of(name).dropout_fields, 0.2)
 
     def step(plan: StepPlan, recomputes: bool = False) -> class_sweep.Step:
         model = build_any(name, **rates)

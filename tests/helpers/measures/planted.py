@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
+from hf_longctx.families.family import Modules
 from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
 from hf_longctx.hf.models import states as functions
@@ -81,7 +82,7 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "positions of the shard": _own_positions,
         "frequencies of the slice": _frequencies_of_slices,
         "windows ignored": lambda: replaced(attention, "AttentionPattern", lambda **settings: CAUSAL),
-        "queries scaled by their place in the row": lambda: patch.object(attention, "_TEMPERED", ()),
+        "queries scaled by their place in the row": lambda: patch.object(attention, "MODULES", Modules()),
         "neighbour's keys": _neighbours_keys,
         "neighbour's keys in rings": _neighbours_block,
         "gradients of keys and values dropped": _dropped_gradients,

@@ -84,9 +84,11 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
 
 
 def _refused_wrappers() -> list[str]:
-    from hf_longctx.hf.models.wrapped.classes import WRAPPED_REFUSALS
+    from hf_longctx.families.refused import REASONS
+    from hf_longctx.families.registry import FAMILIES
 
-    reasons = {name: reason for reason, names in WRAPPED_REFUSALS.items() for name in names}
+    refused = ((name, REASONS[reason]) for family in FAMILIES for name, reason in family.refused.items())
+    reasons = {name: reason.text for name, reason in refused if not reason.summary}
     rows = [f"| {name} | {reasons[name]} |" for name in sorted(reasons)]
     return ["", _OTHER_WRAPPERS, "", "| class | why, and what it would need: the class |", "|---|---|", *rows]
 
@@ -125,9 +127,9 @@ def main() -> None:
     from helpers.models.any_model import build_any, class_names
     from helpers.ranks.rank_pool import RankPool
 
-    from hf_longctx.hf.models.classes import TESTED_MODELS, refusal_of
+    from hf_longctx.families.registry import TESTED_MODELS, WRAPPED_MODELS
     from hf_longctx.hf.models.logits import head_problem
-    from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+    from hf_longctx.hf.rules.classes import reason_of
 
     pool = RankPool(2)
     outcomes = {}
@@ -135,7 +137,7 @@ def main() -> None:
         outcomes[name] = cells_of(sweep(name, pool), head_problem(build_any(name)))
         print(name, outcomes[name], flush=True)
     pool.close()
-    refused = {name: refusal_of(name).summary for name in class_names() if name not in TESTED_MODELS}
+    refused = {name: reason_of(name).summary for name in class_names() if name not in TESTED_MODELS}
     wrapped = {name: {"text model": text} | outcomes.pop(name) for name, text in WRAPPED_MODELS.items()}
     FILE.write_text(table(outcomes, refused, wrapped, transformers.__version__))
 

@@ -19,8 +19,8 @@ from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, Pla
 from hf_longctx.hf.data.labels import task_of
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
-from hf_longctx.hf.models.classes import class_problem
 from hf_longctx.hf.models.heads import CLASSIFIERS
+from hf_longctx.hf.rules.classes import class_problem
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups import GroupPool

@@ -16,10 +16,10 @@ from helpers.models.versions import is_newer, newest
 from helpers.trainers.trainer_runs import problems_at_start
 from peft import LoraConfig, get_peft_model
 
-from hf_longctx.hf.models.classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
+from hf_longctx.families.registry import FAMILIES, TESTED_MODELS, WRAPPED_MODELS
 from hf_longctx.hf.models.logits import head_problem
 from hf_longctx.hf.models.towers import text_part
-from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
+from hf_longctx.hf.rules.classes import class_problem, layer_of, reason_of
 
 # learned positions and biases without RoPE, a window in masks alone, sinks and experts, norms used twice, states, layers
 # with neither attention nor a state, a context that layers drop, a multimodal class, no attention at all,
@@ -30,6 +30,10 @@ FAST = (
     *("DeepseekV32ForCausalLM", "HYV4ForCausalLM"),
 )
 # whose configs cannot be made small by the names of their fields
+# class that is no multimodal one -> why it is refused
+REFUSED = {
+    name: reason for family in FAMILIES for name in family.refused if (reason := reason_of(name)) is not None and reason.summary
+}
 UNBUILT = (
     *("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM", "Qwen4ExpForCausalLM", "ReformerModelWithLMHead"),
 )
@@ -87,22 +91,20 @@ def test_every_class_is_tested_or_refused_and_the_page_says_so() -> None:
     exact, refused, wrapped = read_page()
     assert set(wrapped) == set(WRAPPED_MODELS) and sorted(wrapped) == list(wrapped)
     assert set(exact) == set(TESTED_MODELS) and len(TESTED_MODELS) >= AT_LEAST_EXACT
-    assert refused == {name: refusal_of(name).summary for refusal in REFUSALS for name in refusal.classes}
+    assert refused == {name: reason.summary for name, reason in REFUSED.items()}
     unknown = sorted(set(class_names()) - {*exact, *refused})
     assert set(exact).isdisjoint(refused) and {*exact, *refused} <= set(class_names()) and (is_newer or not unknown)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [name for refusal in REFUSALS for name in refusal.classes if name not in UNBUILT])
+@pytest.mark.parametrize("name", [name for name in REFUSED if name not in UNBUILT])
 def test_a_refused_class_is_refused_by_class_and_layer(name: str) -> None:
-    refusal = refusal_of(name)
+    reason = REFUSED[name]
     with torch.device("meta"):
         model = build_any(name, is_random=False)
     problem = class_problem(model)
-    assert (
-        problem.startswith(f"model class {name} is not supported: ") and refusal.text in problem and "docs/models.md" in problem
-    )
-    assert bool(refusal.layer) == bool(layer_of(model, refusal)) and layer_of(model, refusal) in problem
+    assert problem.startswith(f"model class {name} is not supported: ") and reason.text in problem and "docs/models.md" in problem
+    assert bool(reason.layer) == bool(layer_of(model, reason)) and layer_of(model, reason) in problem
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from helpers.models.versions import newest
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hf_longctx.families.registry import FAMILIES, MIXERS
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models import states as methods
 from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
-from hf_longctx.hf.models.states import FAMILIES, METHODS, MIXERS, STAND_INS, MixerCall, family_of, mixers_of, state_problems
+from hf_longctx.hf.models.states import METHODS, STAND_INS, MixerCall, mixer_of, mixers_of, state_problems
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import GroupContext
@@ -63,21 +64,20 @@ def test_a_copy_has_doors_of_its_own() -> None:
 
 def test_every_row_names_classes_and_functions_of_transformers() -> None:
     for family in FAMILIES:
-        for name, mixer in zip(family.models, family.mixers, strict=True):
-            model_class = getattr(transformers, name)
-            forward = inspect.unwrap(getattr(sys.modules[model_class.__module__], mixer).forward)
-            assert set(family.functions) <= set(forward.__code__.co_names) & STAND_INS.keys()
-            assert set(family.methods) <= METHODS.keys()
-            assert not family.heads or hasattr(model_class.config_class(), family.heads)
-    assert set(MIXERS) == {mixer for family in FAMILIES for mixer in family.mixers}
+        for mixer in family.mixers:
+            model_class = getattr(transformers, family.causal)
+            forward = inspect.unwrap(getattr(sys.modules[model_class.__module__], mixer.name).forward)
+            assert set(mixer.functions) <= set(forward.__code__.co_names) & STAND_INS.keys()
+            assert set(mixer.methods) <= METHODS.keys()
+            assert not mixer.heads or hasattr(model_class.config_class(), mixer.heads)
 
 
 @pytest.mark.parametrize("case", [CASE, ModelCase("bamba", num_layers=4)], ids=lambda case: case.family)
 def test_plans_and_the_self_test_run_without_installed_kernels(monkeypatch, case: ModelCase) -> None:
     model = build_model(case)
-    family, module = family_of(model), sys.modules[type(model).__module__]
+    mixer, module = mixer_of(model), sys.modules[type(model).__module__]
     plain = model(IDS, use_cache=False).logits
-    for name in filter(None, (*family.functions, family.fused)):
+    for name in filter(None, (*mixer.functions, mixer.fused)):
 
         @functools.wraps(inspect.unwrap(vars(module)[name]))
         def kernel(*args: Any, **keywords: Any) -> Any:
@@ -219,8 +219,8 @@ def test_hooks_where_plans_pass_other_tensors_are_refused(class_name: str, owner
 def test_a_forward_that_leaves_a_function_out_is_noticed(monkeypatch) -> None:
     model = build_model(CASE)
     patch_model(model)
-    family = replace(MIXERS["Qwen3_5GatedDeltaNet"], functions=("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "l2norm"))
-    monkeypatch.setitem(MIXERS, "Qwen3_5GatedDeltaNet", family)
+    mixer = replace(MIXERS["Qwen3_5GatedDeltaNet"], functions=("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "l2norm"))
+    monkeypatch.setitem(MIXERS, "Qwen3_5GatedDeltaNet", mixer)
     with pytest.raises(RuntimeError, match="called causal_conv1d_fn, torch_chunk_gated_delta_rule in place of "):
         model(IDS, use_cache=False, longctx=lone_context())
 

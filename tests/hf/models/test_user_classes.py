@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
 from transformers.utils.generic import can_return_tuple
 
-from hf_longctx.hf.models.classes import class_problem
+from hf_longctx.hf.rules.classes import class_problem
 
 
 class NamedLlamaForSequenceClassification(LlamaForSequenceClassification):

@@ -17,8 +17,8 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hf_longctx.families.registry import TESTED_MODELS
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.rules.models import lacking_problems

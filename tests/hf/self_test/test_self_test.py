@@ -29,6 +29,7 @@ from helpers.trainers.trainer_runs import make_trainer, train_on_rank, training_
 from transformers import Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
+from hf_longctx.families.family import Modules
 from hf_longctx.hf.models import attention
 from hf_longctx.hf.self_test import check
 from hf_longctx.hf.self_test import reduced_copy as copies
@@ -405,7 +406,7 @@ def test_chunks_and_queries_scaled_by_position_are_noticed_at_the_sizes_of_real_
 @pytest.mark.parametrize("is_applied,said", [(False, "self-test passed"), (True, "layer 0 (full_attention) is the first")])
 def test_a_window_that_transformers_does_not_use_is_none(monkeypatch, is_applied: bool, said: str) -> None:
     if is_applied:
-        monkeypatch.setattr(attention, "_WINDOW_OF_CONFIG", ("MoshiAttention",))
+        monkeypatch.setattr(attention, "MODULES", Modules(window_of_config=("MoshiAttention",)))
     try:
         found = self_tested(patched(build_any("MoshiForCausalLM")))
     except ValueError as error:

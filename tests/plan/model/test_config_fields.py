@@ -13,10 +13,9 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_longctx.hf.models.classes import TESTED_MODELS
+from hf_longctx.families.registry import TESTED_MODELS, WRAPPED_MODELS
 from hf_longctx.hf.models.positions import has_limit, max_positions
 from hf_longctx.hf.models.spec import config_spec
-from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.plan.model.config import has_position_table
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.sim.models import read_model

@@ -1,14 +1,13 @@
-"""The table of functions that run as kernels says what the models themselves say, for every class that runs."""
+"""The registry of functions that run as kernels says what the models themselves say, for every class that runs."""
 
 from __future__ import annotations
 
 from helpers.models.any_model import build_any
 
-from hf_longctx.hf.models.classes import TESTED_MODELS
+from hf_longctx.families.registry import FAMILIES, TESTED_MODELS, WRAPPED_MODELS
 from hf_longctx.hf.models.kernels import FusedLayers
-from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS
 from hf_longctx.hf.run.run import _covered
-from hf_longctx.plan.model.config import KERNELS, kernels_of_config
+from hf_longctx.plan.model.config import kernels_of_config
 
 
 def test_the_table_says_of_every_class_what_its_models_say() -> None:
@@ -22,8 +21,8 @@ def test_the_table_says_of_every_class_what_its_models_say() -> None:
         if covered != fields:
             wrong[name] = f"table {fields}, model {covered}"
     assert not wrong
-    # a type that no class has would never be missed
-    assert set().union(*KERNELS.values()) <= kinds
+    # a family whose model types no class has would never be missed
+    assert all(kinds & {*family.model_types} for family in FAMILIES if family.traits.kernels)
 
 
 def test_configs_without_the_type_of_their_decoder_have_its_kernels() -> None:

@@ -10,7 +10,7 @@ from helpers.models.reference import TOLERANCE, relative_error
 from helpers.ranks.rank_steps import mesh, whole
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.experts import SPREAD_EXPERTS
+from hf_longctx.families.registry import MODULES
 from hf_longctx.runtime.execution.experts import spread_experts
 
 HIDDEN_SIZE, NUM_EXPERTS, NUM_CHOSEN = 32, 4, 2
@@ -56,8 +56,8 @@ def worst_errors(rank_tokens: tuple[int, ...], names: tuple[str, ...], chosen_fr
 
 
 def test_every_class_of_experts_computes_as_one_module(ranks) -> None:
-    for errors in ranks(2).run(worst_errors, (5, 3), SPREAD_EXPERTS, 0):
-        assert errors.keys() == set(SPREAD_EXPERTS)
+    for errors in ranks(2).run(worst_errors, (5, 3), MODULES.experts, 0):
+        assert errors.keys() == set(MODULES.experts)
         assert max(errors.values()) <= TOLERANCE, {name: error for name, error in errors.items() if error > TOLERANCE}
 
 

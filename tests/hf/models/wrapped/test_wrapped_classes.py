@@ -13,13 +13,18 @@ import transformers
 from helpers.models.any_model import build_any, tiny_config
 from transformers.models.auto import modeling_auto
 
+from hf_longctx.families.refused import REASONS
+from hf_longctx.families.registry import FAMILIES, TESTED_MODELS, WRAPPED_MODELS
 from hf_longctx.hf.data.scan import scan_dataset
-from hf_longctx.hf.models.classes import TESTED_MODELS, class_problem, refusal_of
 from hf_longctx.hf.models.towers import placeholder_ids
-from hf_longctx.hf.models.wrapped.classes import WRAPPED_MODELS, WRAPPED_REFUSALS, wrapped_refusal
+from hf_longctx.hf.rules.classes import class_problem, reason_of
 
 # classes that the installed transformers has, by name, since `hasattr` would import them; older versions lack some
 HERE = sorted({*WRAPPED_MODELS} & {*dir(transformers)})
+# (why, class) of refused multimodal classes
+REFUSED = [
+    (REASONS[reason].text, name) for family in FAMILIES for name, reason in family.refused.items() if not REASONS[reason].summary
+]
 # fields with ids of tokens that a class compares with those of a row without replacing their embeddings: ends of images
 MARKS = re.compile(r"(vision|image|im|video|audio|low_res_image|frame)_(start|end|newline)_(token_)?id|user_token_id")
 
@@ -35,21 +40,11 @@ def test_every_class_that_the_auto_classes_build_around_towers_is_listed_or_refu
     causal = built_by(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     names = built_by(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names |= {name for name in causal if name.endswith("ForConditionalGeneration")}
-    unknown = {
-        name
-        for name in names
-        if name not in (*WRAPPED_MODELS, *TESTED_MODELS) and not wrapped_refusal(name) and refusal_of(name) is None
-    }
+    unknown = {name for name in names if name not in (*WRAPPED_MODELS, *TESTED_MODELS) and reason_of(name) is None}
     assert unknown == set()
 
 
-def test_no_class_is_both_listed_and_refused_or_refused_twice() -> None:
-    refused = [name for names in WRAPPED_REFUSALS.values() for name in names]
-    assert len(refused) == len(set(refused)) and not set(refused) & {*WRAPPED_MODELS, *TESTED_MODELS}
-    assert list(WRAPPED_MODELS) == sorted(WRAPPED_MODELS)
-
-
-@pytest.mark.parametrize("reason,name", [(reason, name) for reason, names in WRAPPED_REFUSALS.items() for name in names])
+@pytest.mark.parametrize("reason,name", REFUSED)
 def test_a_refused_class_is_refused_by_name_with_what_would_be_needed(reason: str, name: str) -> None:
     # the check reads the class alone, and some of these cannot be made small
     model = type(name, (torch.nn.Module,), {})()

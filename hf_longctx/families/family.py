@@ -1,0 +1,220 @@
+"""Defines the records of the registry: what is known about one family of model classes. Plain data, standard library only.
+
+A family is one folder of `transformers/models`. It has at most one causal language model, one multimodal class and one decoder,
+so one record has one `Traits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Facts of a decoder that the planner needs and `config.json` does not say. The defaults hold for Llama and most others."""
+
+    # MLPs have a gate, or an activation that keeps as many tensors as one
+    gated_mlp: bool = True
+    # policies can run MLPs alone, in token tiles
+    tiles_mlps: bool = True
+    # where layers have an MLP: all of them; none, or one that counts as a part of the mixer; only layers with attention, all of
+    # which share one block, whose attention reads the embeddings beside hidden states; those that the list of layer types names
+    mlp: Literal["in_every_layer", "in_mixer", "with_attention", "by_layer_name"] = "in_every_layer"
+    # width of the MLP in hidden sizes, if the config does not give it; 0: it must
+    mlp_times_hidden: int = 0
+    # the MLP is this many times narrower than the config says
+    mlp_divisor: int = 1
+    # field with the width of the MLP in a model without experts
+    dense_field: str = ""
+    # every token runs through all experts, which get zeros where it did not choose them
+    runs_all_experts: bool = False
+    # inner tensors that an expert saves because it clamps them
+    expert_clamps: int = 0
+    # the runtime finds the norms of layers by their names, and runs them in token tiles
+    tiles_norms: bool = True
+    # queries and keys are normalized; other classes set `use_qk_norm`
+    qk_norms: bool = False
+    # norms keep the product before their weight in fp32
+    wide_norms: bool = False
+    # outputs of attention and of MLPs are normalized, too
+    norms_results: bool = False
+    # values are normalized, too
+    norms_values: bool = False
+    # attention's output is multiplied by a gate
+    gates_output: bool = False
+    # attention may run in pieces of its heads
+    cuts_heads: bool = False
+    # layers without a window have heads of their own size, and some share keys and values
+    global_heads: bool = False
+    # layers with more KV heads than the config says: all, one for each query head; or those with a window, twice as many
+    kv_heads: Literal["", "all", "doubled_in_windows"] = ""
+    # layers with a window if the config lists no layer types: none; all; those from `max_window_layers` on; those without RoPE;
+    # or those that `block_types` names
+    windows: Literal["", "all", "from_max_window_layers", "without_rope", "blocks"] = ""
+    # every n-th layer has full attention and the others have a window; 0: `windows` says it
+    full_every: int = 0
+    # `sliding_window` counts only if `use_sliding_window` is set
+    window_switch: bool = False
+    # positions are limited: a table has a row for each, or attention's bias is made for so many; or they also count from the
+    # padding token
+    positions: Literal["", "table", "from_padding"] = ""
+    # hidden states between layers are in at least fp32, unless `residual_in_fp32` says otherwise
+    wide_hidden: bool = False
+    # layers get an input of their own from a table, in the sizes of `hidden_size_per_layer_input`
+    layer_inputs: bool = False
+    # residuals and what is added to them are multiplied by weights
+    scales_residuals: bool = False
+    # field with the size of what layers hand on beside hidden states
+    passed_field: str = ""
+    # number of layers: as the config says; that of its layer types; or twice as many, since each calls attention twice
+    layers: Literal["", "of_types", "doubled"] = ""
+    # row of `STATES` in `plan/model/layers.py` for layers with a state; empty: fields of the config tell
+    state: str = ""
+    # functions of all layers that run as single kernels where layers are compiled: norms, gates, rotary
+    kernels: tuple[str, ...] = ()
+    # why runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles
+    keeps_all: str = ""
+
+
+# traits of decoders about which nothing is special but which functions of all their layers have kernels
+NORMS, GATES, ROTARY = (Traits(kernels=(name,)) for name in ("norms", "gates", "rotary"))
+NORMS_AND_ROTARY = Traits(kernels=("norms", "rotary"))
+ALL_KERNELS = Traits(kernels=("norms", "gates", "rotary"))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAttention:
+    """How plans run the attention of a class that writes it out itself."""
+
+    # names of its attention class and its decoder layer class
+    attention: str
+    layer: str
+    # attention gets a cache of ours; otherwise its method `_attn` is replaced
+    takes_cache: bool = False
+    # attribute by which that method divides scores; empty if it does not
+    divisor: str = ""
+    # attribute of the module by which that method drops weights
+    dropout: str = ""
+    # attention cannot go without a mask; that of plans is a single number
+    keeps_mask: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """How plans run a mixer with a state along the sequence: which functions of its forward they replace."""
+
+    # name of the mixer class
+    name: str
+    # functions that the mixer's forward calls, once each; `STAND_INS` has ours
+    functions: tuple[str, ...] = ()
+    # its name in the config's `layer_types`
+    layer_type: str = "linear_attention"
+    # field of the config with the number of heads that have a state of their own; empty if there are as many as channels, or if
+    # the mixer has a convolution alone
+    heads: str = ""
+    # function that may do everything at once, which plans leave out
+    fused: str = ""
+    # types of layers that mix no tokens, or that have attention beside a mixer
+    other_types: tuple[str, ...] = ()
+    # attribute of the mixer with the number of calls of the last function, if there may be several
+    scans: str = ""
+    # paths of methods from the mixer that its forward calls in place of functions; one that it calls twice stands there twice
+    methods: tuple[str, ...] = ()
+    # class of the module around a mixer that gets the plan's context and does not pass it on; empty if mixers get it
+    parent: str = ""
+    # the model leaves its states in a cache of transformers
+    fills_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Facts of single module classes of a family, by their names, for patches and checks."""
+
+    # experts that can be spread over ranks: their forward adds up weighted results of single experts, and every weight has one
+    # entry for each expert
+    experts: tuple[str, ...] = ()
+    # routers that return the logits, scores and indices of a token's experts
+    routers: tuple[str, ...] = ()
+    # MLPs that return two values; the layer drops the second one
+    mlps_of_two: tuple[str, ...] = ()
+    # MLPs that get more than hidden states, by an argument with a default
+    mlps_of_more: tuple[str, ...] = ()
+    # decoder layers that return a tuple, hidden states first, unless their class says that it is a tensor -> its length
+    tuples: Mapping[str, int] = field(default_factory=dict)
+    # decoder layers that return the keys they have chosen, or got by this keyword, beside hidden states
+    passed_on: Mapping[str, str] = field(default_factory=dict)
+    # classes that leave the context out -> attributes with the modules that they call, or with lists of such modules
+    hands_down: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # classes that run long rows in pieces in evaluation, with a cache; under a plan they run as in training
+    in_pieces: tuple[str, ...] = ()
+    # attention whose attribute `indexer` chooses keys, if it is not None
+    indexed: tuple[str, ...] = ()
+    # attention that its masks alone limit; all layers have the config's window
+    window_of_config: tuple[str, ...] = ()
+    # attention that scales the queries of layers without RoPE by their position in the row
+    tempered: tuple[str, ...] = ()
+    # layers with a window setting that they use neither in their masks nor in an attention function
+    unused_windows: tuple[str, ...] = ()
+    # embeddings of positions that are counted from the start of the row
+    row_positions: tuple[str, ...] = ()
+    # classifiers that write out the forward of transformers' generic class
+    like_generic: tuple[str, ...] = ()
+    # modules of towers that transformers runs on rows of text, too, though nothing of what they give is used
+    run_on_text: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why classes are refused."""
+
+    # says what the first module that matches `layer` does; without `layer`, what the class itself does
+    text: str
+    # in a few words, for the table of models; empty for multimodal classes, whose text stands there
+    summary: str = ""
+    # regular expression for the names and classes of modules
+    layer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of model classes: its names, the traits of its decoder, and what patches and checks must know of it."""
+
+    # folder of `transformers/models`
+    folder: str
+    # causal language model that runs exactly; empty if none does
+    causal: str = ""
+    # values of `model_type` in configs of the family; empty: the folder's name
+    types: tuple[str, ...] = ()
+    traits: Traits = Traits()
+    # multimodal class that runs rows of text, and the text model with which it is tested
+    wrapper: str = ""
+    text: str = ""
+    # decoder that is tested, if the config may name any
+    decoder: str = ""
+    # class that is refused -> its reason in `REASONS`
+    refused: Mapping[str, str] = field(default_factory=dict)
+    modules: Modules = Modules()
+    # in the order in which a layer calls them
+    mixers: tuple[Mixer, ...] = ()
+    own_attention: OwnAttention | None = None
+    # fields with rates of dropout that is all in modules that see hidden states
+    dropout_fields: tuple[str, ...] = ()
+    # layers drop residuals at the rate of attention weights, too, or scale outputs after the weights that they return
+    drops_more_than_weights: bool = False
+    # peft passes hidden states to the model, so that stages can run its adapters
+    adapted_stages: bool = True
+    # RoPE is scaled once more by the longest position in a forward, so that only unscaled RoPE is supported
+    default_rope_only: bool = False
+    # masks support attention chunks
+    attention_chunks: bool = False
+    # hands on the `image_outputs` of the text model's output, which has none: plain transformers 5.24 raises AttributeError
+    reads_image_outputs: bool = False
+    # without jitter, routers get no gradient
+    jitter_trains_routers: bool = False
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Values of `model_type` in configs of the family."""
+        return self.types or (self.folder,)

@@ -1,0 +1,162 @@
+"""Lists the families with refused classes only, and the reasons by their names."""
+
+from __future__ import annotations
+
+from hf_longctx.families.family import Family, Reason, Traits
+
+# words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
+STATE_WORDS = (
+    r"Mamba|DeltaNet|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent(?!Gemma)|RecurrentBlock|"
+    r"RgLru|xLSTMLayer|[ms]LSTM|Rwkv(?!Block|Model)|TimeMix|CCA|Mixer$"
+)
+
+# why a causal language model is refused; an unknown class gets the first whose layer it has as a hint
+REASONS: dict[str, Reason] = {
+    "own_attention": Reason(
+        "declares no attention backend: its attention is written out in its own file", "declares no attention backend"
+    ),
+    "state": Reason(
+        "carries a state from token to token (linear attention, SSM, convolution), which plans neither reset at a new document "
+        "nor pass on between ranks",
+        "linear attention, SSM, convolution or another state along the sequence",
+        STATE_WORDS,
+    ),
+    "cross_attention": Reason(
+        "reads a second sequence (cross attention), and the class takes no positions that restart at each document",
+        "cross attention",
+        r"encoder_attn|[cC]ross_?[aA]tt",
+    ),
+    "compressed_keys": Reason(
+        "compresses the keys of several tokens into one and lets an index choose among these; plans would have to start every "
+        "compression anew at a new document, and to pass compressed keys on between ranks and slices",
+        "compressed keys",
+        r"[cC]ompress",
+    ),
+    "mask_of_values": Reason(
+        "makes a mask of its own from keys or values, which plans would leave out", "a mask made from the values", r"Attention$"
+    ),
+    "several_calls": Reason(
+        "calls attention several times in one forward, but slices keep only one set of keys and values for each layer",
+        "attention that runs several times per layer",
+        r"Attention$|MLA$",
+    ),
+    "other_inputs": Reason(
+        "reads more than token ids and positions (codebooks, images, hidden states of another model)",
+        "inputs beside tokens and positions",
+    ),
+}
+# why rows of text under plans cannot follow a multimodal class, and what would be needed
+REASONS |= {
+    "encoder_on_text": Reason(
+        "reads images, sound or another second sequence by cross attention, an encoder or learned queries, in rows of text, too; "
+        "plans would have to run that part for every document"
+    ),
+    "no_image_token": Reason(
+        "names no token that stands for an image, so that plans could not tell rows with images from text; its config would have "
+        "to name one"
+    ),
+    "cache_masks": Reason(
+        "has layers of type reference_sliding_attention, whose masks depend on a cache that plans do not make; plans would have "
+        "to know that they see everything in training"
+    ),
+    "prefix_masks": Reason("lets tokens of a prompt see later ones; plans would have to pass such masks to attention"),
+    "other_loss": Reason(
+        "is trained by another loss than that of next tokens, to denoise blocks of tokens or actions; plans would have to draw "
+        "its noise"
+    ),
+    "hidden_logits": Reason(
+        "hides the logits of image tokens after the head; plans would have to do so in every tile of the loss"
+    ),
+    "unknown_mixer": Reason(
+        "has layers with a state along the sequence that plans neither reset at a new document nor pass on; its mixers would "
+        "need a convolution and a scan that plans know"
+    ),
+    "unknown_index": Reason(
+        "chooses keys by an index that plans do not know, of pooled keys or beside keys and values of earlier layers; plans "
+        "would have to run that index within documents"
+    ),
+    "no_head": Reason("names no output head; transformers would have to return it by get_output_embeddings"),
+    "token_type_ids": Reason(
+        "asks for mm_token_type_ids in training, which rows of text lack; the self-test and evaluations would have to pass zeros"
+    ),
+}
+
+REFUSED: tuple[Family, ...] = (
+    Family("bart", refused={"BartForCausalLM": "cross_attention"}),
+    Family("big_bird", refused={"BigBirdForCausalLM": "own_attention"}),
+    Family("bigbird_pegasus", refused={"BigBirdPegasusForCausalLM": "cross_attention"}),
+    Family("blenderbot", refused={"BlenderbotForCausalLM": "cross_attention"}),
+    Family("blenderbot_small", types=("blenderbot-small",), refused={"BlenderbotSmallForCausalLM": "cross_attention"}),
+    Family("blip", refused={"BlipForConditionalGeneration": "encoder_on_text"}),
+    Family("blip_2", types=("blip-2",), refused={"Blip2ForConditionalGeneration": "encoder_on_text"}),
+    Family("blt", refused={"BltForCausalLM": "cross_attention"}),
+    Family("chameleon", refused={"ChameleonForConditionalGeneration": "hidden_logits"}),
+    Family("clvp", refused={"ClvpForCausalLM": "own_attention"}),
+    Family("cpmant", refused={"CpmAntForCausalLM": "own_attention"}),
+    Family("csm", refused={"CsmDepthDecoderForCausalLM": "other_inputs"}),
+    Family("ctrl", refused={"CTRLLMHeadModel": "own_attention"}),
+    Family("deepseek_v4", refused={"DeepseekV4ForCausalLM": "compressed_keys"}),
+    Family("diffllama", refused={"DiffLlamaForCausalLM": "several_calls"}),
+    Family("diffusion_gemma", refused={"DiffusionGemmaForBlockDiffusion": "other_loss"}),
+    Family("doge", refused={"DogeForCausalLM": "mask_of_values"}),
+    Family("dory", refused={"DoryForCausalLM": "several_calls"}),
+    Family("evolla", refused={"EvollaForProteinText2Text": "encoder_on_text"}),
+    Family("florence2", refused={"Florence2ForConditionalGeneration": "encoder_on_text"}),
+    Family("gemma4_assistant", refused={"Gemma4AssistantForCausalLM": "other_inputs"}),
+    Family("gemma4_unified_assistant", refused={"Gemma4UnifiedAssistantForCausalLM": "other_inputs"}),
+    Family("git", refused={"GitForCausalLM": "other_inputs"}),
+    Family(
+        "glm5_next",
+        types=("glm5_next", "glm5_next_text"),
+        traits=Traits(state="kimi_delta"),
+        refused={"Glm5NextForConditionalGeneration": "unknown_index"},
+    ),
+    Family("hrm_text", refused={"HrmTextForCausalLM": "several_calls"}),
+    Family("idefics", refused={"IdeficsForVisionText2Text": "encoder_on_text"}),
+    Family(
+        "inkling",
+        types=("inkling_mm_model", "inkling_text"),
+        refused={"InklingForCausalLM": "state", "InklingForConditionalGeneration": "unknown_mixer"},
+    ),
+    Family("inkling2", refused={"Inkling2ForCausalLM": "state", "Inkling2ForConditionalGeneration": "unknown_mixer"}),
+    Family(
+        "inkling2_loop", refused={"Inkling2LoopForCausalLM": "state", "Inkling2LoopForConditionalGeneration": "unknown_mixer"}
+    ),
+    Family("instructblip", refused={"InstructBlipForConditionalGeneration": "encoder_on_text"}),
+    Family("instructblipvideo", refused={"InstructBlipVideoForConditionalGeneration": "encoder_on_text"}),
+    Family("kosmos2", types=("kosmos-2",), refused={"Kosmos2ForConditionalGeneration": "no_image_token"}),
+    Family("kosmos2_5", types=("kosmos-2.5",), refused={"Kosmos2_5ForConditionalGeneration": "no_image_token"}),
+    Family("marian", refused={"MarianForCausalLM": "cross_attention"}),
+    Family("mbart", refused={"MBartForCausalLM": "cross_attention"}),
+    Family("mistral_large4", refused={"MistralLarge4ForConditionalGeneration": "unknown_index"}),
+    Family("mllama", refused={"MllamaForCausalLM": "cross_attention", "MllamaForConditionalGeneration": "encoder_on_text"}),
+    Family("molmo2", refused={"Molmo2ForConditionalGeneration": "token_type_ids"}),
+    Family("musicgen", types=("musicgen_decoder",), refused={"MusicgenForCausalLM": "cross_attention"}),
+    Family("musicgen_melody", refused={"MusicgenMelodyForCausalLM": "other_inputs"}),
+    Family("mvp", refused={"MvpForCausalLM": "own_attention"}),
+    Family("nemotron_h_omni", refused={"NemotronH_Omni_Reasoning_V3": "no_head"}),
+    Family("openai", types=("openai-gpt",), refused={"OpenAIGPTLMHeadModel": "own_attention"}),
+    Family("paligemma", refused={"PaliGemmaForConditionalGeneration": "prefix_masks"}),
+    Family("pegasus", refused={"PegasusForCausalLM": "cross_attention"}),
+    Family("pi0", refused={"PI0ForConditionalGeneration": "other_loss"}),
+    Family("pix2struct", refused={"Pix2StructForConditionalGeneration": "encoder_on_text"}),
+    Family("plbart", refused={"PLBartForCausalLM": "cross_attention"}),
+    Family("pp_formulanet", refused={"PPFormulaNetForConditionalGeneration": "encoder_on_text"}),
+    Family("prophetnet", refused={"ProphetNetForCausalLM": "own_attention"}),
+    Family(
+        "qwen4_exp",
+        types=("qwen4_exp", "qwen4_exp_text"),
+        traits=Traits(state="gated_delta"),
+        refused={"Qwen4ExpForCausalLM": "state", "Qwen4ExpForConditionalGeneration": "unknown_mixer"},
+    ),
+    Family("reformer", refused={"ReformerModelWithLMHead": "own_attention"}),
+    Family("t5gemma2", refused={"T5Gemma2ForConditionalGeneration": "encoder_on_text"}),
+    Family("trocr", refused={"TrOCRForCausalLM": "own_attention"}),
+    Family("udop", refused={"UdopForConditionalGeneration": "encoder_on_text"}),
+    Family("unlimited_ocr", refused={"UnlimitedOcrForConditionalGeneration": "cache_masks"}),
+    Family("vision_encoder_decoder", types=("vision-encoder-decoder",), refused={"VisionEncoderDecoderModel": "encoder_on_text"}),
+    Family("whisper", refused={"WhisperForCausalLM": "cross_attention"}),
+    Family("xglm", refused={"XGLMForCausalLM": "own_attention"}),
+    Family("xlm", refused={"XLMWithLMHeadModel": "own_attention"}),
+    Family("xlnet", refused={"XLNetLMHeadModel": "own_attention"}),
+)
