@@ -1,10 +1,10 @@
 """Measures a machine for the cost model: a grid of chunks run by the executor, all-to-alls per degree, copies to the host.
 
-`hf.calibration` calls it for `hf-longctx calibrate`.
+`hf.calibration` calls it for `hf-longctx calibrate`. Every measurement is collective over the pool's ranks, which work at the
+same time, as in a step: they share memory, links and the host's bus. Rank 0 decides what runs next and when time is up, so that
+ranks never wait for each other in different collectives.
 
-Every measurement is collective over the pool's ranks, which all work at once, as in a step: they share memory, links and the
-host's bus. Rank 0 decides what runs next and when time is up, so that ranks never wait for each other in different collectives.
-The first run of everything is discarded. The result is the lower quartile of the other runs, because disturbances only make runs
+The first run of everything is discarded. The result is the lower quartile of the others, because disturbances only make runs
 longer, and on a shared machine often most of them.
 """
 
@@ -29,22 +29,22 @@ from hf_longctx.runtime.process_groups import GroupPool
 
 Value = TypeVar("Value")
 
-# fewest tokens of a probe: smaller chunks spend all their time on start-up
+# fewest tokens of a probe: smaller chunks take only start-up time
 _LEAST_TOKENS = 16
-# probes of up to this many tokens get a larger time limit: with only shorter ones it is hard to tell what grows with tokens
+# probes of up to this many tokens get a larger time limit: shorter ones hardly show which cost grows with tokens
 _SHORT_TOKENS = 256
 # runs of each length in the search for the largest probe
 _GROWTH_RUNS = 3
 # repetitions of every probe, time permitting: noise on a shared machine comes in phases of seconds
 _NUM_REPEATS = 8
-# the device's own clock is hardly disturbed, and chunks must be longer there before attention takes a share of their time
+# CUDA events are hardly disturbed, and chunks must be longer there before attention takes a share of their time
 _NUM_CUDA_REPEATS = 3
 # repetitions of every exchange, copy or reduction
 _RATE_REPEATS = 6
 # mean seconds of the probes in `probe_grid`, as a fraction of the seconds of the largest
 _MEAN_SHARE = 0.45
 _ALONE = GroupShape(1)
-# bytes per rank of a timed exchange, and of the one that tells how many of them a slow link carries in the seconds below
+# bytes per rank of a timed exchange, and of a first one that shows how many a slow link carries in the seconds below
 _EXCHANGED_BYTES, _FIRST_BYTES = 8 * 2**20, 2**18
 _MOST_EXCHANGE_S = 0.5
 # bytes per rank of a timed copy to the host
@@ -53,9 +53,9 @@ _COPIED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A chunk to time: documents of these lengths on groups of one shape; it runs on as many groups at once as fit the ranks.
+    """A chunk to time: documents of these lengths on groups of one shape, on as many groups at once as fit the ranks.
 
-    is_held_out: measured like the others but not fitted, so that the fit can be judged on it.
+    is_held_out: measured but not fitted, so that the fit can be judged by it.
     """
 
     lengths: tuple[int, ...]
@@ -80,7 +80,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRate:
-    """Speed of an all-to-all over `num_ranks` ranks: seconds of a nearly empty one, and bytes that each rank sends per second."""
+    """Speed of an all-to-all over `num_ranks` ranks: seconds of a nearly empty one, and bytes per second and rank."""
 
     num_ranks: int
     message_s: float
@@ -88,7 +88,7 @@ class ExchangeRate:
 
 
 def probe_grid(max_tokens: int, max_length: int, shapes: Sequence[GroupShape]) -> tuple[Probe, ...]:
-    """Probes that tell the cost of tokens from that of token pairs: one long document, packs of short ones, at halved sizes.
+    """Makes probes that separate costs of tokens and of token pairs: one long document, packs of short ones, at halved sizes.
 
     max_tokens: most tokens of a rank. max_length: most tokens of a document. shapes: groups of two or more ranks; probes on one
     rank come first. Sizes in between are held out, as one document and as documents of very different lengths.
@@ -96,7 +96,7 @@ def probe_grid(max_tokens: int, max_length: int, shapes: Sequence[GroupShape]) -
     probes = []
     sizes = [max_tokens >> halving for halving in range(5) if max_tokens >> halving >= _LEAST_TOKENS]
     for shape in (_ALONE, *shapes):
-        # packs fill the whole group; a single document that long would have too many pairs
+        # packs fill the whole group, since a single document that long would have too many pairs
         for size in sizes if shape.degree == 1 else sizes[:3]:
             for count in (1, 8):
                 tokens = shape.degree * size if count > 1 else max(shape.degree * size // 2, size)
@@ -115,7 +115,7 @@ def _equal_lengths(tokens: int, count: int) -> tuple[int, ...]:
 
 
 def _halved_lengths(tokens: int) -> tuple[int, ...]:
-    """Lengths of a half, a quarter, an eighth and the rest of the tokens."""
+    """Splits tokens into a half, a quarter, an eighth and the rest."""
     lengths = (tokens // 2, tokens // 4, tokens // 8)
     return (*lengths, tokens - sum(lengths))
 
@@ -123,8 +123,8 @@ def _halved_lengths(tokens: int) -> tuple[int, ...]:
 class ChunkBench:
     """Times probes of one model, run by its executor with random tokens, until a deadline.
 
-    `stop_at_s`: the deadline, on rank 0's `time.monotonic`. `repeats`: runs of every probe that count, time permitting (0: as
-    many as a noisy machine needs).
+    stop_at_s: the deadline, on rank 0's `time.monotonic`. repeats: counted runs per probe, time permitting (0: as many as a noisy
+    machine needs).
     """
 
     def __init__(self, executor: StepExecutor, num_layers: int, vocab_size: int, stop_at_s: float, repeats: int = 0) -> None:
@@ -134,7 +134,7 @@ class ChunkBench:
         self._inputs: dict[Probe, tuple[SequenceGroup, ChunkInputs]] = {}
 
     def run(self, probe: Probe, reduce: bool = False) -> dict[str, float]:
-        """Seconds of this rank's forward "F", backward "B" and gradient reduction "reduce". Collective over the pool."""
+        """Returns seconds of this rank's forward "F", backward "B" and gradient reduction "reduce". Collective over the pool."""
         if probe not in self._inputs:
             self._inputs[probe] = self._prepare(probe)
         group, inputs = self._inputs[probe]
@@ -144,7 +144,7 @@ class ChunkBench:
         return {interval.kind: interval.stop_s - interval.start_s for interval in result.intervals()}
 
     def largest_tokens(self, limit_tokens: int, target_s: float) -> int:
-        """The largest power of two up to `limit_tokens` that runs as one document on one rank in about `target_s`.
+        """Returns the largest power of two up to `limit_tokens` that one rank runs as one document in about `target_s`.
 
         At least `_LEAST_TOKENS`, however slow the machine. Collective over the pool.
         """
@@ -162,7 +162,7 @@ class ChunkBench:
         return tokens
 
     def measure(self, probes: Sequence[Probe]) -> tuple[Timing, ...]:
-        """Timings of all `probes`: equally many runs of each, then more runs of those that took the least time, until time is up.
+        """Times all `probes`: equally many runs of each, then more runs of the fastest, until time is up.
 
         Each probe gets at least one run besides the first, which is discarded. Collective over the pool.
         """
@@ -174,7 +174,7 @@ class ChunkBench:
             passes = self.run(probes[index])
             spent_s[index] += time.monotonic() - start_s
             num_runs[index] += 1
-            # the first run pays for start-up
+            # the first run includes start-up
             if num_runs[index] > 1:
                 seconds[index].append((passes["F"], passes["B"]))
         everyone = _gather(self.pool, seconds)
@@ -187,14 +187,14 @@ class ChunkBench:
         return tuple(timings)
 
     def reduction_s(self) -> float:
-        """Seconds of this model's gradient reduction over all ranks, without time spent waiting. Collective over the pool."""
+        """Returns seconds of this model's gradient reduction over all ranks, without waiting. Collective over the pool."""
         probe = Probe((_LEAST_TOKENS,))
         runs = [_gather(self.pool, self.run(probe, reduce=True)["reduce"]) for _ in range(1 + _RATE_REPEATS)]
         # take the minimum over ranks: the rank that arrived last did not wait
         return undisturbed([min(run) for run in runs[1:]])
 
     def _next(self, spent_s: Sequence[float], num_runs: Sequence[int], order: random.Random) -> int:
-        """Index of the probe that all ranks run next, decided by rank 0; -1 if time is up and every probe has run twice."""
+        """Returns the index of the next probe, decided by rank 0; -1 if time is up and every probe has run twice."""
 
         def choose() -> int:
             if self._seconds_left() <= 0 and min(num_runs) > 1:
@@ -213,7 +213,7 @@ class ChunkBench:
         return self.stop_at_s - time.monotonic()
 
     def _prepare(self, probe: Probe) -> tuple[SequenceGroup, ChunkInputs]:
-        """This rank's group and shard; ranks left over by the groups run a dummy chunk alone."""
+        """Makes this rank's group and shard; ranks outside of all groups run a dummy chunk alone."""
         shape, rank = probe.shape, self.pool.rank
         number, index_in_group = divmod(rank, shape.degree)
         chunk = probe.chunk
@@ -229,17 +229,17 @@ class ChunkBench:
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """Lower quartile of the times: disturbances only make runs longer, and on a shared machine often most of them."""
+    """Returns the lower quartile of the times: disturbances only make runs longer, on a shared machine often most of them."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def target_seconds(num_probes: int, budget_s: float, num_repeats: int) -> float:
-    """Most seconds the largest probe may take so that all probes can run once and `num_repeats` times more within `budget_s`."""
+    """Returns the most seconds of the largest probe with which all probes run 1 + `num_repeats` times within `budget_s`."""
     return budget_s / ((1 + num_repeats) * _MEAN_SHARE * num_probes)
 
 
 def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device) -> tuple[ExchangeRate, ...]:
-    """Speed of all-to-alls of every degree, on all groups of the pool at once. Collective over the pool."""
+    """Measures all-to-alls of every degree, on all groups of the pool at once. Collective over the pool."""
     rates = []
     for degree in degrees:
         first = pool.rank // degree * degree
@@ -256,7 +256,7 @@ def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device
 
             return _typical_s(pool, exchange, device)
 
-        # the block that a rank keeps for itself is not sent
+        # a rank does not send its own block
         message_s = exchange_s(64 * degree)
         num_bytes, seconds = _longest_timed(exchange_s)
         sent_bytes = num_bytes // degree * (degree - 1)
@@ -265,9 +265,9 @@ def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device
 
 
 def _longest_timed(seconds_of: Callable[[int], float]) -> tuple[int, float]:
-    """Bytes of a timed exchange, and its seconds: so many that a slow link does not spend a calibration's time on them.
+    """Returns bytes and seconds of a timed exchange that is short enough on a slow link.
 
-    `seconds_of` gives all ranks the same number, so all of them exchange equally many.
+    seconds_of: returns the same number on all ranks, so that all exchange equally many bytes.
     """
     seconds = seconds_of(_FIRST_BYTES)
     num_bytes = min(_EXCHANGED_BYTES, int(_FIRST_BYTES * _MOST_EXCHANGE_S / seconds))
@@ -275,7 +275,7 @@ def _longest_timed(seconds_of: Callable[[int], float]) -> tuple[int, float]:
 
 
 def neighbour_rate(pool: GroupPool, device: torch.device) -> float:
-    """Bytes per second that every rank sends to the next one while receiving as many. Collective over the pool."""
+    """Measures bytes per second that every rank sends to the next while receiving as many. Collective over the pool."""
     following, previous = (pool.rank + 1) % pool.num_ranks, (pool.rank - 1) % pool.num_ranks
 
     def pass_on_s(num_bytes: int) -> float:
@@ -295,7 +295,7 @@ def neighbour_rate(pool: GroupPool, device: torch.device) -> float:
 
 
 def copy_rate(pool: GroupPool, device: torch.device) -> float:
-    """Bytes per second of copies between device and pinned host memory, in the slower direction, with all ranks copying at once.
+    """Measures bytes per second between device and pinned host memory, in the slower direction, all ranks at once.
 
     Without an accelerator it copies from memory to memory. Collective over the pool.
     """
@@ -310,7 +310,7 @@ def copy_rate(pool: GroupPool, device: torch.device) -> float:
 
 
 def _typical_s(pool: GroupPool, function: Callable[[], object], device: torch.device) -> float:
-    """Median over ranks of the `undisturbed` seconds of `function`, started on all ranks together."""
+    """Returns the median over ranks of the `undisturbed` seconds of `function`, started on all ranks together."""
     seconds = []
     for _ in range(1 + _RATE_REPEATS):
         if pool.everyone is not None:
@@ -329,7 +329,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _gather(pool: GroupPool, value: Value) -> list[Value]:
-    """The `value` of every rank, on every rank, in rank order."""
+    """Gathers the `value` of every rank, in rank order, on every rank."""
     if pool.control is None:
         return [value]
     values: list[Value] = [value] * pool.num_ranks
@@ -338,7 +338,7 @@ def _gather(pool: GroupPool, value: Value) -> list[Value]:
 
 
 def _from_first(pool: GroupPool, decide: Callable[[], int]) -> int:
-    """Rank 0's decision, on every rank; only rank 0 calls `decide`."""
+    """Returns rank 0's decision on every rank; only rank 0 calls `decide`."""
     decision = torch.tensor(decide() if pool.rank == 0 else 0)
     if pool.control is not None:
         dist.broadcast(decision, src=0, group=pool.control)

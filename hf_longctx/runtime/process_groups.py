@@ -1,24 +1,21 @@
-"""Creates all process groups of a run once, at start: all ranks, aligned sequence groups of each stage, links between stages.
+"""Creates all process groups of a run once, at start, and sends messages between pipeline stages.
 
-The trainer makes one `GroupPool`; the executor asks it for the context of every chunk.
+The trainer makes one `GroupPool`, with groups of all ranks, aligned sequence groups of each stage, and links between stages; the
+executor gets from it the context of every chunk, and makes one `RoundMessages` per micro-batch.
 
-`rank = stage * ranks_per_stage + position`. A sequence group lies within a stage, at equal positions in all stages.
+`rank = stage * ranks_per_stage + position`. A sequence group lies within a stage, at the same positions in all stages.
 
 `dist.new_group` is collective: every rank must create every group, also those that it is not in, in the same order. The option
 `use_local_synchronization` would avoid that but is not used: it hashes the number of earlier groups into a group's name, and
 hangs if ranks have created different numbers.
 
-Messages between pipeline stages: hidden states go forward, their gradients back, between equal positions of the stages.
-
-`GroupPool` creates the links of a run; the executor makes one `RoundMessages` per micro-batch.
-
-The plan says who sends what and when, so both ends know every shape. Sends do not block: a buffer is kept until its message has
-left. A receive is posted by the action that needs it and not before: on NCCL a posted receive is a kernel that occupies the
-device until its message comes, and everything that waits for an idle device (the first launch of a kernel, memory given back to
-the driver) would wait with it, perhaps in front of the very send that the message depends on. Two ranks have one process group
-for hidden states and one for gradients, and, with interleaving, two more for messages that wrap around between the last stage and
-the first. All messages of a group go in one direction and in the order of the plan, so that the streams on which NCCL runs them
-cannot wait for each other.
+Hidden states go forward and their gradients back, between equal positions of the stages. The plan fixes sender, content and time
+of each message, so both ends know every shape. Sends do not block: a buffer is kept until its message has left. A receive is
+posted by the action that needs it and not before: on NCCL a posted receive is a kernel that occupies the device until its message
+comes, and everything that waits for an idle device (the first launch of a kernel, memory returned to the driver) would wait with
+it, perhaps before the very send on which the message depends. Two ranks have one process group for hidden states and one for
+gradients and, with interleaving, two more for messages that wrap around between the last stage and the first. All messages of a
+group go in one direction and in the order of the plan, so that the streams on which NCCL runs them cannot wait for each other.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ from hf_longctx.runtime.parameters.gradients import EarlyGroup
 # (action kind "F" for hidden states or "B" for gradients, whether messages wrap around)
 _Lane = tuple[str, bool]
 _LANES: tuple[_Lane, ...] = (("F", False), ("B", False), ("F", True), ("B", True))
-# blocks of threads, one on a multiprocessor each, of a message: NVLink and networks need few of them for one pair of ranks
+# thread blocks of a message, each on one multiprocessor: NVLink and networks need few for one pair of ranks
 _LANE_CTAS = 4
 # (lane, rank at its other end)
 _Way = tuple[_Lane, int]
@@ -69,7 +66,7 @@ class Place:
     ranks_per_stage: int
 
     def peer(self, action: Action) -> tuple[int, bool]:
-        """Global rank at the other end of a message, and whether the message wraps around between last and first stage."""
+        """Returns the global rank at the other end of a message, and whether it wraps around between last and first stage."""
         stage = self.stage + (1 if action.kind in ("SF", "RB") else -1)
         is_wrap = not 0 <= stage < self.num_stages
         return self.rank + (stage % self.num_stages - self.stage) * self.ranks_per_stage, is_wrap
@@ -77,21 +74,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Process groups of one rank for messages between stages and for sums over stages.
-
-    lanes: one group for each lane and rank at its other end. pipe: the ranks at this position of all stages, for the gradient
-    norm. ends: the ranks at this position of the first and the last stage, for the gradients of tied embeddings; None on other
-    stages.
-    """
+    """Process groups of one rank for messages between stages and for sums over stages."""
 
     place: Place
+    # one group per lane and rank at the other end
     lanes: dict[_Way, dist.ProcessGroup]
+    # the ranks at this position of all stages, for the gradient norm
     pipe: dist.ProcessGroup
+    # the ranks at this position of the first and the last stage, for the gradients of tied embeddings; None on other stages
     ends: dist.ProcessGroup | None
 
     @classmethod
     def create(cls, place: Place, timeout: timedelta, device: torch.device) -> Links:
-        """Creates the links. Collective over all ranks, which create groups in the same order. `device`: holds the messages."""
+        """Creates the links. Collective over all ranks, which create groups in the same order. device: device of messages."""
         lanes: dict[_Way, dist.ProcessGroup] = {}
         for lane in _LANES:
             for pair in _pairs(place, is_wrap=lane[1]):
@@ -111,13 +106,13 @@ class Links:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every group that this rank is in, so that the caller can destroy them."""
+        """Groups that this rank is in, so that the caller can destroy them."""
         return (*self.lanes.values(), self.pipe, *([self.ends] if self.ends is not None else []))
 
     def _join(self, device: torch.device) -> None:
         """Sends one message over every link, because NCCL connects two ranks at their first message and both must take part."""
         for ((kind, is_wrap), peer), group in self.lanes.items():
-            # hidden states go to the next stage; where they wrap around, that is the first stage
+            # hidden states go to the next stage; if they wrap around, to the first
             is_ahead = (peer < self.place.rank) if is_wrap else (peer > self.place.rank)
             message = dist.isend if is_ahead == (kind == "F") else dist.irecv
             work = message(torch.zeros(1, device=device), peer, group=group)
@@ -126,7 +121,7 @@ class Links:
 
 
 def few_multiprocessors(timeout: timedelta, most: int = _LANE_CTAS) -> Any:
-    """Options for a group whose messages run beside computing; None on other backends than NCCL.
+    """Makes options for a group whose messages run beside computing; None on other backends than NCCL.
 
     A message that waits for its other end occupies as many multiprocessors as its communicator may use, by default up to 16.
     """
@@ -140,7 +135,7 @@ def few_multiprocessors(timeout: timedelta, most: int = _LANE_CTAS) -> Any:
 
 
 def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
-    """(sender, receiver) of hidden states: from each stage to the next, or (`is_wrap`) from the last to the first."""
+    """Returns (sender, receiver) of hidden states: from each stage to the next, or (`is_wrap`) from last to first."""
     last = place.num_stages - 1
     stages = [(last, 0)] if is_wrap else [(stage, stage + 1) for stage in range(last)]
     width = place.ranks_per_stage
@@ -148,7 +143,7 @@ def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
 
 
 class RoundMessages:
-    """Messages of one rank in one micro-batch. `shape_of(chunk)`: shape of the chunk's hidden states on this rank.
+    """Messages of one rank in one micro-batch. shape_of(chunk): shape of the chunk's hidden states on this rank.
 
     Both ends must run their actions in the order of the plan; otherwise messages reach the wrong action.
     """
@@ -170,7 +165,7 @@ class RoundMessages:
         return buffer
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Starts to send `tensor`; nobody may write to it until it has left."""
+        """Starts to send `tensor`, which must not be written until it has left."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         way, tensor = self._way(action), tensor.detach().contiguous()
@@ -197,10 +192,10 @@ _SUM_CTAS = 8
 class GroupPool:
     """Owns the process groups of a run and makes contexts of chunks. Creates no group after construction.
 
-    A collective that waits longer than `timeout_s` (on NCCL: `group_limit`) fails on the waiting ranks. `lends`: stages may lend
-    ranks to slices of other stages; then there are also groups of equal positions, for the stages from any one to the last and
-    from the first to any one. `sums_early`: gradients of replicated weights are summed during the last backward of a step, in a
-    group of their own (`early`).
+    A collective that waits longer than `timeout_s` (on NCCL: `group_limit`) fails on the waiting ranks. lends: stages may lend
+    ranks to slices of other stages, which needs groups of equal positions in the stages from the first to any one and from any
+    one to the last. sums_early: gradients of replicated weights are summed during the last backward of a step, in a separate
+    group (`early`).
     """
 
     def __init__(
@@ -263,7 +258,7 @@ class GroupPool:
     def _early_group(self, timeout: timedelta) -> EarlyGroup:
         """Creates the groups of all stages' ranks for early sums; returns this rank's. Collective over all ranks."""
         longest_s = timeout.total_seconds() * _EARLY_SHARE
-        # a rank waits for the last backward of another, besides the time that it may wait at the end of a step
+        # a rank waits for the last backward of another, in addition to its wait at the end of a step
         timeout += timedelta(seconds=longest_s)
         found = []
         for first in range(0, self.num_ranks, self.ranks_per_stage):
@@ -274,11 +269,11 @@ class GroupPool:
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks of this rank's stage, which hold equal layers; None for a single rank."""
+        """The group of all ranks of this rank's stage, which hold the same layers; None for a single rank."""
         return self.group(tuple(range(self.ranks_per_stage)))
 
     def drop_early(self) -> None:
-        """Lets later steps sum all gradients at their ends; for a step that ended in an error, with sums under way."""
+        """Makes later steps sum all gradients at their ends, after a step that ended in an error while sums were running."""
         self.early = None
 
     def close(self) -> None:
@@ -292,7 +287,7 @@ class GroupPool:
             dist.destroy_process_group(group)
 
     def group(self, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Group of the ranks of this rank's stage at `positions`; None for one rank. Raises ValueError if the pool has none."""
+        """Returns the group of ranks of this stage at `positions`; None for one rank. Raises ValueError if there is none."""
         if len(positions) == 1:
             return None
         first = self.stage * self.ranks_per_stage
@@ -306,7 +301,7 @@ class GroupPool:
         return self._groups[ranks]
 
     def lending_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
-        """Group of the ranks at this rank's position of `stages`, in order. Raises ValueError if the pool has none."""
+        """Returns the group of ranks at this rank's position of `stages`, in order. Raises ValueError if there is none."""
         ranks = tuple(stage * self.ranks_per_stage + self.position for stage in stages)
         if ranks not in self._groups:
             raise ValueError(
@@ -321,7 +316,7 @@ class GroupPool:
         return set(range(first, first + self.ranks_per_stage))
 
     def context(self, group: SequenceGroup, chunk: Chunk, kv_book: KVBook | None = None) -> GroupContext:
-        """This rank's context for a chunk of its group; all chunks of a micro-batch share one `kv_book` (None: no slices).
+        """Makes this rank's context for a chunk of its group; all chunks of a micro-batch share one `kv_book` (None: no slices).
 
         Blocks of two or more ranks exchange heads on aligned groups of the pool. Rings send messages on the group of all ranks,
         so their ranks may be at any positions of the stage.
@@ -377,7 +372,7 @@ def sum_over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def lending_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]]:
-    """Ranks of every set of stages that may run a slice together, per position, in the order of creation."""
+    """Returns the ranks of every set of stages that may run a slice together, per position, in order of creation."""
     spans = [range(first, num_stages) for first in range(num_stages - 1)] + [range(last + 1) for last in range(1, num_stages - 1)]
     return [
         tuple(stage * ranks_per_stage + position for stage in stages) for stages in spans for position in range(ranks_per_stage)
@@ -385,7 +380,7 @@ def lending_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]
 
 
 def aligned_groups(num_ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Positions of every group of two or more ranks that starts at a multiple of its degree, in the order of creation."""
+    """Returns the positions of every group of two or more ranks that starts at a multiple of its degree, in creation order."""
     return [
         tuple(range(start, start + degree))
         for degree in sorted(degrees)

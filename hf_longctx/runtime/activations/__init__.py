@@ -1,1 +1,1 @@
-"""Executes activation policies: which saved tensors of a layer are kept, offloaded or recomputed."""
+"""Activation policies at run time: saved tensors of layers are kept, offloaded or recomputed as the plan decides."""

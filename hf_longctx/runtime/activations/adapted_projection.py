@@ -1,11 +1,11 @@
-"""Projections of attention with low-rank adapters, cut by heads: a piece of heads has rows or columns of every matrix.
+"""Computes attention projections with low-rank adapters for some heads at a time: a piece has rows or columns of each matrix.
 
-An adapter adds scaling * B A dropout(x) to what its linear module makes of x. Queries, keys and values of a piece need rows of B;
-A's product with the input has few features and is made once for all pieces. The output projection's input is cut instead: the
-products of A's columns with the outputs of the pieces add up, in at least fp32, before B gets them.
+An adapter adds scaling * B A dropout(x) to the output of its linear module. Queries, keys and values of a piece need rows of B;
+the product of A with the input has few features and is computed once for all pieces. For the output projection the input is cut
+instead: the products of A's columns with the outputs of the pieces are summed, in at least fp32, before they are multiplied by B.
 
-PEFT casts an adapter's input to the dtype of A, which may be wider than the model's, and drops some of it. Such copies are not
-saved and exist for some tokens at a time, in the backward too; masks of dropout are drawn again (`runtime.dropout`).
+PEFT casts an adapter's input to the dtype of A, which may be wider than the model's, and applies dropout to it. The copies are
+not saved and exist for some tokens at a time, also in backward; dropout masks are drawn again (`runtime.core.dropout`).
 
 Shapes: T tokens of this rank, C input features, N output features, r features of the product with A.
 """
@@ -24,13 +24,13 @@ from hf_longctx.plan.core.sharding import ADAPTER_ELEMENTS
 from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward
 from hf_longctx.runtime.core.dropout import SITE, DropoutTokens
 
-# a matrix of an adapter, its second one, and the bias of that
+# an adapter's first matrix, its second, and the bias of the second
 Matrices = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An active adapter of a projection. casts_input: its input gets the dtype of its first matrix."""
+    """An active adapter of a projection. casts_input: casts its input to the dtype of its first matrix."""
 
     first: nn.Linear
     second: nn.Linear
@@ -41,39 +41,39 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear module and the adapters whose outputs are added to its own."""
+    """A linear module and the adapters whose outputs are added to its output."""
 
     linear: nn.Linear
     adapters: tuple[Adapter, ...] = ()
 
 
-# finds the parts of a projection, or says why it cannot be cut by heads
+# returns the parts of a projection, or why it cannot be cut by heads
 Reader = Callable[[Any], Projection | str]
 
 
 def plain_projection(module: Any) -> Projection | str:
-    """A plain linear module, or why this is none."""
+    """Returns a plain linear module as a projection, or why it is none."""
     if type(module) is not nn.Linear:
         return f"is {'missing' if module is None else f'a {type(module).__name__}'}, not a plain linear module"
     return changed_problem(module) or Projection(module)
 
 
 def hook_problem(module: nn.Module) -> str:
-    """Whether hooks read or change what a module gets or returns; empty if there are none."""
+    """Describes hooks that read or change a module's inputs or outputs; empty if there are none."""
     return "has hooks, which would see some heads at a time" if any(getattr(module, kind) for kind in HOOKS) else ""
 
 
 def changed_problem(module: nn.Module) -> str:
-    """Why a module does not do what its class does with whole tensors; empty if it does."""
+    """Describes why a module does not compute what its class computes; empty if it does."""
     is_changed = own_forward(module) is not None or not is_written_by(type(module).forward, "torch", "peft")
     return hook_problem(module) or ("has a forward that is not its class's" if is_changed else "")
 
 
 def dropout_problem(dropout: nn.Module) -> str:
-    """Why the masks of an adapter's dropout cannot be drawn for some heads; empty if they can."""
+    """Describes why masks of an adapter's dropout cannot be drawn for some heads; empty if they can."""
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"drops its input by a {type(dropout).__name__}"
-    # the forward of a dropout with a site is the one that draws by token
+    # a dropout module with a site has the forward that draws by token
     return hook_problem(dropout) if SITE in vars(dropout) else changed_problem(dropout)
 
 
@@ -81,7 +81,7 @@ def dropout_problem(dropout: nn.Module) -> str:
 class AdapterCall:
     """An adapter in one forward of its layer.
 
-    input_dtypes: dtypes to which its input is cast, one after the other. mask: (tokens, rate, key) of its dropout, if it drops.
+    input_dtypes: dtypes to which the input is cast, in order. mask: (tokens, rate, key) of its dropout, if any.
     """
 
     scaling: float
@@ -89,14 +89,14 @@ class AdapterCall:
     mask: tuple[DropoutTokens, float, int] | None
 
     def given(self, x_TC: Tensor, tokens: slice, first_channel: int) -> Tensor:
-        """The input of the first matrix for some tokens; x_TC has the channels from `first_channel` on."""
+        """Returns the first matrix's input for some tokens; x_TC has the channels from `first_channel` on."""
         given_TC = x_TC[tokens]
         for dtype in self.input_dtypes:
             given_TC = given_TC.to(dtype)
         return self._dropped(given_TC, tokens, first_channel)
 
     def back(self, gradient_TC: Tensor, dtype: torch.dtype, tokens: slice, first_channel: int) -> Tensor:
-        """The gradient of x, whose dtype is `dtype`, from that of what `given` returned."""
+        """Returns the gradient of x in `dtype`, given the gradient of the result of `given`."""
         dtypes = (dtype, *self.input_dtypes)
         found_TC = self._dropped(gradient_TC.to(dtypes[-1]), tokens, first_channel)
         for each in reversed(dtypes[:-1]):
@@ -111,11 +111,11 @@ class AdapterCall:
 
 
 def adapter_calls(projection: Projection) -> tuple[AdapterCall, ...]:
-    """The adapters of a projection in the forward that runs now; counts a call of each dropout module."""
+    """Returns the adapters of a projection for the running forward; counts one call of each dropout module."""
     dtypes: list[torch.dtype] = []
     calls = []
     for adapter in projection.adapters:
-        # an adapter gets the input as the one before it has cast it
+        # each adapter gets the input as cast by the adapter before it
         dtypes += [adapter.first.weight.dtype] if adapter.casts_input else []
         calls.append(AdapterCall(adapter.scaling, tuple(dtypes), _mask(adapter.dropout)))
     return tuple(calls)
@@ -138,7 +138,7 @@ def _mask(dropout: nn.Module) -> tuple[DropoutTokens, float, int] | None:
 class Adapters:
     """The adapters of one projection in one forward or backward.
 
-    low_Tr: products of the first matrices with the input. Gradients of what `needed` names are summed in at least fp32.
+    low_Tr: products of the first matrices with the input. Gradients of the parameters in `needed` are summed in at least fp32.
     """
 
     def __init__(self, calls: Sequence[AdapterCall], tensors: Sequence[Tensor | None], num_tokens: int) -> None:
@@ -160,12 +160,12 @@ class Adapters:
                 low_Tr[tokens] += F.linear(call.given(x_TC, tokens, first_channel).to(a_rC.dtype), a_rC[:, channels])
 
     def finish(self) -> list[Tensor]:
-        """Rounds the products, to which all channels have been added, to the dtype of the matrices, and returns them."""
+        """Rounds the products to the dtype of the matrices and returns them; call it after all channels were added."""
         self.low_Tr = [low_Tr.to(a_rC.dtype) for low_Tr, (a_rC, _, _) in zip(self.low_Tr, self._matrices, strict=True)]
         return self.low_Tr
 
     def add_to(self, y_TN: Tensor, features: slice) -> Tensor:
-        """y_TN with the adapters' outputs of these features added in place."""
+        """Adds the adapters' outputs for these features to y_TN, in place, and returns y_TN."""
         for tokens in self._blocks(y_TN.shape[1]) if self else ():
             total_TN = y_TN[tokens]
             for call, (_, b_Nr, bias_N), low_Tr in zip(self._calls, self._matrices, self.low_Tr, strict=True):
@@ -175,7 +175,7 @@ class Adapters:
         return y_TN
 
     def begin_backward(self, low_Tr: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        """Enters the backward. needed: whether the first matrix, the second and its bias need gradients, of each adapter."""
+        """Prepares the backward. needed: for each adapter, whether first matrix, second matrix and bias need gradients."""
         self.low_Tr, self._dlow_Tr = list(low_Tr), self._sums_Tr()
         parts = [part for matrices in self._matrices for part in matrices]
         self._sums = [
@@ -184,7 +184,7 @@ class Adapters:
         ]
 
     def add_rows(self, dy_TN: Tensor, features: slice) -> None:
-        """Adds what the gradient of some features gives the second matrices and the first ones' products."""
+        """Adds the gradients of second matrices and of the first ones' products, given the gradient of some features."""
         for number, (call, (_, b_Nr, _)) in enumerate(zip(self._calls, self._matrices, strict=True)):
             _, db_Nr, dbias_N = self._sums[3 * number : 3 * number + 3]
             for tokens in self._blocks(dy_TN.shape[1]):
@@ -196,7 +196,7 @@ class Adapters:
                 self._dlow_Tr[number][tokens] += scaled_TN @ b_Nr[features]
 
     def add_columns(self, x_TC: Tensor, dx_TC: Tensor | None, first_channel: int = 0) -> None:
-        """Adds gradients of the first matrices, and to dx_TC, if given, those of the input's channels from `first_channel` on."""
+        """Adds the gradients of the first matrices; to dx_TC, if given, those of the input's channels from `first_channel` on."""
         channels = slice(first_channel, first_channel + x_TC.shape[1])
         for number, (call, (a_rC, _, _)) in enumerate(zip(self._calls, self._matrices, strict=True)):
             da_rC = self._sums[3 * number]
@@ -218,7 +218,7 @@ class Adapters:
         return [a_rC.new_zeros(self._num_tokens, len(a_rC), dtype=_wide(a_rC.dtype)) for a_rC, _, _ in self._matrices]
 
     def _blocks(self, num_features: int) -> Iterator[slice]:
-        """All tokens, some at a time, of at least one."""
+        """Yields ranges that together cover all tokens."""
         size = max(1, ADAPTER_ELEMENTS // num_features)
         return (slice(first, first + size) for first in range(0, self._num_tokens, size))
 

@@ -1,24 +1,21 @@
 """The activation engine: executes an `ActivationPolicy` layer by layer, through Hugging Face's own activation checkpointing.
 
-`hf.models.activations` makes the engine for a model; the executor asks it for the slots of every chunk.
+`hf.models.activations` makes the engine for a model; the executor gets from it the slots of every chunk.
 
-Transformers lets a decoder layer call `_gradient_checkpointing_func` in place of its forward. The engine sets it to torch's
-non-reentrant checkpoint with a `context_fn`, whose two contexts tell whether the layer runs for the first time or is replayed
-(grad mode cannot tell, since the first run is not under no_grad). The contexts carry one `LayerSlot` per layer and forward, so
+A transformers decoder layer can call `_gradient_checkpointing_func` in place of its forward. The engine sets it to torch's
+non-reentrant checkpoint with a `context_fn`, whose two contexts distinguish the first run of a layer from its replay
+(grad mode does not, since the first run is not under no_grad). The contexts carry one `LayerSlot` per layer and forward, so
 any number of forwards may be in flight. The attention function finds the slot's attention record in the chunk's context; MLP and
-projections find their records on the layer's binding. So per layer and step
+projections find their records on the layer's binding. Per layer and step, then,
 
     attention runs forward once plus the recomputed share of its output, the query, key and value projections once plus their
     recomputed share, norms at most three times, and the MLP twice minus its kept share (a third time only if the layer saves
     tensors after it, as with a norm after the MLP, or with a second MLP).
 
-The layer input is kept, or it is the output of the layer before, which then runs once more from its own kept input, without a
-graph (`Rerun`); two layers in a row cannot both do this. The other tensors that a policy names (attention output with its LSE,
-outputs of the projections, inner tensors of the MLP) are kept for a share of the tokens. Kept tensors may wait on the host;
-those of a layer are fetched during the backward of the following layer. Layers that keep everything, and layers without any
-gradient, run unchanged.
-
-State of one layer in one forward, until its backward: the tensors that it holds, on the device and on the host.
+The layer input is kept, or the layer before makes it again by another run from its own kept input, without a graph (`Rerun`);
+two layers in a row cannot both do this. The other tensors that a policy names (attention output with its LSE, outputs of the
+projections, inner tensors of the MLP) are kept for a share of the tokens. Kept tensors may wait on the host; those of a layer
+are fetched during the backward of the layer after it. Layers that keep everything or need no gradient run unchanged.
 """
 
 from __future__ import annotations
@@ -50,16 +47,16 @@ from hf_longctx.runtime.core.dropout import DropoutTokens
 
 
 class Rerun:
-    """Recomputes a layer's output, which is the input of the next layer: from its input, without a graph.
+    """Recomputes a layer's output, the next layer's input, from the layer's own input, without a graph.
 
-    The next layer's graph owns it. slot: of the layer that runs once more. run: its forward without a graph.
+    Owned by the next layer's graph. slot: slot of the layer that runs again. run: its forward without a graph.
     """
 
     def __init__(self, slot: LayerSlot, run: Callable[[Tensor], Tensor], output: Tensor) -> None:
         self.slot, self._run, self._output = slot, run, weakref.ref(output)
 
     def gives(self, hidden_1TC: Tensor) -> bool:
-        """Whether a tensor is the output of the layer's first run, and not one that the model has made from it."""
+        """Whether a tensor is the output of the layer's first run, not a tensor derived from it."""
         return self._output() is hidden_1TC
 
     def __call__(self) -> Tensor:
@@ -69,8 +66,8 @@ class Rerun:
 class LayerSlot:
     """State of one layer in one forward, until its backward: its policy and the tensors it holds.
 
-    previous: the slot of the layer before, whose backward comes next; None if that layer has no slot. feeds_next: the next
-    layer's input is recomputed from this one's.
+    previous: slot of the layer before, whose backward comes next; None if that layer has none. feeds_next: the next layer's
+    input is recomputed from this layer's input.
     """
 
     feeds_next = False
@@ -84,10 +81,10 @@ class LayerSlot:
         self.projections = ProjectionRecord(policy.share("qkv"), tier)
         self.mlps = tuple(TileRecord(policy.share("mlp"), tier) for _ in range(num_mlps))
         self._input_share = policy.share("layer_input")
-        # hidden states first; weak, since the layer's graph owns them and frees them after the layer's backward
+        # hidden states first; weak, since the layer's graph owns them until after the layer's backward
         self._inputs: list[weakref.ref[SplitTensor]] = []
         self.whole_input_bytes = 0
-        # belongs to the layer before, until the first run of this layer has packed its input
+        # rerun of the layer before, until the first run of this layer has packed its input
         self.rerun_before: Rerun | None = None
 
     @property
@@ -97,7 +94,7 @@ class LayerSlot:
 
     @property
     def held(self) -> list[SplitTensor]:
-        """Tensors held now, except the graphs of the MLP and a layer input that is wholly on the device."""
+        """Tensors held now, except graphs of the MLP and a layer input that is entirely on the device."""
         inputs = [split for each in self._inputs if (split := each()) is not None]
         outputs = [tensor for record in self.attention for tensor in record.held]
         return [*outputs, *self.projections.held, *inputs]
@@ -114,35 +111,35 @@ class LayerSlot:
 
     @property
     def recomputes_input(self) -> bool:
-        """Whether the layer before runs once more to make the layer input."""
+        """Whether the layer before runs again to recompute the layer input."""
         return self._input_share.recompute > 0
 
     @property
     def splits_input(self) -> bool:
-        """Whether hooks pack the layer input: some of it waits on the host, is recomputed, or is needed by the next layer."""
+        """Whether hooks pack the layer input: if it is partly on the host, recomputed, or needed by the next layer."""
         return self._input_share.host > 0 or self.recomputes_input or self.feeds_next
 
     def pack_input(self, hidden_1TC: Tensor) -> SplitTensor | Rerun | Tensor:
-        """Packs the layer input for the graph; called for every tensor among the layer's positional arguments."""
+        """Packs the layer input for the graph; called for each tensor among the layer's positional arguments."""
         if not has_tokens(hidden_1TC):
             return hidden_1TC
         rerun, self.rerun_before = self.rerun_before, None
         if rerun is not None and rerun.gives(hidden_1TC):
             return rerun
-        # where the layer before cannot give the input again, as below the first trained weight, the device keeps it
+        # if the layer before cannot make the input again, as below the first trained weight, the device keeps it
         share = TensorShare("layer_input", device=1.0) if self.recomputes_input else self._input_share
         split = SplitTensor(hidden_1TC[0], share, self._tier)
         self._inputs.append(weakref.ref(split))
         return split
 
     def fetch_input(self) -> Tensor:
-        """The layer input for a run besides the replay, [1, T, C]; the caller owns a copy from the host."""
+        """Returns the layer input [1, T, C] for a run other than the replay; the caller owns a copy from the host."""
         split = self._inputs[0]() if self._inputs else None
         assert split is not None
         return split.fetch().unsqueeze(0)
 
     def unpack_input(self, packed: SplitTensor | Rerun | Tensor) -> Tensor:
-        """Unpacks the layer input when its replay begins, and starts to fetch the tensors that the previous layer will need."""
+        """Unpacks the layer input when the replay begins, and starts to fetch the tensors of the previous layer."""
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, Rerun):
@@ -167,7 +164,7 @@ class LayerSlot:
                 saved.home.prefetch()
 
     def set_replay(self, is_replay: bool) -> None:
-        """Tells all records of the slot whether the layer is being replayed."""
+        """Sets, in all records of the slot, whether the layer is being replayed."""
         self.projections.is_replay = is_replay
         for record in self.attention:
             record.is_replay = is_replay
@@ -182,24 +179,25 @@ def has_tokens(argument: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    """A decoder layer that supports Hugging Face's checkpointing, with its modules that process tokens independently.
-
-    mlps: modules that make hidden states from hidden states alone; several if the layer adds their outputs, none in a layer that
-    is replayed whole. whole_mlp: why the layer has an MLP that is not among them; empty if it has none. projections: the linear
-    modules that make queries, keys and values; empty if something else makes them. mlp_gives_more: the MLP returns two values,
-    its output and one that the layer drops. meets_ranks: the MLP exchanges tokens with other ranks, so all of them must run it
-    equally often: whole, never in tiles, and replayed by all or by none. attention: a module whose forward runs any number of
-    heads, by the projections that it has (`head_pieces`); None if it may not. read_projection: finds the parts of these.
-    """
+    """A decoder layer that supports Hugging Face's checkpointing, with its modules that process tokens independently."""
 
     layer: nn.Module
+    # modules that compute hidden states from hidden states alone: several if the layer adds their outputs, none if it is
+    # replayed whole
     mlps: tuple[nn.Module, ...]
     norms: tuple[nn.Module, ...]
+    # linear modules for queries, keys and values; empty if other modules compute them
     projections: tuple[nn.Linear, ...] = ()
+    # why the layer has an MLP that is not in `mlps`; empty if it has none
     whole_mlp: str = ""
+    # the MLP returns its output and a second value, which the layer drops
     mlp_gives_more: bool = False
+    # the MLP exchanges tokens with other ranks, so all ranks must run it equally often: never in tiles, and replayed by all
+    # or by none
     meets_ranks: bool = False
+    # module whose forward can run any number of heads (`head_pieces`); None if there is none
     attention: nn.Module | None = None
+    # finds the parts of its projections
     read_projection: Reader = plain_projection
 
 
@@ -214,7 +212,7 @@ class ChunkActivations:
         previous: LayerSlot | None = None
         for binding, layer in zip(bindings, policy.layers, strict=False):
             if layer.keeps_everything:
-                # its own backward fetches for the layer before it
+                # the backward of the layer before fetches its tensors itself
                 previous = None
             else:
                 num_mlps = len(binding.modules.mlps)
@@ -230,15 +228,15 @@ class ChunkActivations:
             self._tier.begin_layer()
 
     def end_layer(self) -> None:
-        """Lets the device wait, behind the last layer, for all that leaves it; what follows takes memory, too."""
+        """After the last layer, lets the device wait until offloaded tensors have left, since the loss needs memory too."""
         if self._tier is not None and self.num_layers_seen == len(self._bindings):
             self._tier.copies.let_go()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context around the forward of the model: inside it the layers run under the policy.
+        """Context around the model's forward, in which layers run under the policy.
 
-        Raises RuntimeError if some layers ran without the policy, since they hold more than it says.
+        Raises RuntimeError if layers ran without the policy, since they then hold more than planned.
         """
         self.num_layers_seen = 0
         if self._tier is not None:
@@ -254,7 +252,7 @@ class ChunkActivations:
             )
 
     def held_bytes(self) -> tuple[int, int]:
-        """(device, host) bytes of layer inputs, projections, attention outputs, LSEs and MLP tensors that wait for backward."""
+        """Returns (device, host) bytes of layer inputs, projections, attention outputs, LSEs and MLP tensors for backward."""
         slots = self.slots.values()
         held = [tensor for slot in slots for tensor in slot.held]
         mlps = [record for slot in slots for record in slot.mlps]
@@ -266,10 +264,10 @@ class ChunkActivations:
 class ActivationEngine:
     """Binds itself to the decoder layers of one model; `unbind` restores them.
 
-    A forward whose context has no activations, or that makes no graph, runs the layers unchanged. `tier` stores what policies
-    send to the host; without a tier such policies are refused. `head` computes the loss in the tiles of a policy; without a head
-    the executor computes it from whole logits. partners: the ranks among which experts are spread; if the policy of one of them
-    replays a layer whose MLP meets the others, all of them replay it.
+    Layers run unchanged in a forward whose context has no activations or that makes no graph. tier: stores offloaded tensors;
+    without it, policies that offload are refused. head: computes the loss in the tiles of a policy; without it, the executor
+    computes the loss from whole logits. partners: the ranks over which experts are spread; if the policy of one of them replays
+    a layer whose MLP exchanges tokens, all of them replay it.
     """
 
     def __init__(
@@ -298,7 +296,7 @@ class ActivationEngine:
         return all(binding.modules.projections for binding in self._bindings)
 
     def begin(self, policy: ActivationPolicy, layers: range | None = None) -> ChunkActivations:
-        """New slots for one forward over `layers` of the model (None: all) under `policy`; raises ValueError as `check` does.
+        """Makes slots for one forward over `layers` of the model (None: all) under `policy`; raises ValueError as `check` does.
 
         Collective over `partners`, if there are any.
         """
@@ -310,7 +308,7 @@ class ActivationEngine:
     def _agreed(
         self, policy: ActivationPolicy, bindings: Sequence[_LayerBinding], partners: dist.ProcessGroup
     ) -> ActivationPolicy:
-        """`policy` with whole replays in every layer that meets other ranks and that some of them replay. Collective."""
+        """Returns `policy` with whole replays of each layer that exchanges tokens and that any partner replays. Collective."""
         own = [*policy.layers, *[LayerPolicy()] * (len(bindings) - len(policy.layers))]
         replays = torch.tensor([not layer.keeps_everything for layer in own], dtype=torch.uint8, device=self._device)
         dist.all_reduce(replays, op=dist.ReduceOp.MAX, group=partners)
@@ -373,7 +371,7 @@ class ActivationEngine:
 def refuse_unsupported_policy(policy: LayerPolicy, where: str, before: LayerPolicy | None) -> None:
     """Raises ValueError naming the first setting of a layer's policy that cannot be executed.
 
-    before: policy of the layer before it; None for the first layer of a part.
+    before: policy of the layer before; None for the first layer of a part.
     """
     if policy.keeps_everything or not (recomputed := policy.share("layer_input").recompute):
         return
@@ -391,12 +389,12 @@ def refuse_unsupported_policy(policy: LayerPolicy, where: str, before: LayerPoli
 
 
 def _runs_alone(modules: LayerModules) -> bool:
-    """Whether a layer meets no other ranks outside attention: its weights are whole, and so are its experts."""
+    """Whether a layer communicates in attention only: neither its weights nor its experts are spread over ranks."""
     return not modules.meets_ranks and not any(isinstance(parameter, DTensor) for parameter in modules.layer.parameters())
 
 
 def _pieces_problem(policy: LayerPolicy, modules: LayerModules) -> str:
-    """Why a layer cannot run its attention in the pieces of its policy; empty if it can."""
+    """Describes why a layer cannot run attention in the pieces of its policy; empty if it can."""
     if policy.head_pieces == 1:
         return ""
     if modules.attention is None:
@@ -408,12 +406,12 @@ def _pieces_problem(policy: LayerPolicy, modules: LayerModules) -> str:
 
 
 def _hidden_states(output: Any) -> Any:
-    """The hidden states that a layer returns, some layers in a tuple with others behind them."""
+    """Returns the hidden states in a layer's output, which may be a tuple that begins with them."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _replayed(policy: LayerPolicy) -> LayerPolicy:
-    """The policy with a replay of the whole MLP; of a layer that kept everything, queries, keys and values are recomputed too."""
+    """Returns the policy with a replay of the whole MLP; if the layer kept everything, it also recomputes Q, K and V."""
     shares = [share for share in policy.shares if share.tensor_class != "mlp"]
     if policy.keeps_everything:
         shares = [TensorShare("qkv", recompute=1.0)]
@@ -421,16 +419,16 @@ def _replayed(policy: LayerPolicy) -> LayerPolicy:
 
 
 class _LayerBinding:
-    """The engine's hold on one layer: its bound MLP, norms, projections and checkpointing function.
+    """Functions that the engine has bound to one layer: MLP, norms, projections and checkpointing.
 
-    `current`: the slot of the forward or replay that is running, if any.
+    current: slot of the running forward or replay, if any.
     """
 
     def __init__(self, modules: LayerModules, index: int) -> None:
         self.modules, self.index = modules, index
         self.current: LayerSlot | None = None
         self._undo: list[Callable[[], None]] = []
-        # an MLP that meets other ranks stays as it is
+        # an MLP that exchanges tokens with other ranks stays unchanged
         for number, mlp in enumerate(() if modules.meets_ranks else modules.mlps):
             self._bind_forward(mlp, number)
         for norm in modules.norms:
@@ -450,9 +448,9 @@ class _LayerBinding:
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
-        """Context in which the layer hands its forwards to `_run`.
+        """Context in which the layer runs its forwards through `_run`.
 
-        Outside it the layer must not checkpoint, because transformers drops the cache of a layer that does.
+        Outside it the layer must not checkpoint, because transformers then drops its cache.
         """
         own = vars(self.modules.layer)
         settings = {"gradient_checkpointing": True, "_gradient_checkpointing_func": self._run}
@@ -466,7 +464,7 @@ class _LayerBinding:
             own.update(before)
 
     def _bind_forward(self, module: nn.Module, number: int | None) -> None:
-        """Binds a norm, or the MLP of this number."""
+        """Binds a norm (number None), or the MLP with this number."""
         run = module.forward
         gives_more = number is not None and self.modules.mlp_gives_more
 
@@ -500,12 +498,12 @@ class _LayerBinding:
         self._bind(attention, forward)
 
     def _makes_graph(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether anything in the layer needs a gradient; layers below the first trained weight do not."""
+        """Whether anything in the layer needs a gradient; false below the first trained weight."""
         tensors = (x for x in (*inputs, *self.modules.layer.parameters()) if isinstance(x, Tensor))
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
     def _run(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Runs a layer's forward; transformers passes it as a partial that holds every keyword argument."""
+        """Runs a layer's forward, which transformers passes as a partial with all keyword arguments."""
         assert isinstance(function, partial)
         context = function.keywords.get("longctx")
         if context is None or context.activations is None:
@@ -536,7 +534,7 @@ class _LayerBinding:
         layer_forward = _forward_with(function, context, slot)
         contexts = partial(_both_contexts, self, slot, context.tokens)
         # preserve_rng_state=False: nothing in a layer is random, since dropout draws by token
-        # these hooks see only the layer inputs, because inside the layer checkpointing puts its own hooks on top
+        # the hooks get only layer inputs, because checkpointing sets hooks of its own inside the layer
         hooks = saved_tensors_hooks(slot.pack_input, slot.unpack_input) if slot.splits_input else nullcontext()
         if not slot.splits_input:
             slot.whole_input_bytes = sum(x.numel() * x.element_size() for x in inputs if isinstance(x, Tensor))
@@ -551,9 +549,9 @@ class _LayerBinding:
     def _rerun(
         self, function: partial[Any], others: tuple[Any, ...], context: Any, first: LayerSlot
     ) -> Callable[[Tensor], Tensor]:
-        """Forward of the layer without a graph, which leaves the records of its first run as they are.
+        """Runs the layer's forward without a graph and without changes of its first run's records.
 
-        others: the layer's positional arguments after the hidden states, such as a mask; none that `pack_input` packs.
+        others: positional arguments after the hidden states, such as a mask; none that `pack_input` packs.
         """
         device = next(self.modules.layer.parameters()).device.type
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -574,7 +572,7 @@ _NOTHING_KEPT = LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in T
 
 
 def _forward_with(function: partial[Any], context: Any, slot: LayerSlot) -> partial[Any]:
-    """A layer's forward whose attention finds the record of `slot`."""
+    """Returns a layer's forward whose attention uses the record of `slot`."""
     keywords = {**function.keywords, "longctx": replace(context, attention_record=slot.attention[0])}
     return partial(function.func, *function.args, **keywords)
 
@@ -584,10 +582,10 @@ def _both_contexts(binding: _LayerBinding, slot: LayerSlot, tokens: DropoutToken
 
 
 class _Inside:
-    """Context that marks a layer as running for the first time or as being replayed.
+    """Context that marks a layer as in its first run or in a replay.
 
-    It is a class rather than a generator, because with retain_graph torch enters one replay context several times, and because
-    torch leaves it by an exception when it stops a replay early.
+    A class, not a generator: with retain_graph torch enters a replay context several times, and it leaves the context by an
+    exception if it stops a replay early.
     """
 
     def __init__(self, binding: _LayerBinding, slot: LayerSlot, tokens: DropoutTokens | None, is_replay: bool) -> None:
@@ -602,7 +600,7 @@ class _Inside:
             self.slot.prefetch_previous()
         self.binding.current = self.slot
         if self.tokens is not None:
-            # a replay counts the calls of dropout modules anew, and so does the first run
+            # first run and replay both count calls of dropout modules from zero
             self.running.enter_context(self.tokens.part().running())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,14 +1,14 @@
-"""Attention of a layer in pieces of its heads: queries, keys, values and outputs of all heads never lie there at once.
+"""Runs a layer's attention for some heads at a time, so that Q, K, V and outputs of all heads never exist at once.
 
-The activation engine binds `PiecedAttention` to a layer's attention module. A piece is some neighbouring KV heads with all query
-heads that read them. The module's own forward runs once for each piece, on a copy of the module whose projections give the heads
-of the piece alone (`HeadPiece`); the products of the output projection's columns with the pieces' outputs add up to the layer's
-output. So positions, norms of heads, exchanges between ranks, the K/V book, patterns and packs are what they are without pieces.
+The activation engine binds `PiecedAttention` to a layer's attention module. A piece is a few neighbouring KV heads with all query
+heads that read them. The module's own forward runs once per piece, on a copy of the module whose projections compute only the
+heads of the piece (`HeadPiece`); the products of the output projection's columns with the pieces' outputs add up to the layer's
+output. Positions, norms of heads, exchanges between ranks, the K/V book, patterns and packs are the same as without pieces.
 
 One autograd node covers all pieces. It saves the input, and output and LSE of attention, but no queries, keys or values. Backward
-projects those of one piece again, runs the module's forward with a graph, in which attention takes its output from the node, and
-goes back through it. Per layer and step, attention runs as often as without pieces, and the projections to queries, keys and
-values, with the exchange of their results, once more.
+projects those of one piece again and runs the module's forward with a graph, in which attention takes its output from the node;
+then it runs backward through that graph. Per layer and step, attention runs as often as without pieces; the projections to
+queries, keys and values, with the exchange of their results, run once more.
 
 In half precision, sums over pieces are rounded once for each piece, as sums over ranks are in tensor parallelism.
 
@@ -44,19 +44,19 @@ from hf_longctx.runtime.activations.adapted_projection import (
 )
 from hf_longctx.runtime.activations.records import AttentionRecord, KeptOutput
 
-# projections of a module to queries, keys and values; its output projection; norms of each head of queries and keys
+# projections to queries, keys and values; output projection; norms of query and key heads
 _INPUTS, _OUTPUT, _NORMS = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")
 _KEPT = TensorShare("attention_output", device=1.0)
-# keywords by which attention gets a cache, in newer and older versions of transformers
+# keywords for a cache, in newer and older versions of transformers
 _CACHES = ("cache", "past_key_values")
-# projections of a module that are cut
+# projections that are cut
 PROJECTIONS = (*_INPUTS, _OUTPUT)
 
 
 def pieces_problem(module: Any, read: Reader = plain_projection) -> str:
-    """Why the projections of an attention module cannot be cut by heads; empty if they can.
+    """Describes why the projections of an attention module cannot be cut by heads; empty if they can.
 
-    Cut are linear modules and their adapters, as `read` finds them, of which nobody reads or changes what they get or return.
+    Linear modules and their adapters, found by `read`, can be cut if no hook reads or changes their inputs or outputs.
     """
     name = type(module).__name__
     parts: dict[str, Any] = {part: getattr(module, part, None) for part in (*PROJECTIONS, *_NORMS)}
@@ -76,18 +76,18 @@ def pieces_problem(module: Any, read: Reader = plain_projection) -> str:
 
 
 def num_kv_heads(module: Any) -> int:
-    """Number of KV heads of an attention module, by its projections."""
+    """Returns the number of an attention module's KV heads, from its projections."""
     return int(module.k_proj.out_features // module.head_dim)
 
 
 class _Cut(nn.Module):
-    """A projection in a piece: makes the heads of the piece, and an edge of the graph that refers to no tensor."""
+    """Projection of one piece: computes the piece's heads, and keeps a gradient edge that refers to no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight_NC: Tensor | None = None
         self.bias_N: Tensor | None = None
-        # adapters of the whole projection, and the features that they add
+        # adapters of the whole projection
         self.adapters: Adapters | None = None
         self.features = slice(None)
         self.edge: GradientEdge | None = None
@@ -100,7 +100,7 @@ class _Cut(nn.Module):
         return y
 
     def product(self, x: Tensor) -> Tensor:
-        """The features of the piece, [1, T, N]."""
+        """Returns the features of the piece, [1, T, N]."""
         assert self.weight_NC is not None and self.adapters is not None
         y = F.linear(x, self.weight_NC, self.bias_N)
         self.adapters.add_to(y.view(-1, y.shape[-1]), self.features)
@@ -108,7 +108,7 @@ class _Cut(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A product as a non-leaf of the graph, which is never run backward; a leaf would live as long as the graph."""
+    """Wraps a product as a non-leaf, which is never run backward; a leaf would live as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, cut: _Cut) -> Tensor:
@@ -116,15 +116,15 @@ class _Product(torch.autograd.Function):
 
 
 class HeadPiece:
-    """A copy of an attention module that runs some of its heads and returns their outputs without the output projection.
+    """A copy of an attention module that runs some of its heads and returns their outputs before the output projection.
 
-    It shares everything else with the module. The K/V book knows the piece by the copy, which must be one for all chunks.
+    It shares everything else with the module. The copy is the piece's key in the K/V book, so all chunks must use the same one.
     """
 
     def __init__(self, module: Any, index: int, count: int) -> None:
         num_heads, num_kv = (getattr(module, name).out_features // module.head_dim for name in _INPUTS[:2])
         self.cuts = tuple(_Cut() for _ in _INPUTS)
-        # features of the piece among those of queries, keys and values; outputs have as many as queries
+        # the piece's ranges among the features of queries, keys and values; outputs have the range of queries
         self.features = tuple(
             slice(heads // count * index * module.head_dim, heads // count * (index + 1) * module.head_dim)
             for heads in (num_heads, num_kv, num_kv)
@@ -133,8 +133,8 @@ class HeadPiece:
         self.module._modules = {**module._modules, **dict(zip(_INPUTS, self.cuts, strict=True)), _OUTPUT: nn.Identity()}
 
     def __call__(self, x_1TC: Tensor, given: _Tensors, call: _Call) -> Tensor:
-        """Outputs of the heads of the piece, [T, h * E]. given: of the whole projections."""
-        # whether it is trained may have changed since the copy was made
+        """Returns the outputs of the piece's heads, [T, h * E]. given: parameters of the whole projections."""
+        # training mode may have changed since the copy was made
         self.module.training = call.module.training
         parts = zip(self.cuts, self.features, given.weights, given.biases, given.adapters, strict=False)
         for cut, features, weight_NC, bias_N, adapters in parts:
@@ -149,7 +149,7 @@ class HeadPiece:
         return output.flatten(0, -2)
 
     def take_edges(self) -> list[GradientEdge]:
-        """Edges of queries, keys and values in the graph that was just made; the piece refers to it no more."""
+        """Hands over the gradient edges of queries, keys and values in the graph just made."""
         edges = [cut.edge for cut in self.cuts if cut.edge is not None]
         for cut in self.cuts:
             cut.edge = None
@@ -158,27 +158,26 @@ class HeadPiece:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of an attention module: its keywords but the input, among them the chunk's context, and the pieces that run.
-
-    records: of each piece, what the layer's policy keeps. adapters: those of each projection, the output projection last.
-    autocast: (device, dtype, whether it is on).
-    """
+    """A call of an attention module: its keywords except the input, with the chunk's context, and the pieces to run."""
 
     module: Any
     pieces: tuple[HeadPiece, ...]
+    # record of each piece, for what the layer's policy keeps
     records: Sequence[AttentionRecord]
+    # adapters of each projection, the output projection last
     adapters: tuple[tuple[AdapterCall, ...], ...]
     keywords: dict[str, Any]
+    # (device, dtype, whether autocast is on)
     autocast: tuple[str, torch.dtype, bool]
 
     def cut(self, values: Sequence[Any]) -> list[Sequence[Any]]:
-        """Values of the node's parameters: of weights, of biases, of the adapters of each projection, and of norms."""
+        """Splits values, one per parameter of the node, into weights, biases, adapters of each projection, and norms."""
         sizes = (4, 4, *(3 * len(each) for each in self.adapters))
         ends = (0, *accumulate(sizes), len(values))
         return [values[first:last] for first, last in pairwise(ends)]
 
     def under(self, record: AttentionRecord) -> _Call:
-        """The call of one piece, whose attention finds `record` and is not counted as a layer of its own."""
+        """Returns the call of one piece, whose attention uses `record` and does not count as a layer."""
         context = self.keywords["longctx"]
         calls = replace(context.calls)
         return replace(self, keywords={**self.keywords, "longctx": replace(context, attention_record=record, calls=calls)})
@@ -186,7 +185,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Parameters of the node, in order: weights and biases of q, k, v and o, matrices of their adapters, weights of norms."""
+    """The node's parameters in order: weights and biases of q, k, v and o, matrices of their adapters, weights of norms."""
 
     weights: Sequence[Tensor | None]
     biases: Sequence[Tensor | None]
@@ -195,14 +194,14 @@ class _Tensors:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor | None], call: _Call, num_tokens: int) -> _Tensors:
-        """The parameters of a call, with adapters for `num_tokens` tokens."""
+        """Makes the parameters of a call, with adapters for `num_tokens` tokens."""
         parts = call.cut(parameters)
         adapters = tuple(Adapters(*each, num_tokens) for each in zip(call.adapters, parts[2:-1], strict=True))
         return cls(parts[0], parts[1], adapters, parts[-1])
 
 
 class _Noted(AttentionRecord):
-    """Passes the record of a piece on, and notes output and LSE for the piece's backward."""
+    """Forwards to a piece's record, and keeps output and LSE for the piece's backward."""
 
     def __init__(self, record: AttentionRecord) -> None:
         super().__init__(record.share)
@@ -218,9 +217,9 @@ class _Noted(AttentionRecord):
 
 
 class _Given(AttentionRecord):
-    """Hands over the output and LSE that the forward of a piece noted, once.
+    """Hands over, once, the output and LSE of a piece's forward.
 
-    The output becomes that of attention's node, which holds this record: if the record kept it, they would hold each other.
+    Attention's node holds this record and returns the output; a record that kept the output would make a reference cycle.
     """
 
     def __init__(self, out_ShE: Tensor, lse_hS: Tensor) -> None:
@@ -238,13 +237,13 @@ class PiecedAttention:
 
     def __init__(self, module: Any, read: Reader = plain_projection) -> None:
         self.module, self._read = module, read
-        # by their number
+        # number of pieces -> pieces
         self._pieces: dict[int, tuple[HeadPiece, ...]] = {}
 
     def __call__(self, records: Sequence[AttentionRecord], hidden_states: Tensor, **keywords: Any) -> tuple[Tensor, None]:
-        """The module's output [1, T, C], in as many pieces as there are records, and no weights.
+        """Returns the module's output [1, T, C], computed in one piece per record, and None for attention weights.
 
-        Raises RuntimeError if the module was changed such that pieces would differ from it.
+        Raises RuntimeError if the module was changed so that pieces would differ from it.
         """
         module, count = self.module, len(records)
         if problem := _problem(module, self._read, keywords):
@@ -275,13 +274,13 @@ class PiecedAttention:
 
 
 def _norm_weights(module: Any) -> list[nn.Parameter]:
-    """Weights of the norms of heads."""
+    """Returns the weights of the head norms."""
     norms = (getattr(module, name, None) for name in _NORMS)
     return [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
 
 
 def _problem(module: Any, read: Reader, keywords: dict[str, Any]) -> str:
-    """Why a call cannot run in pieces; empty if it can."""
+    """Describes why a call cannot run in pieces; empty if it can."""
     if problem := pieces_problem(module, read):
         return problem
     name = type(module).__name__
@@ -318,7 +317,7 @@ class _InPieces(torch.autograd.Function):
         assert y_TC is not None
         low += outer.finish()
         outer.add_to(y_TC, slice(None))
-        # the call holds no tensor of the layer but positions, which the model holds
+        # the call holds no tensor of the layer except positions, which the model holds anyway
         ctx.call = call
         ctx.save_for_backward(x_1TC, *parameters, *low, *results)
         return y_TC.view(*x_1TC.shape[:-1], -1)
@@ -350,14 +349,14 @@ class _InPieces(torch.autograd.Function):
             dout_Th = gradient_TC @ weight_CN[:, heads]
             outer.add_columns(out_Th.detach(), dout_Th, heads.start)
             edge, ends = get_gradient_edge(out_Th), piece.take_edges()
-            # the graph needs the output no more
+            # the graph no longer needs the output
             del out_Th
             found = torch.autograd.grad(edge, (*ends, *trained), dout_Th)  # type: ignore[arg-type]
             del edge, ends, dout_Th
             sums.add_norms(found[3:])
             for number, dy_1Th in enumerate(found[:3]):
                 sums.add_rows(number, piece.features[number], dy_1Th.flatten(0, -2), x_TC)
-            # not beside the next piece's
+            # free before the next piece allocates its own
             del found, dy_1Th
         if sums.biases[3] is not None:
             sums.biases[3] = gradient_TC.sum(0)
@@ -367,15 +366,15 @@ class _InPieces(torch.autograd.Function):
 
 
 def _multiplied(adapters: Adapters, x_TC: Tensor) -> list[Tensor]:
-    """Products of the adapters' first matrices with the whole input."""
+    """Multiplies the adapters' first matrices by the whole input."""
     adapters.multiply(x_TC)
     return adapters.finish()
 
 
 class _Sums:
-    """Gradients of the input, the projections, their adapters and the norms of heads, summed over pieces.
+    """Sums over pieces of the gradients of input, projections, adapters and head norms.
 
-    needed: which parameters need gradients, as `_Call.cut` cuts them. low: products of adapters' first matrices.
+    needed: which parameters need gradients, split by `_Call.cut`. low: products of adapters' first matrices.
     """
 
     def __init__(self, given: _Tensors, needed: list[Sequence[bool]], needs_x: bool, low: Sequence[Tensor]) -> None:
@@ -389,7 +388,7 @@ class _Sums:
             adapters.begin_backward([next(rest) for _ in needs[::3]], needs)
 
     def add_rows(self, number: int, features: slice, dy_TN: Tensor, x_TC: Tensor) -> None:
-        """Adds what the gradient of some features of a projection gives: no other piece has these rows."""
+        """Adds the contributions of the gradient of some features of a projection; no other piece has these rows."""
         weight, total, bias = self._given.weights[number], self.weights[number], self.biases[number]
         assert weight is not None
         self._given.adapters[number].add_rows(dy_TN, features)
@@ -412,7 +411,7 @@ class _Sums:
         self.norms = [total + each for total, each in zip(self.norms, wide, strict=True)] if self.norms else wide
 
     def gradients(self, x_1TC: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients in the order of the node's inputs."""
+        """Returns the gradients in the order of the node's inputs."""
         norms = iter(self.norms)
         weights = zip(self._given.norms, self._needs_norms, strict=True)
         of_norms = [next(norms).to(weight.dtype) if weight is not None and needs else None for weight, needs in weights]
@@ -422,7 +421,7 @@ class _Sums:
 
 
 def _empty(parameter: Tensor | None, needs: bool) -> Tensor | None:
-    """Room for the gradient of a parameter, if it needs one."""
+    """Allocates the gradient of a parameter, if it needs one."""
     return torch.empty_like(parameter) if needs and parameter is not None else None
 
 

@@ -1,20 +1,20 @@
-"""The host tier: saved tensors that wait for their backward in one slab of host memory.
+"""The host tier: keeps saved tensors in one slab of host memory until their backward.
 
 The activation engine owns one tier per rank; the records of layers store into it.
 
 A slab is one allocation, cut into blocks whose sizes are multiples of 64 bytes. (The pinned allocator of torch up to 2.11 would
-round sizes up to powers of two.) Layers and steps ask for the same sizes again and again, so a freed block is usually reused for
-its own size; free neighbours are merged only when nothing fits. A tensor that fits into no block is stored in several, so no
-memory is lost to gaps. A slab may be smaller than the memory that a rank may use: what does not fit then gets pieces of pageable
-memory beside it, since pinning inside a step would let other ranks wait.
+round sizes up to powers of two.) Layers and steps request the same sizes again and again, so a freed block is usually reused for
+its own size; free neighbours are merged only if nothing fits. A tensor that fits into no block is stored in several, so no
+memory is lost to gaps. A slab may be smaller than the memory that a rank may use: tensors that do not fit then get pieces of
+pageable memory, since other ranks would have to wait for pinning inside a step.
 
 Copies go through a `CopyEngine` (`runtime/core/host_copies.py`). They keep this order: a copy to the host starts after the
 computation that was queued before it; a copy back starts after the copy to the host; a copy into a reused block starts after the
-copy that brought the old tensor back from that block; a reader waits for the copy back. A block is free once nobody refers to its
-`HostTensor`.
+copy that brought the old tensor back from that block; a reader waits for the copy back. A block is free once its `HostTensor` is
+no longer referenced.
 
-A layer saves its tensors in bursts, mostly in its MLP, and their copies take about as long as the whole layer computes. So the
-tensors on their way may take as many bytes as one layer sends: fewer, and the device would wait in the bursts and its link would
+A layer saves its tensors in bursts, mostly in its MLP, and copying them takes about as long as the whole layer. So copies in
+flight may hold as many device bytes as one layer offloads: with fewer, the device would wait during bursts and its link would
 idle between them.
 """
 
@@ -39,23 +39,23 @@ from hf_longctx.runtime.core.host_copies import (
     has_strides,
 )
 
-# bytes of a piece of memory beside a full slab, unless a tensor needs more
+# bytes of a piece of pageable memory beside a full slab, unless a tensor needs more
 _PIECE_BYTES = 2**26
 
 
 class HostSlab:
-    """One allocation of host memory and its free runs; each run knows the copies that must end before it is overwritten.
+    """One allocation of host memory and its free runs, each with the copies that must end before it is overwritten.
 
-    most_bytes: bytes that it may have with the pieces of pageable memory that it gets when it is full (default: no pieces).
+    most_bytes: most bytes of slab and pageable pieces together (default: no pieces).
     """
 
     def __init__(self, capacity_bytes: int, is_pinned: bool, most_bytes: int = 0) -> None:
         self.capacity_bytes, self.most_bytes = block_bytes(capacity_bytes), most_bytes
         self._home = HostMemory(self.capacity_bytes, is_pinned, "host_gib")
         self.memory, self.is_pinned = self._home.memory, self._home.is_pinned
-        # the slab and its pieces by their first offset, with a gap behind each so that none is merged with the next
+        # the slab and its pieces by first offset, with gaps between them so that runs are never merged across them
         self._pieces = [(0, self.memory)]
-        # sorted by size; runs of one size in the order in which they were freed
+        # sorted by size, then by the time at which they were freed
         self._free = [_Run(0, self.capacity_bytes, ())]
 
     @property
@@ -64,15 +64,15 @@ class HostSlab:
         return sum(memory.numel() for _, memory in self._pieces[1:])
 
     def memory_of(self, run: _Run) -> Tensor:
-        """The bytes of a run."""
+        """Returns the bytes of a run."""
         place = bisect_right(self._pieces, run.offset, key=_offset) - 1
         offset, memory = self._pieces[place]
         return memory[run.offset - offset :][: run.num_bytes]
 
     def take(self, num_rows: int, row_bytes: int) -> list[tuple[int, _Run]]:
-        """Runs for rows of `row_bytes`, each with its number of rows: the smallest free run that holds all, or else several.
+        """Takes runs for rows of `row_bytes`, each with its number of rows: the smallest free run that holds all, or several.
 
-        Raises ValueError, and takes nothing, if there is too little memory.
+        Raises ValueError, without taking anything, if there is too little memory.
         """
         if not self._holds(num_rows * row_bytes):
             self._merge()
@@ -87,20 +87,20 @@ class HostSlab:
         return found
 
     def _holds(self, num_bytes: int) -> bool:
-        """Whether one free run has so many bytes."""
+        """Whether one free run has at least `num_bytes`."""
         return bool(self._free) and self._free[-1].num_bytes >= num_bytes
 
     def _cut(self, size: int) -> _Run:
-        """The first `size` bytes of the smallest free run that has them."""
+        """Takes the first `size` bytes of the smallest free run that has as many."""
         fitting = self._free.pop(bisect_left(self._free, size, key=_size))
         if rest := fitting.num_bytes - size:
             self.give(_Run(fitting.offset + size, rest, ()), fitting.tickets)
         return _Run(fitting.offset, size, fitting.tickets)
 
     def _add_piece(self, size: int, taken: list[tuple[int, _Run]]) -> None:
-        """Adds pageable memory for `size` bytes; raises ValueError if the slab may not have so much more.
+        """Adds pageable memory for `size` bytes; raises ValueError if that would exceed `most_bytes`.
 
-        taken: runs of the same tensor, which are given back then.
+        taken: runs of the same tensor, which are given back in that case.
         """
         size, left_bytes = block_bytes(size), self.most_bytes - self.capacity_bytes - self.beside_bytes
         if size > left_bytes:
@@ -150,28 +150,28 @@ def _offset(piece: tuple[int, Tensor]) -> int:
 
 
 class HostTier:
-    """Host memory of one rank, and the copies to and from it. `stored_bytes`: bytes of the tensors stored now."""
+    """Host memory of one rank, and the copies to and from it. stored_bytes: bytes of the tensors stored now."""
 
     def __init__(self, capacity_bytes: int, copies: CopyEngine, is_pinned: bool = False, most_bytes: int = 0) -> None:
         self.slab, self.copies = HostSlab(capacity_bytes, is_pinned, most_bytes), copies
         self.stored_bytes = self.peak_bytes = 0
-        # bytes of what this layer has sent, and the most that any of the chunk has
+        # bytes that this layer has offloaded, and the most that any layer of the chunk has
         self._layer_bytes = self._most_layer_bytes = 0
 
     @classmethod
     def on(cls, device: torch.device, capacity_bytes: int, most_bytes: int = 0) -> HostTier:
-        """A tier for tensors of `device`; most_bytes: see `HostSlab`."""
+        """Makes a tier for tensors of `device`; most_bytes: see `HostSlab`."""
         return cls(capacity_bytes, copies_of(device), device.type == "cuda", most_bytes)
 
     def begin_chunk(self) -> None:
-        """Says that the layers of another chunk come now; what an error has left behind goes, too."""
+        """Begins another chunk; also clears what an error may have left behind."""
         self.copies.let_go()
         self._layer_bytes = self._most_layer_bytes = 0
 
     def begin_layer(self) -> None:
-        """Says that what is stored from now on belongs to another layer."""
+        """Begins another layer, to which the tensors stored from now on belong."""
         if not self._layer_bytes:
-            # while the layer before ran, all could leave
+            # tensors had the time of the layer before to leave
             self.copies.let_go()
         self._layer_bytes = 0
 
@@ -186,15 +186,12 @@ class HostTier:
 
 
 class HostTensor:
-    """A tensor in the slab; its blocks are freed when nobody refers to the object any more.
-
-    room_bytes: see `CopyEngine`.
-    """
+    """A tensor in the slab; its blocks are freed with the object. room_bytes: see `CopyEngine`."""
 
     def __init__(self, tier: HostTier, source: Tensor, room_bytes: int) -> None:
         self._tier, self._device, self.num_bytes = tier, source.device, source.nbytes
         self._returning: tuple[Tensor, list[Ticket]] | None = None
-        # dimensions keep their order in memory where that takes one plain copy, of any elements in a row
+        # dimensions keep their order in memory if that takes one plain copy
         strides = dense_strides(source)
         is_dense = has_strides(source, strides)
         self._like = torch.empty_like(
@@ -206,7 +203,7 @@ class HostTensor:
         for count, run in tier.slab.take(num_rows, source.nbytes // num_rows) if source.nbytes else ():
             own = rows[start : start + count]
             home = tier.slab.memory_of(run)[: own.nbytes].view(source.dtype).view(own.shape)
-            # copies to the host come in order, so the last one is behind the others
+            # copies to the host run in order, so the last one ends after the others
             is_last = start + count == num_rows
             arrival = tier.copies.to_host(own, home, run.tickets, is_kept=not is_last, room_bytes=room_bytes)
             parts.append(_Part(slice(start, start + count), run, home, arrival))
@@ -225,7 +222,7 @@ class HostTensor:
             self._returning = (target, [part.back for part in self._parts])
 
     def fetch(self) -> Tensor:
-        """The tensor back on its device. The caller owns it; a second call copies again."""
+        """Returns the tensor on its device. The caller owns it; a second call copies again."""
         self.prefetch()
         assert self._returning is not None
         (target, tickets), self._returning = self._returning, None
@@ -239,7 +236,7 @@ class HostTensor:
             return
         for part in self._parts:
             if self._returning is not None:
-                # nobody has waited for the copy back into memory that is free from now on
+                # wait for a copy back that was never read, since its memory is free from now on
                 self._tier.copies.wait(part.back)
             self._tier.slab.give(part.run, () if part.back is None else (part.back,))
         self._tier.stored_bytes -= self.num_bytes
@@ -247,7 +244,7 @@ class HostTensor:
 
 @dataclass(slots=True)
 class _Part:
-    """Rows of a stored tensor in one run, or elements of a dense one, and their latest copies out and back."""
+    """Rows of a stored tensor, or elements of a dense one, in one run, with their latest copies out and back."""
 
     place: slice
     run: _Run
@@ -257,14 +254,14 @@ class _Part:
 
 
 def _rows(x: Tensor, is_dense: bool) -> Tensor:
-    """A view of a tensor whose first dimension may be cut: that of all elements as they lie in memory, if there are no gaps."""
+    """Returns a view whose first dimension can be cut; for a dense tensor, all elements in memory order."""
     if is_dense:
         return x.as_strided((x.numel(),), (1,))
     return x.flatten(0, next(axis for axis, size in enumerate(x.shape) if size > 1))
 
 
 class SplitTensor:
-    """A saved tensor [T, ...] split by tokens: the first are dropped and recomputed, the next wait on the host, the rest stay."""
+    """A saved tensor [T, ...] split by tokens: the first are recomputed, the next wait on the host, the rest stay."""
 
     def __init__(self, tensor: Tensor, share: TensorShare, tier: HostTier | None) -> None:
         num_tokens = tensor.shape[0]
@@ -275,7 +272,7 @@ class SplitTensor:
             assert tier is not None
             self._host = tier.store(tensor[self.start : host_stop])
         if host_stop == 0:
-            # detached, because an output refers to the autograd node that would hold it
+            # detached, because an output refers to the autograd node, which would hold it in a cycle
             self._device = tensor.detach()
         elif host_stop < num_tokens:
             # a copy, since a view would keep the whole storage alive
@@ -294,7 +291,7 @@ class SplitTensor:
             self._host.prefetch()
 
     def fetch(self, front: Sequence[Tensor] = ()) -> Tensor:
-        """The tokens from `start` on, on the device, appended to the tensors of `front`."""
+        """Returns the tokens from `start` on, on the device, appended to the tensors of `front`."""
         pieces = [*front, *([] if self._host is None else [self._host.fetch()])]
         if self._device is not None:
             pieces.append(self._device)

@@ -1,30 +1,25 @@
-"""Output head and loss in token tiles, as one autograd node: logits exist for one tile only, forward and backward.
+"""Output head and loss in token tiles, as one autograd node: logits exist for one tile at a time, forward and backward.
 
-`hf.models.activations` binds it to a model's output head; the executor asks it for losses and scores.
+`hf.models.activations` binds it to a model's output head; the executor gets losses and scores from it. The norm before the head
+runs in the same tiles and saves only its input.
 
-The norm before the head runs in the same tiles, and saves its input only.
-
-The node runs inside the model's own forward, in place of the head, so it finds weights gathered (sharded parameters) or wrapped
-(adapters) just as the head does. If u is the cost of multiplying all tokens once by the head's weight, the node costs
+The node runs inside the model's forward, in place of the head, so weights are gathered (sharded parameters) or wrapped (adapters)
+as for the head. If u is the cost of multiplying all tokens once by the head's weight, the node costs
 
     3 u with `keep_gradients`: a tile's gradients are computed while its logits exist, and backward only scales them. From
         forward to backward it holds the gradient of the input [T, C], and those of the head's parameters in at least fp32.
     4 u without `keep_gradients`: backward runs the tiles again. From forward to backward it holds the head's input.
     1 u if no graph is made, and for the scores of single tokens (`scoring`).
 
-A change that the model makes to its logits after the head (`LogitChange`) is made to the logits of each tile.
+A change that the model makes to its logits after the head, such as a scale, a cap by tanh or a cast (`LogitChange`), is made to
+the logits of each tile, with the same operations in the same order and dtype; autograd gives their derivative. The model's own
+forward then applies its change once more, to what the head returns in place of logits. So the head returns a `StandIn`, which
+keeps the loss as it is and records each step; `OutputHead` compares these steps with those of the tiles in every forward.
 
 The gradient of cross-entropy by a tile's logits is known in closed form; that of a user's loss comes from autograd on the tile.
 Tiles without label tokens are skipped if the labels are on the host: their loss and gradients are exactly zero.
 
 Shapes: T tokens of this rank, t tokens of a tile, C features, V entries of the vocabulary.
-
-The change that a model makes to its logits after its output head: a scale, a cap by tanh, a wider dtype.
-
-A loss in tiles must make the same change to the logits of each tile, with the same operations in the same order and dtype:
-`LogitChange` holds them, and autograd gives their derivative. The model's own forward then makes its change once more, to what
-the head returns in place of logits. So the head returns a `StandIn`, which leaves the loss as it is and writes down each step;
-`OutputHead` compares these steps with those of the tiles in every forward.
 """
 
 from __future__ import annotations
@@ -66,7 +61,7 @@ _APPLY: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "tanh": lambda x, _: torch.tanh(x),
     "cast": lambda x, dtype: x.to(dtype),
 }
-# torch's names of operations -> ours
+# names of operations in torch -> names here
 _NAMES = {
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), "mul"),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), "div"),
@@ -74,21 +69,21 @@ _NAMES = {
 }
 _IN_PLACE = {"mul_": "mul", "__imul__": "mul", "div_": "div", "__itruediv__": "div", "__idiv__": "div", "tanh_": "tanh"}
 _CASTS = {"float": torch.float32, "double": torch.float64}
-# operations that cast to the dtype among their arguments
+# operations that cast to a dtype argument
 _CASTS_TO = ("to", "type")
 _WIDE = (torch.float32, torch.float64)
-# the reader of the tensor of which another one is a view
+# getter of a view's base tensor
 _BASE = cast(Any, Tensor)._base.__get__
 
 
 @dataclass(frozen=True, slots=True)
 class LogitChange:
-    """Operations on every single logit, in order; none for a model that leaves the logits of its head as they are."""
+    """Operations that a model applies to each logit after its head, in order; empty if there are none."""
 
     steps: tuple[Step, ...] = ()
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The changed logits."""
+        """Returns the changed logits."""
         for name, operand in self.steps:
             # many configs have a scale of 1
             if operand != 1:
@@ -101,17 +96,17 @@ class LogitChange:
 
     @property
     def is_cap(self) -> bool:
-        """Whether logits are capped, so that one more tensor of their size waits for backward."""
+        """Whether logits are capped, which saves one more tensor of their size for backward."""
         return any(name == "tanh" for name, _ in self.steps)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that the logits are cast to; None if they keep that of the head."""
+        """The dtype to which logits are cast; None if they keep the head's dtype."""
         found = [operand for _, operand in self.steps if isinstance(operand, torch.dtype)]
         return found[-1] if found else None
 
     def agrees_with(self, other: LogitChange) -> bool:
-        """Whether both make the same change, but for the dtype of the result: losses are computed in a wide one anyway."""
+        """Whether both make the same change, except for final casts: losses are computed in a wide dtype anyway."""
         return _without_last_casts(self.steps) == _without_last_casts(other.steps)
 
 
@@ -122,9 +117,9 @@ def _without_last_casts(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 class StandIn(Tensor):
-    """A tensor [1, 1, 1] that a model takes for its logits: holds a value that no step changes, and the steps so far.
+    """A tensor [1, 1, 1] in place of logits: holds a value that no step changes, and the steps so far.
 
-    Raises ValueError for operations that are no steps. newest: the change of whichever stand-in was made last.
+    Raises ValueError for operations that are no steps. newest: change of the latest stand-in.
     """
 
     change: LogitChange
@@ -132,7 +127,7 @@ class StandIn(Tensor):
 
     @classmethod
     def of(cls, value: Tensor) -> StandIn:
-        """The stand-in with a scalar as its value."""
+        """Makes a stand-in whose value is a scalar."""
         return cls._made(value.view(1, 1, 1), LogitChange(), [LogitChange()])
 
     @classmethod
@@ -162,10 +157,10 @@ class StandIn(Tensor):
                 return own
             return cls._made(own._plain(), change, own.newest)
         if name == "detach" and own is not None:
-            # a hook looks at what the head returned: the loss, as in models that leave their logits as they are
+            # a hook reads the head's output: the loss, as in models that do not change their logits
             return own._plain().detach()
         if function == _BASE:
-            # shards ask whether a change in place would change another tensor; here none changes any
+            # FSDP checks for views, whose base a change in place would change too; no step here changes a tensor
             return None
         with torch._C.DisableTorchFunctionSubclass():
             found = function(*args, **keywords)
@@ -178,7 +173,7 @@ class StandIn(Tensor):
 
 
 def _step(name: str, others: list[Any], keywords: dict[str, Any]) -> Step | None:
-    """The step that an operation makes, given its arguments beside the logits; None if it is none."""
+    """Returns the step of an operation, given its arguments besides the logits; None if it is no step."""
     if name in _CASTS and not others and not keywords:
         return "cast", _CASTS[name]
     if name in _CASTS_TO:
@@ -194,7 +189,7 @@ def _step(name: str, others: list[Any], keywords: dict[str, Any]) -> Step | None
     return (known, others[0]) if is_number else None
 
 
-# torch's autograd nodes that only pass a value on
+# torch's autograd nodes that pass on a value unchanged
 _PASSING = ("ToCopyBackward0", "AliasBackward0", "ViewBackward0")
 # gradient of the input, gradients of the parameters (None for a parameter that the head does not use)
 Gradients = tuple[Tensor, list[Tensor | None]]
@@ -203,26 +198,26 @@ _NO_CHANGE = LogitChange()
 
 @dataclass(slots=True)
 class _Order:
-    """Instructions to the head for the forward that is running."""
+    """Instructions to the head for the running forward."""
 
     targets: Targets
     tile_tokens: int
     keep_gradients: bool = False
-    # lists that receive the scores of the tokens, or the logits of those with labels, if they are wanted, and how to score
+    # lists to fill with scores of tokens, or with logits of those with labels, and how to score
     scores: list[TokenScores] | None = None
     scoring: Scoring | None = None
     logits: list[Tensor] | None = None
     num_calls: int = 0
-    # the tensor that the model took for its logits, if it changes them
+    # the tensor returned in place of logits, if the model changes them
     stand_in: StandIn | None = None
 
 
 class OutputHead:
     """Binds itself to the output head of one model, the module whose output is the logits; `unbind` restores it.
 
-    Create it after adapters are added. While `summing`, the head returns the summed loss in place of logits; at other times it
-    runs unchanged. norm: the norm of hidden states before the head, which then runs in tiles of as many tokens; None: it is not
-    known. change: the change that the model makes to its logits after the head.
+    Create it after adapters are added. While `summing`, the head returns the summed loss in place of logits; otherwise it runs
+    unchanged. norm: norm before the head, which then runs in the same tiles; None if unknown. change: the change that the model
+    makes to its logits after the head.
     """
 
     def __init__(self, head: nn.Module, norm: nn.Module | None = None, change: LogitChange = _NO_CHANGE) -> None:
@@ -265,25 +260,25 @@ class OutputHead:
 
     @contextmanager
     def summing(self, targets: Targets, tile_tokens: int, keep_gradients: bool = False) -> Iterator[None]:
-        """Context in which one forward of the model returns the summed loss, in place of logits; `loss_of` reads it.
+        """Context in which one forward of the model returns the summed loss in place of logits; `loss_of` reads it.
 
-        The value is that of `summed_loss`, computed in tiles of `tile_tokens` tokens (0: one tile). `targets` may be on the
-        host. `keep_gradients`: compute gradients in the forward, if backward follows at once. Raises RuntimeError unless the
-        model calls its head exactly once, and ValueError if it then changes its logits in another way than the tiles.
+        The value is that of `summed_loss`, computed in tiles of `tile_tokens` tokens (0: one tile). targets: may be on the host.
+        keep_gradients: compute gradients in the forward, for a backward that follows at once. Raises RuntimeError unless the
+        model calls its head exactly once, and ValueError if it changes its logits in another way than the tiles.
         """
         with self._ordered(_Order(targets, tile_tokens, keep_gradients)):
             yield
 
     @contextmanager
     def scoring(self, shift_labels_1T: Tensor, tile_tokens: int, scoring: Scoring) -> Iterator[list[TokenScores]]:
-        """Context like `summing` for a forward without gradients; afterwards the list holds the scores of its tokens."""
+        """Context like `summing` for a forward without gradients; fills the list with scores of the tokens."""
         scores: list[TokenScores] = []
         with self._ordered(_Order(Targets(shift_labels_1T), tile_tokens, scores=scores, scoring=scoring)):
             yield scores
 
     @contextmanager
     def reading(self, labels_1T: Tensor, tile_tokens: int) -> Iterator[list[Tensor]]:
-        """Context like `scoring`; afterwards the list holds the logits [n, V] of the tokens with labels."""
+        """Context like `scoring`; fills the list with the logits [n, V] of the tokens with labels."""
         logits: list[Tensor] = []
         with self._ordered(_Order(Targets(labels_1T), tile_tokens, logits=logits)):
             yield logits
@@ -315,10 +310,10 @@ def _check_change(found: LogitChange, expected: LogitChange) -> None:
 
 
 def loss_of(returned: Tensor) -> Tensor:
-    """The summed loss, a scalar, in what a model returned in place of logits while its head was summing.
+    """Returns the summed loss, a scalar, from a model's output in place of logits while its head was summing.
 
-    Raises ValueError if the model did more to it than the change that the head knows, which the head checks too: a change meant
-    for logits would be wrong for the loss. That is read in the autograd graph, so a forward without a graph is not checked.
+    Raises ValueError if the model applied more than the known change, since a change meant for logits is wrong for the loss.
+    This is read from the autograd graph, so a forward without a graph is not checked.
     """
     loss = returned
     if isinstance(returned, StandIn):
@@ -368,7 +363,7 @@ def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Ten
 
 
 def _labelled_tiles(shift_labels_1T: Tensor, tile_tokens: int) -> tuple[slice, ...]:
-    """Tiles that hold label tokens, or the first tile if none does; if the labels are on the device, all tiles: no wait."""
+    """Returns the tiles with label tokens, or the first if none has any; all tiles for labels on a device, to avoid a wait."""
     tiles = tuple(tiles_of(0, shift_labels_1T.shape[1], tile_tokens))
     if shift_labels_1T.device.type != "cpu":
         return tiles
@@ -377,9 +372,9 @@ def _labelled_tiles(shift_labels_1T: Tensor, tile_tokens: int) -> tuple[slice, .
 
 @dataclass(frozen=True, slots=True)
 class _Tiled:
-    """A head and a loss to run in tiles: the head's own forward, its trained parameters, and None for cross-entropy.
+    """A head and a loss to run in tiles: the head's own forward, its trained parameters, and a loss (None: cross-entropy).
 
-    tally: counts the tokens of every tile that runs.
+    tally: counts the tokens of each tile.
     """
 
     run: Run
@@ -389,7 +384,7 @@ class _Tiled:
     tally: TokenTally | None
 
     def targets(self, labels_1T: Tensor, weights_1T: Tensor | None, tile: slice) -> Targets:
-        """The targets of a tile's tokens."""
+        """Returns the targets of a tile's tokens."""
         weights_1t = None if weights_1T is None else weights_1T[:, tile]
         return Targets(labels_1T[:, tile], weights_1t, self.token_loss, self.tally)
 
@@ -401,7 +396,7 @@ class _SummedLoss(torch.autograd.Function):
     ) -> Tensor:
         device = x_1TC.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        # a backward that runs the tiles again would count their tokens twice
+        # a backward that runs tiles again would count their tokens twice
         ctx.tiled = replace(tiled, tally=None)
         ctx.keeps = keeps and any(ctx.needs_input_grad)
         if not ctx.keeps:
@@ -428,7 +423,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _scaled(total: Tensor | None, slope: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """total * slope, rounded once, in a new tensor of `dtype`; `total` stays intact for a second backward."""
+    """Returns total * slope, rounded once to `dtype`; `total` stays intact for a second backward."""
     return None if total is None else torch.mul(total, slope, out=torch.empty_like(total, dtype=dtype))
 
 
@@ -462,7 +457,7 @@ def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[sl
 
 
 def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | None, tiled: _Tiled) -> tuple[Tensor, Gradients]:
-    """Loss and gradients; gradients of parameters are summed over tiles in at least fp32."""
+    """Returns loss and gradients; gradients of parameters are summed over tiles in at least fp32."""
     dx_1TC = torch.zeros_like(x_1TC)
     sums: list[Tensor | None] = [None] * len(tiled.parameters)
     losses = []
@@ -483,13 +478,13 @@ def _gradients_of_tiles(x_1TC: Tensor, labels_1T: Tensor, weights_1T: Tensor | N
             slope_1tV = slope_tV.to(like).view(shape)
             del slope_tV
             dx_1TC[:, tile] = add_gradients(sums, x, edge, tiled.parameters, slope_1tV)
-        # not beside the next tile's logits
+        # free before the next tile's logits are computed
         del slope_1tV
     return torch.stack(losses).sum(), (dx_1TC, sums)
 
 
 def _closed_form(logits_1tV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of a tile, and its gradient by the logits [t, V]."""
+    """Returns the summed cross-entropy of a tile and its gradient with respect to the logits [t, V]."""
     log_p_tV = _log_softmax(logits_1tV)
     index_t1, is_label_t = _index(targets.labels_1T)
     loss = _tile_loss(log_p_tV, index_t1, is_label_t, targets.weights_1T)
@@ -500,7 +495,7 @@ def _closed_form(logits_1tV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
 
 
 def _slope_by_autograd(logits_1tV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """Summed loss of a tile by the user's function, and its gradient by the logits [t, V]."""
+    """Returns the summed loss of a tile by the user's function, and its gradient with respect to the logits [t, V]."""
     assert targets.token_loss is not None
     logits_tV, labels_t = wide_logits(logits_1tV).requires_grad_(True), targets.labels_1T.reshape(-1)
     with torch.enable_grad():
@@ -510,14 +505,14 @@ def _slope_by_autograd(logits_1tV: Tensor, targets: Targets) -> tuple[Tensor, Te
 
 
 def _index(labels_1t: Tensor) -> tuple[Tensor, Tensor]:
-    """Label of each token [t, 1], with 0 for a token without a label, and whether the token has a label [t]."""
+    """Returns the label of each token [t, 1], 0 if it has none, and whether it has one [t]."""
     labels_t = labels_1t.reshape(-1)
     is_label_t = labels_t != IGNORE_INDEX
     return labels_t.where(is_label_t, 0).unsqueeze(1), is_label_t
 
 
 def _log_softmax(logits_1tV: Tensor) -> Tensor:
-    """Log-probabilities [t, V] in at least fp32."""
+    """Returns log-probabilities [t, V] in at least fp32."""
     return F.log_softmax(wide_logits(logits_1tV), dim=-1)
 
 
@@ -527,10 +522,10 @@ def _tile_loss(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor, weights_1
 
 
 def _tile_slope(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor) -> Tensor:
-    """Gradient of the loss by the logits: probabilities minus one at the label. Overwrites `log_p_tV`."""
+    """Returns the gradient with respect to the logits: probabilities, minus one at the label. Overwrites `log_p_tV`."""
     slope_tV = log_p_tV.exp_()
     slope_tV.scatter_add_(1, index_t1, slope_tV.new_full(index_t1.shape, -1.0))
     if slope_tV.device.type == "cpu":
-        # few rows have no label, and a mask would pass over all of them; a device would have to wait for their number
+        # few rows have no label, and a mask would read all rows; on a device, their number would have to be waited for
         return slope_tV.index_fill_(0, is_label_t.logical_not().nonzero().squeeze(1), 0.0)
     return slope_tV.masked_fill_(~is_label_t.unsqueeze(1), 0.0)

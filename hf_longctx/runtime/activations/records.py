@@ -1,25 +1,17 @@
-"""Keeps outputs of the query, key and value projections, so that a replay takes them from the first run.
+"""Records of results that a layer's first run keeps for its replay: projections to Q, K and V, and attention with its LSE.
 
-The activation engine binds `project` to the projections of a layer and makes one record per layer and forward.
+The activation engine makes the records, one of each kind per layer and forward. It binds `project` to the projections of a layer;
+`attention.chunk` and `attention.ring` fill and empty the record of attention.
 
-The gradients of y = x W' + b need x and W, not y. So the autograd node saves only x and W, in the first run and in the replay,
-and its backward is that of the whole product, however much of y was computed.
+The gradients of y = x W' + b need x and W, not y. So the autograd node of a projection saves only x and W, in first run and
+replay, and its backward is that of the whole product, however much of y was computed. The kept tensor is y, before the norms of
+queries and keys and the rotary embedding, which the replay repeats; later modules get y complete and may save what they need.
 
-The kept tensor is y itself, before the norms of queries and keys and before the rotary embedding, both of which the replay
-repeats. It has as many bytes as the rotated heads. Everything after a projection finds y complete: the modules that follow may
-save any tensor they need, such as the input of a norm, and attention may exchange y as in the first run. If only a share is kept,
-the first tokens are computed again.
+If only a share of a result is kept, it is that of the last tokens, because in attention the first tokens of a chunk are the
+cheapest to recompute: with rows of a causal triangle counted from 0 to 1, the first r have r^2 of its area, the last r 2r - r^2.
 
-Shapes: T tokens of this rank, C input features, N output features.
-
-Keeps the output and LSE of attention from its first run for its replay under activation checkpointing.
-
-The activation engine makes one record per layer and forward; `attention.chunk` and `attention.ring` fill and empty it.
-
-If only a share is kept, it is that of the last tokens, because the first tokens of a chunk are the cheapest to recompute: with
-the rows of a causal triangle counted from 0 to 1, the first r of them hold r^2 of its area, the last r hold 2r - r^2.
-
-Shapes: h query heads of this rank, S tokens of its block, E head size of values.
+Shapes: T tokens of this rank, C input features, N output features, h query heads of this rank, S tokens of its block, E head
+size of values.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 
 
 class ProjectionRecord:
-    """Outputs that one layer's projections leave in one forward for its replay, keyed by the index of the projection.
+    """Outputs of one layer's projections in one forward, kept for its replay by index of the projection.
 
     The first run fills it, and the first replay empties it; a second replay (retain_graph) recomputes. The layer's slot owns it.
     """
@@ -48,7 +40,7 @@ class ProjectionRecord:
 
     @property
     def held(self) -> tuple[SplitTensor, ...]:
-        """Outputs held now."""
+        """Outputs currently held."""
         return tuple(self._held.values())
 
     def put(self, index: int, y_TN: Tensor) -> None:
@@ -62,14 +54,14 @@ class ProjectionRecord:
 
 
 def project(linear: nn.Linear, x: Tensor, record: ProjectionRecord, index: int) -> Tensor:
-    """linear(x), [..., C] to [..., N], whose output `record` keeps or, in a replay, supplies."""
+    """Returns linear(x), [..., C] to [..., N]; `record` keeps the output or, in a replay, supplies it."""
     x, weight_NC, bias_N = autocast_operands(linear, x)
     y_TN: Tensor = _Projection.apply(x.flatten(0, -2), weight_NC, bias_N, record, index)
     return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
 
 def autocast_operands(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Input, weight and bias of a product, cast if autocast is on: outside a node, so that gradients are cast back as it does."""
+    """Returns input, weight and bias, cast if autocast is on; outside a node, so that autograd casts gradients back."""
     weight: Tensor = linear.weight
     bias: Tensor | None = linear.bias
     device = x.device.type
@@ -80,7 +72,7 @@ def autocast_operands(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def product_gradients(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias of a product; saved are the input or None, and the weight or None."""
+    """Returns gradients of input, weight and bias of a product, from saved input and weight (None: not needed)."""
     x_TC, weight_NC = ctx.saved_tensors
     dx_TC = None if weight_NC is None else gradient_TN @ weight_NC
     dw_NC = None if x_TC is None else gradient_TN.T @ x_TC
@@ -98,7 +90,7 @@ def _multiply(x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 class _Projection(torch.autograd.Function):
-    # saves equal tensors in first run and replay, because checkpointing compares their number, shapes and dtypes
+    # saves the same tensors in first run and replay, because checkpointing compares their number, shapes and dtypes
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None, record: ProjectionRecord, index: int) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -126,7 +118,7 @@ class KeptOutput:
 
 
 class AttentionRecord:
-    """Output and LSE that one layer's attention leaves in one forward for its replay.
+    """Output and LSE of one layer's attention in one forward, kept for its replay.
 
     The first run fills it, and the first replay empties it; a second replay (retain_graph) recomputes. The layer's slot owns it.
     """

@@ -2,27 +2,22 @@
 
 The activation engine binds `tokenwise` to MLPs and norms; the output head uses its tiles too.
 
-Backward runs each tile forward and backward, so the module's inner tensors live for one tile only; products that only the tile's
-output needs are left out (`last_products`). Tiles that a record keeps are run forward once, with their graph, whose saved
-tensors stay on the device or go to the host.
+Backward runs each tile forward and backward, so the module's inner tensors exist for one tile at a time. Tiles that a record
+keeps are run forward once, with their graph, whose saved tensors stay on the device or go to the host.
 
 In a replay under activation checkpointing, the node of an MLP with a record computes nothing and returns an uninitialised tensor.
-If it is the last node of its layer that saves a tensor (only a residual add follows), checkpointing stops the replay inside
-`apply`, so nobody can read the output. If control does return, a later node saves tensors that may depend on the output, and only
-then is the output computed.
+If it is the layer's last node that saves a tensor (only a residual add follows), checkpointing stops the replay inside `apply`,
+so the output is never read. If control returns, a later node saves tensors that may depend on the output, and only then is the
+output computed.
+
+Runs for gradients alone leave out products whose values no gradient needs, such as the last projection of an MLP: the gradients
+of y = x W' + b need x and W, not y. So if y is only added to something and returned, it can stay uninitialised: a third less work
+for a gated MLP. These linear modules are found once per MLP, from the graph of a few tokens, and tested: with NaN in place of
+their outputs, the gradient of the input must stay the same. Each later run checks its own graph again and computes everything if
+the MLP has changed. An MLP with hooks inside, a linear module with its own forward, or a weight of an unusual type always
+computes everything.
 
 Shapes: T tokens of this rank, C features.
-
-Runs an MLP again for its gradients alone, without the products whose values no gradient needs, such as its last projection.
-
-The gradients of y = x W' + b need x and W, not y. So where y is only added to something and returned, a run whose output nobody
-reads can leave y uninitialised: a third less work for a gated MLP. Checkpointing does so by stopping early; a tile of an MLP,
-whose gradients are computed at once, has no such end.
-
-Which linear modules these are is found once for an MLP, from the graph of a few tokens, and tried: with NaN in place of their
-outputs, the gradient of the input must be what it was. Every later run looks at its own graph again, so an MLP that has changed
-since is run as a whole. So is one with hooks inside, which would see the values. A linear module with a forward of its own or a
-weight of an unusual type always computes.
 """
 
 from __future__ import annotations
@@ -50,18 +45,18 @@ from hf_longctx.runtime.core.dropout import on_tiles
 _ADDING = frozenset(
     f"{name}Backward0" for name in ("Add", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Transpose", "Squeeze", "Unsqueeze")
 )
-# nodes that only add their first input to something else
+# nodes that only add to their first input
 _ADDING_FIRST = frozenset(("_AddLowRankBackward",))
-# largest change of the input's gradient, relative to its largest value: products may be rounded otherwise
+# largest change of the input's gradient relative to its largest value, since products may be rounded differently
 _TOLERANCE = 0.05
-# the linear modules of each MLP that were found, for as long as the MLP lives
+# linear modules found in each MLP, for its lifetime
 _FOUND: WeakKeyDictionary[nn.Module, tuple[nn.Linear, ...]] = WeakKeyDictionary()
 
 
 def look_for_last_products(mlp: nn.Module, run: Callable[[Tensor], Tensor], x_1TC: Tensor, gradient_1TC: Tensor) -> None:
-    """Finds out, once for an MLP, which products `run_for_gradients` may leave out; a few tokens suffice.
+    """Finds, once per MLP, which products `run_for_gradients` may leave out; a few tokens suffice.
 
-    run: the forward of `mlp`. gradient: that of its output for `x`. An MLP with hooks inside, which see runs, is left alone.
+    run: the forward of `mlp`. gradient: gradient of its output for `x`. Skips an MLP with hooks inside, which would see the run.
     """
     if mlp in _FOUND or _has_hooks(mlp):
         return
@@ -73,7 +68,7 @@ def look_for_last_products(mlp: nn.Module, run: Callable[[Tensor], Tensor], x_1T
 
 
 def run_for_gradients(mlp: nn.Module, run: Callable[[Tensor], Tensor], x_1TC: Tensor) -> Tensor:
-    """run(x), the forward of `mlp`, with its graph; values of the output may be uninitialised."""
+    """Returns run(x), the forward of `mlp`, with its graph; values of the output may be uninitialised."""
     plain = [linear for linear in _FOUND.get(mlp, ()) if _is_plain(linear)]
     if not plain or _has_hooks(mlp):
         return run(x_1TC)
@@ -95,7 +90,7 @@ def _hooks(module: nn.Module) -> bool:
 
 
 def _watched(mlp: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, tuple[nn.Linear, ...]]:
-    """run(x), and the linear modules that ran once and whose outputs were only added."""
+    """Returns run(x), and the linear modules that ran once and whose outputs were only added."""
     calls: list[tuple[nn.Linear, Node | None]] = []
 
     def called(linear: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -119,7 +114,7 @@ def _watched(mlp: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> tupl
 def _is_same_without(
     linears: Sequence[nn.Linear], run: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, gradient: Tensor
 ) -> bool:
-    """Whether the gradient of x stays what it is if the outputs of these modules are NaN."""
+    """Whether the gradient of x stays the same if the outputs of these modules are NaN."""
     with _left_out(linears, partial(torch.Tensor.new_full, fill_value=float("nan"))):
         other = run(x)
     expected, found = (torch.autograd.grad(end, x, gradient, retain_graph=True)[0] for end in (y, other))
@@ -128,13 +123,13 @@ def _is_same_without(
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Whether calling the module does nothing but multiply."""
+    """Whether calling the module only multiplies."""
     return isinstance(plain_projection(linear), Projection) and type(linear.weight) is nn.Parameter
 
 
 @contextmanager
 def _left_out(linears: Sequence[nn.Linear], make: Callable[..., Tensor]) -> Iterator[list[Node | None]]:
-    """Context in which these modules return what `make` makes, with their graph; gives the graph's node of every output."""
+    """Context in which these modules return results of `make`, with their graph; yields the graph node of every output."""
     nodes: list[Node | None] = []
 
     def forward(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -153,7 +148,7 @@ def _left_out(linears: Sequence[nn.Linear], make: Callable[..., Tensor]) -> Iter
 
 
 def _are_only_added(y: Tensor, nodes: Sequence[Node | None]) -> bool:
-    """Whether all ways from y's node to these nodes lead through nodes that read no values."""
+    """Whether all paths from y's node to these nodes go through nodes that read no values."""
     wanted, reached = set(nodes), set()
     seen: set[tuple[Node | None, bool]] = set()
     stack: list[tuple[Node | None, bool]] = [(y.grad_fn, True)]
@@ -190,12 +185,12 @@ class _UnreadProduct(torch.autograd.Function):
 Run = Callable[[Tensor, slice], Tensor]
 # (first token, one past the last, input edge, output edge) of a tile that was run with its graph
 KeptTile = tuple[int, int, GradientEdge, GradientEdge]
-# tokens that show which products of an MLP its gradients do not need
+# tokens of the run that finds products to leave out
 _TRIAL_TOKENS = 16
 
 
 class TileRecord:
-    """Record that a tiled MLP leaves in one forward of one layer: graphs of the tiles it keeps, and the form of its output."""
+    """Record of a tiled MLP in one forward of one layer: graphs of the kept tiles, and the form of its output."""
 
     def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:
         self.share, self.tier = share, tier
@@ -208,16 +203,16 @@ class TileRecord:
         self.parameter_storages: frozenset[int] = frozenset()
 
     def cuts(self, num_tokens: int) -> tuple[int, int]:
-        """First of `num_tokens` tokens whose inner tensors are kept, and first whose inner tensors are on the device."""
+        """Returns the first of `num_tokens` tokens whose inner tensors are kept, and the first with them on the device."""
         return self.share.cuts(num_tokens)
 
     def take_graphs(self) -> list[KeptTile]:
-        """Hands over the graphs; the record is empty afterwards."""
+        """Hands over the graphs and empties the record."""
         graphs, self.graphs, self.kept_bytes, self.on_host = self.graphs, [], 0, []
         return graphs
 
     def new_output(self, num_tokens: int) -> Tensor:
-        """Uninitialised output with the dtype, device and number of features of the first run's output."""
+        """Makes an uninitialised output with dtype, device and number of features of the first run's output."""
         assert self.output_like is not None
         return self.output_like.new_empty((1, num_tokens, self.output_like.shape[-1]))
 
@@ -229,7 +224,7 @@ def tokenwise(
     tile_tokens: int,
     record: TileRecord | None = None,
 ) -> Tensor:
-    """forward(x), the forward of `module`, in tiles of `tile_tokens` tokens (0: one tile); [1, T, C] to [1, T, C']."""
+    """Returns forward(x), [1, T, C] to [1, T, C'], computed in tiles of `tile_tokens` tokens (0: one tile)."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     is_unfilled = record is not None and record.is_replay and record.output_like is not None
     tile_tokens, run = tile_tokens or x_1TC.shape[1], on_tiles(module, forward)
@@ -304,12 +299,12 @@ def _at(run: Run, tile: slice) -> Callable[[Tensor], Tensor]:
 
 
 def tiles_of(start: int, stop: int, tile_tokens: int) -> Iterator[slice]:
-    """Token ranges of `tile_tokens` each that cover [start, stop); the last may be shorter."""
+    """Returns token ranges of `tile_tokens` each that cover [start, stop); the last may be shorter."""
     return (slice(first, min(first + tile_tokens, stop)) for first in range(start, stop, tile_tokens))
 
 
 def _run_tiles(x_1TC: Tensor, run: Run, tiles: Iterable[slice], record: TileRecord | None = None, kept_from: int = 0) -> Tensor:
-    """run(x) tile by tile; tiles from token `kept_from` on leave their graphs in the record, if there is one."""
+    """Returns run(x), tile by tile; stores graphs of tiles from token `kept_from` on in the record, if there is one."""
     output: Tensor | None = None
     for tile in tiles:
         keeps = record if tile.start >= kept_from else None
@@ -322,11 +317,11 @@ def _run_tiles(x_1TC: Tensor, run: Run, tiles: Iterable[slice], record: TileReco
 
 
 def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tensor:
-    """run(x) of one tile; its graph goes to the record, and the graph's saved tensors are hidden from checkpointing."""
+    """Returns run(x) of one tile; stores its graph in the record and hides the graph's saved tensors from checkpointing."""
     seen = set(record.parameter_storages)
     num_tokens = tile.stop - tile.start
     tier = record.tier if tile.start < record.cuts(x_1TC.shape[1])[1] else None
-    # holds the tensors too, so that no address is reused within the tile
+    # also holds the tensors, so that no address is reused within the tile
     sent: dict[tuple[Any, ...], tuple[_OnHost, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Tensor | _OnHost:
@@ -346,15 +341,15 @@ def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tens
     with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
         x: Tensor = _Entry.apply(x_1TC.new_empty((), requires_grad=True), x_1TC[:, tile])
         y = run(x, tile)
-    # the graph keeps the function `pack`, and with it whatever that refers to
+    # the graph keeps the function `pack` with everything it refers to
     sent.clear()
-    # edges refer to no tensor, so the graph keeps its saved tensors alive and nothing else
+    # edges refer to no tensor, so only the graph's saved tensors stay alive
     record.graphs.append((tile.start, tile.stop, get_gradient_edge(x), get_gradient_edge(y)))
     return y.detach()
 
 
 class _OnHost:
-    """A saved tensor on the host that several nodes may read; it stays on the device from the first reader to the last."""
+    """A saved tensor on the host that several nodes may read; on the device from its first reader to its last."""
 
     def __init__(self, home: HostTensor) -> None:
         self.home, self.num_readers = home, 0
@@ -383,7 +378,7 @@ class _Entry(torch.autograd.Function):
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Dtype in which a parameter takes its gradient: wider than its own where bf16 was gathered from fp32 shards."""
+    """Returns the dtype of a parameter's gradient: wider than its own if bf16 was gathered from fp32 shards."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -394,7 +389,7 @@ def add_gradients(
     parameters: tuple[nn.Parameter, ...],
     gradient: Tensor,
 ) -> Tensor:
-    """Gradient of x, given the gradient of y; adds the gradients of the parameters that y uses to `sums`, in at least fp32."""
+    """Returns the gradient of x, given that of y; adds gradients of the parameters of y to `sums`, in at least fp32."""
     ends: Any = (x, *parameters)
     dx, *gradients = torch.autograd.grad(y, ends, gradient, allow_unused=True)
     for index, found in enumerate(gradients):

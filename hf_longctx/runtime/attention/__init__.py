@@ -1,1 +1,1 @@
-"""Attention of a chunk over its sequence group: Ulysses, ring, and slices that read earlier slices from the K/V book."""
+"""Attention of a chunk over its sequence group: Ulysses, ring, and slices with earlier keys and values in the K/V book."""

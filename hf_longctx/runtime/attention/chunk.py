@@ -1,7 +1,7 @@
 """Attention of the documents of one chunk as a single autograd node, for whole sequences and slices, with or without a record.
 
-`sequence_parallel` calls it wherever torch's own attention cannot: for slices, under activation policies, and for windows, sinks
-and softcaps.
+`sequence_parallel` calls it if torch's own attention does not suffice: for slices, activation policies, windows, sinks and
+softcaps.
 
 A document that is a slice reads the keys and values of earlier slices, its front, from the K/V book. Its queries see the whole
 front and, causally, the slice itself. These are two tiles: their results are merged by their log-sum-exp (LSE), and the backward
@@ -17,18 +17,14 @@ The node saves queries, output, LSE, and the keys and values of whole documents.
 from the K/V book, so they are stored only once. The first run and the replay save tensors of equal number, shapes and dtypes,
 because checkpointing compares these.
 
-Shapes: h query heads and g KV heads of this rank, S tokens of its block, T tokens of one document, U of its front, D head size of
-queries and keys, E of values, W = D + E.
+Short documents, of up to `PACKED_TOKENS` tokens, run together in one call (a `Run`) if the device has an operator for that.
+Longer ones fill a device on their own, by faster operators. A run has at most `PACKED_ROWS` rows, since its backward needs
+workspace for all of them at once; `plan.memory` counts this workspace by the same numbers.
+
+Shapes: h query heads and g KV heads of this rank, S tokens of its block or of a run, T tokens of one document, U of its front,
+D head size of queries and keys, E of values, W = D + E.
 
 Source of slices: Seq1F1B (arXiv 2406.03488), which keeps the prefix as a list of slices and concatenates them for every call.
-
-Attention of a run: short documents of a chunk, side by side, in one call where the device has an operator for that.
-
-Documents of up to `PACKED_TOKENS` tokens share calls. Longer ones fill a device on their own, and faster operators than the one
-for several documents compute them. A run ends before it has more than `PACKED_ROWS` rows, since its backward needs workspace for
-all of them at once; `plan.memory` counts that by the same numbers.
-
-Shapes: h query heads and g KV heads of this rank, S tokens of a run, D head size of queries and keys, E of values.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ from hf_longctx.runtime.tiles.tile import tile_backward
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens [start, stop) of a chunk. If they are a slice of a sequence, `as_slice` describes it; None for a whole sequence.
+    """Tokens [start, stop) of a chunk: a slice of a sequence (`as_slice`) or a whole sequence (None).
 
     index: the document's index in the chunk.
     """
@@ -83,7 +79,7 @@ class Document:
 
 
 def documents_of(cu_seqlens: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Document, ...]:
-    """Documents of a packed chunk with these boundaries: the ones named in `slices` are slices, the others whole sequences."""
+    """Returns the documents of a packed chunk with these boundaries; those in `slices` are slices, the others whole sequences."""
     by_document = {slice_.document: slice_ for slice_ in slices}
     bounds = enumerate(itertools.pairwise(cu_seqlens))
     return tuple(Document(start, stop, by_document.get(index), index) for index, (start, stop) in bounds)
@@ -91,7 +87,7 @@ def documents_of(cu_seqlens: tuple[int, ...], slices: tuple[Slice, ...]) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive documents that are computed together. is_packed: by the operator for several documents, even if it is one."""
+    """Consecutive documents that are computed together. is_packed: by the operator for several documents, even for one."""
 
     documents: tuple[Document, ...]
     is_packed: bool = False
@@ -103,26 +99,26 @@ class Run:
 
     @property
     def as_slice(self) -> Slice | None:
-        """The slice, if the run is one."""
+        """The slice that the run consists of; None for whole documents."""
         return self.documents[0].as_slice
 
     @property
     def place(self) -> tuple[int, int]:
-        """Index of its first document in the chunk, and the position there of its first token."""
+        """Index of the run's first document in the chunk, and position of its first token in that document."""
         return self.documents[0].index, 0 if self.as_slice is None else self.as_slice.start
 
     def lengths(self, stop: int) -> list[int]:
-        """Tokens of each document before token `stop` of the chunk, for documents that have any."""
+        """Returns the number of tokens before token `stop` of the chunk, for each document that has any."""
         return [min(stop, document.stop) - document.start for document in self.documents if document.start < stop]
 
 
 def lone_runs(documents: Sequence[Document]) -> tuple[Run, ...]:
-    """Each document as a run of its own."""
+    """Returns each document as a run of its own."""
     return tuple(Run((document,)) for document in documents)
 
 
 def packed_runs(documents: Sequence[Document]) -> tuple[Run, ...]:
-    """Runs of the short documents of a chunk, and each longer document and slice as a run of its own."""
+    """Returns the runs of a chunk: short documents together, each longer document and slice on its own."""
     runs: list[Run] = []
     rows = 0
     for document in documents:
@@ -137,9 +133,9 @@ def packed_runs(documents: Sequence[Document]) -> tuple[Run, ...]:
 
 
 def run_inputs(q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, lengths: Sequence[int], rule: AttentionRule) -> PackInputs:
-    """Whole documents with these lengths, for one call under a rule with `bounds`."""
+    """Prepares whole documents with these lengths for one call, under a rule with `bounds`."""
     assert rule.bounds is not None
-    # attention chunks are documents to the operator
+    # the operator gets attention chunks as documents
     parts = [part for length in lengths for part in _parts(length, rule.pattern.chunk)]
     k, v = map(rule.readers.gather, (k_gSD, v_gSE))
     bounds = rule.bounds.on_device(parts, q_hSD.device)
@@ -147,7 +143,7 @@ def run_inputs(q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, lengths: Sequence[in
 
 
 def run_forward(inputs: PackInputs, sinks_h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output [h, S, E] and LSE [h, S] of a run. sinks_h: see `rows.with_sinks`."""
+    """Returns output [h, S, E] and LSE [h, S] of a run. sinks_h: see `rows.with_sinks`."""
     out_hSE, lse_hS = pack_forward(inputs)
     if sinks_h is None:
         return out_hSE, lse_hS
@@ -158,13 +154,13 @@ def run_forward(inputs: PackInputs, sinks_h: Tensor | None = None) -> tuple[Tens
 def run_backward(
     gradient_hSE: Tensor, inputs: PackInputs, out_hSE: Tensor, lse_hS: Tensor, readers: KVReaders
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the queries, keys and values of a run."""
+    """Returns the gradients of a run's queries, keys and values."""
     dq, dk, dv = pack_backward(gradient_hSE, inputs, out_hSE, lse_hS)
     return dq, readers.fold(dk), readers.fold(dv)
 
 
 def _parts(length: int, size: int) -> list[int]:
-    """The length cut into parts of `size` tokens and a rest; whole if the size is 0."""
+    """Cuts a length into parts of `size` tokens and a rest; one part if the size is 0."""
     whole, rest = divmod(length, size) if size else (0, length)
     return [size] * whole + [rest] * (rest > 0)
 
@@ -173,8 +169,7 @@ def _parts(length: int, size: int) -> list[int]:
 class ChunkAttention:
     """Attention of one layer within one chunk.
 
-    layer: key of the layer in the K/V book; it must be the same object in every chunk. record: None in layers that are not
-    replayed.
+    layer: key of the layer in the K/V book, the same object in every chunk. record: None in layers that are not replayed.
     """
 
     rule: AttentionRule
@@ -185,12 +180,12 @@ class ChunkAttention:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Documents that are computed together: short ones where an operator takes several, else each on its own."""
+        """Documents that are computed together: short ones if an operator takes several, else each on its own."""
         return (lone_runs if self.rule.bounds is None else packed_runs)(self.documents)
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
         """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`."""
-        # chosen keys are saved as tensors; backward gathers those of the block again
+        # chosen keys are saved as tensors; backward gathers the block's again
         lean = replace(self, rule=replace(self.rule, chosen_TK=None))
         output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self.rule.chosen_TK, lean)
         return output
@@ -214,7 +209,7 @@ class _ChunkAttention(torch.autograd.Function):
         for run in call.runs:
             slice_, tokens = run.as_slice, run.tokens
             k, v = k_gSD[:, tokens], v_gSE[:, tokens]
-            # a replay writes the same keys and values that the K/V book already holds, since no later slice has changed them
+            # a replay writes the keys and values that the K/V book already has, since no later slice has changed them
             front = () if slice_ is None else _front(slice_, k, v, call, any(ctx.needs_input_grad))
             rows = slice(tokens.start, min(tokens.stop, num_rows))
             if rows.start < rows.stop:
@@ -243,7 +238,7 @@ class _ChunkAttention(torch.autograd.Function):
         if sinks_h is not None:
             dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
         runs = call.runs
-        # buffers that the loop fills run by run; a lone run needs none, since its gradients are the chunk's
+        # buffers that the loop fills run by run; not needed for one run, whose gradients are the chunk's
         num_tokens = q_hSD.shape[1] if len(runs) > 1 else 0
         num_kv, head_dim, value_dim = call.rule.readers.num_kv, q_hSD.shape[2], out_ShE.shape[2]
         shapes = ((q_hSD.shape[0], head_dim), (num_kv, head_dim), (num_kv, value_dim))
@@ -281,7 +276,7 @@ def _front(slice_: Slice, k_gTD: Tensor, v_gTE: Tensor, call: ChunkAttention, ha
 def _document_backward(
     gradient_hTE: Tensor, q_hTD: Tensor, out_hTE: Tensor, lse_hT: Tensor, k_gTD: Tensor, v_gTE: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a whole document's queries, keys and values."""
+    """Returns the gradients of a whole document's queries, keys and values."""
     tiles, readers = rule.pattern.own_tiles(0, q_hTD.shape[1]), rule.readers
     if len(tiles) == 1 and tiles[0].num_blocks == 1:
         k, v = map(readers.gather, (k_gTD, v_gTE))
@@ -304,9 +299,9 @@ def _slice_backward(
     rule: AttentionRule,
     call: ChunkAttention,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a slice's queries, keys and values, including the gradients that later slices left for its keys and values.
+    """Returns the gradients of a slice's queries, keys and values, with those that later slices left for its keys and values.
 
-    Adds the gradients of its front to those in the K/V book.
+    Adds the gradients of the front to those in the K/V book.
     """
     (front, own_gTW), num_tokens, head_dim = call.kv_book.read(call.layer, slice_), slice_.stop - slice_.start, q_hTD.shape[2]
     front_sum_gUW, own_sum_gTW = call.kv_book.gradients(call.layer, slice_)
@@ -322,7 +317,7 @@ def _slice_backward(
 
 
 def _whole_documents(k_gSD: Tensor, v_gSE: Tensor, documents: tuple[Document, ...]) -> tuple[Tensor, ...]:
-    """Keys and values of the documents that are not slices, concatenated; an empty tuple if there are none."""
+    """Concatenates keys and values of the documents that are not slices; returns an empty tuple if there are none."""
     whole = [document.tokens for document in documents if document.as_slice is None]
     if len(whole) == len(documents):
         return k_gSD, v_gSE

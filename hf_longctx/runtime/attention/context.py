@@ -1,6 +1,6 @@
-"""The context of a chunk: everything an attention layer must know about the chunk it runs in.
+"""The context of a chunk: everything that an attention layer needs about the chunk in which it runs.
 
-`GroupPool` makes one per chunk; it travels through the model's forward as the keyword `longctx`, never as a global.
+`GroupPool` makes one per chunk; it is passed through the model's forward as the keyword `longctx`, never as a global.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Tile = tuple[Piece, Piece]
 
 @dataclass(slots=True)
 class AttentionCalls:
-    """Number of attention calls that received the context in one forward; the executor compares it with the number of layers."""
+    """Counts attention calls that received the context in one forward; the executor compares with the number of layers."""
 
     count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Neighbouring ranks that share heads (Ulysses): their process group, this rank's index in it, and each rank's tokens."""
+    """Neighbouring ranks that divide heads (Ulysses): process group, this rank's index in it, and tokens of each rank."""
 
     process_group: dist.ProcessGroup | None
     index: int
@@ -54,11 +54,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class DirectBlocks:
-    """Pieces that one block exchanges directly with each other block, under a pattern that limits how far back queries see.
+    """Pieces that one block exchanges directly with every other block, if a pattern limits how far back queries see.
 
-    incoming: for each sending block, the key pieces that this block's queries see; their locations count from the start of the
-    tensor that arrives. outgoing: for each receiving block, this block's tokens that the receiver's queries see, in the order of
-    sending.
+    incoming: for each sending block, the key pieces that this block's queries see, located in the tensor that arrives. outgoing:
+    for each receiving block, this block's tokens that the receiver's queries see, in the order of sending.
     """
 
     incoming: tuple[tuple[Piece, ...], ...]
@@ -67,27 +66,26 @@ class DirectBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The ring that one rank is in: one rank of every block, all with the same heads, in ring order.
+    """One rank's ring: one rank of every block, all with the same heads, in ring order."""
 
-    process_group: the group of all ranks, whose links carry the messages, so that any ranks can form a ring without a group of
-    their own. index: this rank's block. ranks: global ranks of the ring. blocks: the document pieces of every block, which count
-    from the start of the whole document. travelling: for every block, the pieces of keys that other blocks see if queries see
-    all earlier tokens; only these are sent around. departing: the places of these pieces among the keys of this rank's block.
-
-    slice_: the slice of a sequence with which the chunk begins; None without. earlier: for every block, the pieces of the slices
-    before it, which the K/V book holds. A block's keys are those of `earlier` that some query sees, then those of its own tokens.
-
-    known_keys, known_tiles, known_direct: caches of `keys`, `tiles` and `direct`, shared by all layers of a chunk.
-    """
-
+    # the group of all ranks carries the messages, so that any ranks can form a ring without a process group of their own
     process_group: dist.ProcessGroup | None
+    # this rank's block
     index: int
+    # global ranks of the ring
     ranks: tuple[int, ...]
+    # the document pieces of every block, which count from the start of the whole document
     blocks: tuple[tuple[Piece, ...], ...]
+    # for every block, the pieces of keys that other blocks see if queries see all earlier tokens; only these are sent
     travelling: tuple[tuple[Piece, ...], ...]
+    # places of the travelling pieces among the keys of this rank's block
     departing: tuple[slice, ...] = ()
+    # the slice with which the chunk begins, if it begins with one
     slice_: Slice | None = None
+    # for every block, the pieces of the slices before it, which the K/V book holds. A block's keys are those of `earlier` that
+    # some query sees, then those of its own tokens
     earlier: tuple[tuple[Piece, ...], ...] = ()
+    # caches of `keys`, `tiles` and `direct`, shared by all layers of a chunk
     known_keys: dict[int, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
     known_tiles: dict[tuple[AttentionPattern | None, int, bool], list[Tile]] = field(default_factory=dict)
     known_direct: dict[AttentionPattern, DirectBlocks | None] = field(default_factory=dict)
@@ -102,9 +100,9 @@ class Ring:
         slice_: Slice | None = None,
         held: tuple[tuple[Piece, ...], ...] = (),
     ) -> Ring:
-        """The ring of blocks with these pieces, of which those of the slice count from the start of the slice.
+        """Makes the ring of blocks with these pieces; those of the slice count from the start of the slice.
 
-        held: for every block, its pieces of all slices of the sequence, as `slice_pieces` finds them.
+        held: for every block, its pieces of all slices of the sequence, from `slice_pieces`.
         """
         travelling = travelling_pieces(blocks)
         if slice_ is None:
@@ -131,7 +129,7 @@ class Ring:
         return slice(0, sum(piece.num_tokens for piece in self.pieces if piece.document == document))
 
     def keys(self, pattern: AttentionPattern) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces of the keys of every block, located among the block's keys: those of earlier slices first."""
+        """Returns the key pieces of every block, located among the block's keys, where earlier slices come first."""
         if self.slice_ is None:
             return self.blocks
         first = pattern.first_seen(self.slice_.start)
@@ -141,7 +139,7 @@ class Ring:
         return self.known_keys[first]
 
     def direct(self, pattern: AttentionPattern) -> DirectBlocks | None:
-        """Pieces that blocks send each other directly under `pattern`; None if some token sees the whole longest document."""
+        """Returns the pieces that blocks exchange directly under `pattern`; None if a token sees the whole longest document."""
         if pattern not in self.known_direct:
             self.known_direct[pattern] = self._direct(pattern)
         return self.known_direct[pattern]
@@ -162,11 +160,11 @@ class Ring:
         )
 
     def tiles(self, block: int, pattern: AttentionPattern, needs_positions: bool = True) -> list[Tile]:
-        """Pairs of a query piece of this rank and a key piece of `block` that it may see.
+        """Returns pairs of a query piece of this rank and a key piece of `block` that it may see.
 
-        A key piece is located among the keys of this rank's own block, or, if `block` is another one, in the tensor of keys that
-        arrives from it. The pattern may still mask a whole pair. needs_positions: pieces are consecutive tokens; without, all
-        keys of earlier slices may be one piece, and all queries of the slice another.
+        A key piece is located among the keys of this rank's own block or, for another block, in the tensor that arrives from it.
+        The pattern may still mask a whole pair. needs_positions: pieces must be consecutive tokens; otherwise all keys of
+        earlier slices may be one piece, and all queries of the slice another.
         """
         direct = self.direct(pattern)
         known = (pattern if direct else None, block, needs_positions or direct is not None)
@@ -180,21 +178,21 @@ class Ring:
         return self.known_tiles[known]
 
     def _all_earlier(self, num_keys: int) -> list[Tile]:
-        """The tile of all queries of the slice with keys of earlier slices, of which they see each."""
+        """Returns the tile of all queries of the slice with the keys of earlier slices, all of them visible."""
         assert self.slice_ is not None
         start, num_rows = self.slice_.start, self.slice_tokens.stop
         return [(Piece(0, start, start + num_rows, 0), Piece(0, start - num_keys, start, 0))] if num_keys and num_rows else []
 
 
 def _placed(piece: Piece, slice_: Slice) -> Piece:
-    """The piece, counted from the start of its sequence if it is one of the slice."""
+    """Returns the piece; if it is part of the slice, counted from the start of its sequence."""
     if piece.document != slice_.document:
         return piece
     return replace(piece, start=slice_.start + piece.start, stop=slice_.start + piece.stop)
 
 
 def _joined(earlier: tuple[Piece, ...], own: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Pieces of one tensor, in which those of earlier slices come first."""
+    """Joins pieces of one tensor, in which those of earlier slices come first."""
     pieces, held = [], 0
     for piece in earlier:
         pieces.append(replace(piece, first=held))
@@ -203,19 +201,19 @@ def _joined(earlier: tuple[Piece, ...], own: tuple[Piece, ...]) -> tuple[Piece, 
 
 
 def departing_tokens(pieces: tuple[Piece, ...], travelling: tuple[Piece, ...]) -> tuple[slice, ...]:
-    """Token ranges of a block that are sent around, in the order of `travelling`, which holds whole pieces or ends of pieces."""
+    """Returns the token ranges of a block that are sent, in the order of `travelling` (whole pieces or ends of pieces)."""
     sent = {(piece.document, piece.stop): piece.num_tokens for piece in travelling}
     ends = ((piece.tokens.stop, sent.get((piece.document, piece.stop), 0)) for piece in pieces)
     return tuple(slice(stop - num_tokens, stop) for stop, num_tokens in ends if num_tokens)
 
 
 def sent_tokens(pieces: tuple[Piece, ...]) -> int:
-    """Number of tokens in a tensor that consists of these pieces."""
+    """Returns the number of tokens in a tensor of these pieces."""
     return pieces[-1].first + pieces[-1].num_tokens if pieces else 0
 
 
 def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[Tile]:
-    """All pairs that causality does not mask fully: a query piece sees the key pieces of its document that start no later."""
+    """Returns all pairs that causality does not mask fully: key pieces of the same document that start no later."""
     by_document: dict[int, list[Piece]] = {}
     for key in keys:
         by_document.setdefault(key.document, []).append(key)
@@ -224,42 +222,40 @@ def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[T
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """One rank's view of one chunk on its sequence group.
-
-    cu_seqlens: document boundaries, starting at 0, if the group has one block, which then holds whole documents; empty for
-        several blocks, whose layout is `ring.pieces`.
-    known_readers: cache of `readers`; it belongs to the pool, so it lasts for the run.
-    bounds: boundaries on the device of runs of documents, shared by all layers of the chunk.
-    slices: the documents of the chunk whose sequence has tokens in other chunks too; their keys and values are in `kv_book`.
-    documents: (tokens of the piece, tokens of its whole document) for every piece of this rank's tokens, in order; each dummy
-        token is a document of its own.
-    layout: the tokens of all ranks of the group, for layers with a state along the sequence.
-    kv_book, state_book: the K/V book of the micro-batch, and its book of states of layers without attention.
-    activations: policies for the saved tensors of layers; None keeps everything.
-    attention_record: keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed.
-    lent_slice: the slice that ranks of several stages compute together; None for chunks that their stage runs alone.
-    position_ids: [1, T], positions of this rank's tokens in their documents, as the model gets them; None if no model runs.
-    sequences: the plan's sequence of every piece of `documents`; -1 for dummy tokens. chunk_sequences: that of every document of
-        the chunk. tokens: keys of this rank's tokens for dropout; None in a model without it.
-    """
+    """One rank's view of one chunk on its sequence group."""
 
     block: Block
     ring: Ring
+    # document boundaries from 0 on, if the group has one block; empty for several blocks, whose layout is `ring.pieces`
     cu_seqlens: tuple[int, ...]
+    # cache of `readers`; owned by the pool, so it lasts for the run
     known_readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = field(default_factory=dict)
+    # boundaries of runs of documents, on the device; shared by all layers of the chunk
     bounds: PackBounds = field(default_factory=PackBounds)
+    # documents whose sequence has tokens in other chunks too; their keys and values are in `kv_book`
     slices: tuple[Slice, ...] = ()
+    # (tokens of the piece, tokens of its whole document) for every piece on this rank, in order; each dummy token is a
+    # document of its own
     documents: tuple[tuple[int, int], ...] = ()
+    # tokens of all ranks of the group, for layers with a state along the sequence
     layout: GroupLayout = field(default_factory=lambda: GroupLayout.of(None, True, (0,), 0, ((),)))
+    # K/V book and state book of the micro-batch
     kv_book: KVBook = field(default_factory=KVBook)
     state_book: StateBook = field(default_factory=StateBook)
     calls: AttentionCalls = field(default_factory=AttentionCalls)
+    # policies for the saved tensors of layers; None keeps everything
     activations: ChunkActivations | None = None
+    # keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed
     attention_record: AttentionRecord | None = None
+    # slice that ranks of several stages compute together; None for chunks that one stage runs alone
     lent_slice: LentSlice | None = None
+    # [1, T], positions of this rank's tokens in their documents, as the model gets them; None if no model runs
     position_ids: Tensor | None = None
+    # sequence number in the plan of every piece of `documents`; -1 for dummy tokens
     sequences: tuple[int, ...] = ()
+    # sequence number of every document of the chunk
     chunk_sequences: tuple[int, ...] = ()
+    # keys of this rank's tokens for dropout; None in a model without it
     tokens: DropoutTokens | None = None
 
     def __post_init__(self) -> None:
@@ -274,7 +270,7 @@ class GroupContext:
         return self.block.tokens[self.block.index]
 
     def placed(self, position_ids: Tensor, keys: DropoutKeys | None) -> GroupContext:
-        """The context with the positions of this rank's tokens [1, T], and with their keys for the dropout of a model."""
+        """Returns the context with positions of this rank's tokens [1, T] and their keys for the model's dropout."""
         if keys is None:
             return replace(self, position_ids=position_ids)
         pieces = [(count, sequence) for (count, _), sequence in zip(self.documents, self.sequences, strict=True)]
@@ -282,15 +278,15 @@ class GroupContext:
         return replace(self, position_ids=position_ids, tokens=tokens)
 
     def weight_dropout(self, rate: float, name: str, heads: HeadShare) -> WeightDropout | None:
-        """Dropout at this rate of the attention weights of the layer `name`, for the heads of this rank; None at a rate of 0.
+        """Returns the dropout of attention weights in layer `name`, for this rank's heads; None at a rate of 0.
 
-        Raises RuntimeError if the context has no keys of tokens, or if its forward does not run now.
+        Raises RuntimeError if the context has no keys of tokens, or if its forward is not running.
         """
         if not rate:
             return None
         if self.tokens is None:
             raise RuntimeError(f"{name} are dropped at a rate of {rate:g}, but the context has no keys of tokens; call `placed`")
-        # a replay and a first run count calls anew
+        # first run and replay both count calls from zero
         if (running := self.tokens.keys.tokens) is None:
             raise RuntimeError(
                 f"{name} are dropped outside of the forward of a plan, where another mask would be drawn; leave recomputation of "
@@ -300,11 +296,11 @@ class GroupContext:
         return WeightDropout(rate, running.call_key(name), running.step, numbers, heads.q_start, heads.num_q)
 
     def running(self) -> AbstractContextManager[None]:
-        """Context around a forward of the model: its dropout modules get this rank's tokens."""
+        """Context around a forward of the model that gives this rank's tokens to dropout modules."""
         return nullcontext() if self.tokens is None else self.tokens.running()
 
     def check_calls(self, num_layers: int) -> None:
-        """Raises RuntimeError unless each of `num_layers` attention layers received this context. Call it after a forward."""
+        """Raises RuntimeError unless each of `num_layers` attention layers has received this context. Call it after a forward."""
         if self.calls.count != num_layers:
             raise RuntimeError(
                 f"{self.calls.count} of {num_layers} attention layers received the plan; the model drops extra keyword "
@@ -313,7 +309,7 @@ class GroupContext:
             )
 
     def readers(self, share: HeadShare, per_kv: int, device: torch.device) -> KVReaders:
-        """Readers for the heads of `share`, made once per run."""
+        """Returns the readers for the heads of `share`, made once per run."""
         key = (share, per_kv, device)
         if key not in self.known_readers:
             self.known_readers[key] = KVReaders.of(*key)

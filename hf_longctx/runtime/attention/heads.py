@@ -1,6 +1,4 @@
-"""Maps each query head of a rank to the KV head it reads, and joins keys and values in one tensor.
-
-Every attention of this package uses it.
+"""Maps each query head of a rank to the KV head that it reads, and joins keys and values in one tensor.
 
 Shapes: h query heads and g KV heads of one rank, U tokens, D head size of keys, E of values, W = D + E.
 """
@@ -16,18 +14,18 @@ from hf_longctx.plan.core.sharding import HeadShare
 
 
 def join_kv(k_gUD: Tensor, v_gUE: Tensor) -> Tensor:
-    """Keys and values side by side, [g, U, W]: one tensor to keep or to send."""
+    """Joins keys and values side by side, [g, U, W]: one tensor to keep or to send."""
     return torch.cat((k_gUD, v_gUE), dim=-1)
 
 
 def split_kv(kv_gUW: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys [g, U, D] and values [g, U, E] as views of a joined tensor."""
+    """Returns keys [g, U, D] and values [g, U, E] as views of a joined tensor."""
     return kv_gUW[..., :head_dim], kv_gUW[..., head_dim:]
 
 
 @dataclass(frozen=True, slots=True)
 class KVReaders:
-    """Assignment of a rank's query heads to the KV heads that they read.
+    """Assignment of a rank's query heads to KV heads.
 
     If per_kv > 0, each KV head is read by `per_kv` neighbouring query heads. If it is 0, query head i reads KV head `index[i]`.
     """
@@ -38,9 +36,9 @@ class KVReaders:
 
     @classmethod
     def of(cls, share: HeadShare, per_kv: int, device: torch.device) -> KVReaders:
-        """Readers for the heads of `share` in a model with `per_kv` query heads per KV head.
+        """Makes readers for the heads of `share` in a model with `per_kv` query heads per KV head.
 
-        Copies to `device` and, on CUDA, waits for the copy: make it once per run, not per step.
+        Copies to `device` and, on CUDA, waits for the copy: call it once per run, not per step.
         """
         heads = [head // per_kv - share.kv_start for head in range(share.q_start, share.q_stop)]
         is_even = heads == [head * share.num_kv // share.num_q for head in range(share.num_q)]
@@ -55,11 +53,11 @@ class KVReaders:
         return heads.repeat_interleave(self.per_kv, dim) if self.per_kv else heads.index_select(dim, self.index)
 
     def gather(self, heads_GUD: Tensor) -> Tensor:
-        """Keys or values for `tiles`: unchanged if all KV heads have equally many readers, else repeated per query head."""
+        """Returns keys or values for `tiles`: unchanged if all KV heads have equally many readers, else one per query head."""
         return heads_GUD if self.per_kv else heads_GUD.index_select(0, self.index)
 
     def fold(self, gradient: Tensor) -> Tensor:
-        """Gradient of the KV heads, [G, U, D], given the gradient of the result of `gather`."""
+        """Returns the gradient of the KV heads, [G, U, D], given that of the result of `gather`."""
         if self.per_kv:
             return gradient
         wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -68,7 +66,7 @@ class KVReaders:
         return sum_GUD
 
     def fold_into(self, sum_GUD: Tensor, gradient: Tensor) -> None:
-        """Adds the gradient of the KV heads to `sum_GUD`, given the gradient of the result of `gather`."""
+        """Adds the gradient of the KV heads to `sum_GUD`, given that of the result of `gather`."""
         if self.per_kv:
             sum_GUD += gradient
         else:

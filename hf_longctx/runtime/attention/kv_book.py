@@ -8,11 +8,11 @@ gradient that it returns for its own keys and values is its own contribution plu
 reaches from one chunk into another, and autograd needs no extra roots. Activation checkpointing, reentrant or not, runs a slice's
 forward again, which writes the same values to the same place.
 
-In a ring, the book of a rank holds the tokens of its own block alone, of every slice, in the order of their positions.
+In a ring, the book of a rank holds only tokens of its own block, those of every slice, in order of position.
 
-If a pattern limits how far back queries see, the K/V book drops tokens that no query can see any more. It keeps the last tokens
-of a slice, the ones that later slices see. It keeps the whole slice only if its backward runs without a replay of its forward, or
-once that replay has run. It keeps gradients only for the front of the slice that ran backward last.
+If a pattern limits how far back queries see, the K/V book drops tokens that no later query sees. Of a slice it keeps the last
+tokens, which later slices see; it keeps the whole slice only if its backward runs without a replay of its forward, or once that
+replay has run. It keeps gradients only for the front of the slice that ran backward last.
 
 Shapes: G KV heads, T tokens of the slice, U tokens of its front or of one run of keys in it, S tokens of the sequence, N tokens
 kept of a slice, D head size of keys, E of values, W = D + E.
@@ -38,8 +38,8 @@ from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 class Slice:
     """Tokens [start, stop) of a sequence of `end` tokens; the rest of the sequence is in other chunks of the group.
 
-    document: index of the slice among the documents of its chunk. parts: ranges of the sequence's tokens that this rank's block
-    of a ring holds, over all slices in order; None where a block holds all tokens.
+    document: index of the slice among the documents of its chunk. parts: ranges of the sequence's tokens in this rank's block of
+    a ring, over all slices in order; None if a block holds all tokens.
     """
 
     document: int
@@ -53,16 +53,16 @@ class Slice:
         return f"tokens [{self.start}, {self.stop}) of sequence {self.sequence}"
 
     def before(self, position: int) -> int:
-        """Number of the sequence's tokens before `position` that this rank's block holds."""
+        """Returns how many of the sequence's tokens before `position` are in this rank's block."""
         if self.parts is None:
             return position
         return sum(min(stop, position) - start for start, stop in self.parts if start < position)
 
 
 def slices_of(group: SequenceGroup, chunk: Chunk, block: int = 0) -> tuple[Slice, ...]:
-    """Slices of `chunk` in order, as a block of the group holds them.
+    """Returns the slices of `chunk` in order, as held by a block of the group.
 
-    They are its documents whose sequence begins or continues in another chunk of the group.
+    Slices are documents whose sequence begins or continues in another chunk of the group.
     """
     ends = sequence_ends((*group.chunks, chunk))
     return tuple(
@@ -80,9 +80,9 @@ def _parts(group: SequenceGroup, sequence: int, block: int) -> tuple[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class KeyRun:
-    """Keys and values [G, U, W] of consecutive tokens of a sequence from position `first` on; a view.
+    """Keys and values [G, U, W] of consecutive tokens of a sequence from position `first` on, as a view.
 
-    In a ring these are the tokens from there on that one block holds.
+    In a ring, these are the tokens from there on in one block.
     """
 
     first: int
@@ -133,10 +133,10 @@ class _AllTokens:
 
 
 class _SeenTokens:
-    """Keys and values of one sequence at one layer with a limiting pattern: a run per slice, and the gradients of one front."""
+    """Keys and values of one sequence at one layer with a limiting pattern: one run per slice, and gradients of one front."""
 
     def __init__(self, slice_: Slice, pattern: AttentionPattern) -> None:
-        # how many tokens lie before a position is the same for every slice of the sequence
+        # the number of tokens before a position is the same for every slice of the sequence
         self.pattern, self.before = pattern, slice_.before
         # keyed by the start of the slice, in order
         self.runs: dict[int, KeyRun] = {}
@@ -152,18 +152,18 @@ class _SeenTokens:
         num_kept = self._count(first, slice_.stop)
         run = self.runs.get(slice_.start)
         if run is None or run.first != first:
-            # a replay before backward replaces the last tokens, kept for later slices, by the whole slice
+            # a replay before backward replaces the last tokens by the whole slice
             self.runs.pop(slice_.start, None)
             if first == slice_.stop:
                 return
             shape = (num_kept, k_GTD.shape[0], k_GTD.shape[2] + v_GTE.shape[2])
             run = self.runs[slice_.start] = KeyRun(first, _heads_first(k_GTD.new_empty(shape)))
-        # a front sent by another stage has only its last tokens, so count from the end
+        # a front sent by another stage has only the last tokens, so count from the end
         kept = slice(k_GTD.shape[1] - num_kept, None)
         _fill(_heads_first(run.kv_GUW), k_GTD[:, kept], v_GTE[:, kept])
 
     def free_unseen(self, position: int) -> None:
-        """Frees the tokens that queries from `position` on do not see."""
+        """Frees tokens that queries from `position` on do not see."""
         seen = self.pattern.first_seen(position)
         for start, run in list(self.runs.items()):
             left = self._since(run, seen)
@@ -199,16 +199,16 @@ class _SeenTokens:
         del self.runs[slice_.start]
 
     def _count(self, first: int, stop: int) -> int:
-        """Number of tokens of positions [first, stop)."""
+        """Returns the number of tokens in positions [first, stop)."""
         return self.before(stop) - self.before(first)
 
     def _since(self, run: KeyRun, first: int) -> KeyRun:
-        """View of the tokens of a run from position `first` on."""
+        """Returns a view of a run's tokens from position `first` on."""
         return run if first <= run.first else KeyRun(first, run.kv_GUW[:, self._count(run.first, first) :])
 
 
 class _Entry:
-    """Tokens held for one sequence at one layer, and how far forward and backward have come.
+    """Tokens held for one sequence at one layer, and progress of forward and backward.
 
     num_written: tokens that have run forward. num_waiting: tokens that have not run backward yet.
     """
@@ -226,11 +226,11 @@ class KVBook:
     outside that slice. Both are freed by the backward of its first slice.
 
     If a pattern limits what queries see within the sequence, a slice takes elements from its forward to its backward: for all its
-    T tokens if its forward says `keeps_own`, else for the tokens that later slices see. After a slice's backward the gradients of
-    its front are held until the backward of the slice before it.
+    T tokens with `keeps_own`, else for the tokens that later slices see. After a slice's backward the gradients of its front are
+    held until the backward of the slice before.
 
-    `has_backward`: false if only forwards run; a layer's keys and values are then freed by the forward of the last slice, or
-    as soon as no later token sees them. Make one K/V book per micro-batch: it cannot serve two at a time.
+    has_backward: false if only forwards run; a layer's keys and values are then freed by the forward of the last slice, or as
+    soon as no later token sees them. Make one K/V book per micro-batch: two cannot use one at a time.
     """
 
     def __init__(self, has_backward: bool = True) -> None:
@@ -240,7 +240,7 @@ class KVBook:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now; `peak_bytes` is the most ever held."""
+        """Bytes currently held; `peak_bytes` is the maximum so far."""
         return sum(entry.tokens.num_bytes for entry in self._entries.values())
 
     def write(
@@ -252,7 +252,7 @@ class KVBook:
         pattern: AttentionPattern = CAUSAL,
         keeps_own: bool = True,
     ) -> tuple[KeyRun, ...]:
-        """Stores a slice's keys and values (a replay stores them again) and returns the earlier ones that its queries see.
+        """Stores a slice's keys and values (a replay stores them again); returns the earlier ones that its queries see.
 
         pattern: must be equal in all calls of a layer. keeps_own: the slice's backward runs without a replay of its forward.
         Raises RuntimeError unless the slice is the next one, or an earlier one that has not run backward yet.
@@ -284,7 +284,7 @@ class KVBook:
         return front
 
     def read(self, layer: Hashable, slice_: Slice) -> tuple[tuple[KeyRun, ...], Tensor]:
-        """Views of the earlier keys and values that a slice sees, and of its own [G, T, W], for the slice's backward.
+        """Returns views of the earlier keys and values that a slice sees, and of its own [G, T, W], for its backward.
 
         Raises RuntimeError if another slice must run backward first.
         """
@@ -301,10 +301,10 @@ class KVBook:
         return entry.tokens.front(slice_), entry.tokens.own(slice_)
 
     def gradients(self, layer: Hashable, slice_: Slice) -> tuple[Tensor, Tensor]:
-        """Two buffers to add gradients to: for keys and values of the front [G, U, W], and for the slice's own [G, T, W].
+        """Returns two gradient buffers to add to: for keys and values of the front [G, U, W] and of the slice [G, T, W].
 
-        The front is the U tokens before the slice that its first query sees. The slice's own buffer already holds the gradients
-        that later slices left. Both are in at least fp32. Call it once for each backward of a slice.
+        The front is the U tokens before the slice that its first query sees. The slice's buffer already holds the gradients that
+        later slices left. Both are in at least fp32. Call it once for each backward of a slice.
         """
         found = self._entries[layer, slice_.sequence].tokens.open_gradients(slice_)
         self._note_peak()
@@ -319,7 +319,7 @@ class KVBook:
             del self._entries[layer, slice_.sequence]
 
     def close(self, sequence: int) -> None:
-        """Frees what is left of a sequence, because layers below the first trainable weight never run backward."""
+        """Frees the rest of a sequence, because layers below the first trainable weight never run backward."""
         for key in [key for key in self._entries if key[1] == sequence]:
             del self._entries[key]
 
@@ -328,12 +328,12 @@ class KVBook:
 
 
 def _own(slice_: Slice) -> slice:
-    """Range of a slice's tokens among those of the sequence that this rank's block holds."""
+    """Returns the range of a slice's tokens among the sequence's tokens in this rank's block."""
     return slice(slice_.before(slice_.start), slice_.before(slice_.stop))
 
 
 def _heads_first(x_NGW: Tensor) -> Tensor:
-    """[N, G, W] to [G, N, W], or back."""
+    """Transposes [N, G, W] to [G, N, W], or back."""
     return x_NGW.transpose(0, 1)
 
 

@@ -1,9 +1,9 @@
-"""Which tokens of a chunk the ranks of a sequence group hold, and what they must send each other where documents are cut.
+"""The tokens of a chunk on each rank of a sequence group, and the messages between ranks that hold parts of one document.
 
-Layers with a state along the sequence read it: a convolution needs the last tokens before each of a rank's own, and a recurrence
-the states that earlier tokens leave, wherever the layout of the group (contiguous shards, zigzag pieces or both) has put them.
+Used by layers with a state along the sequence: a convolution needs the last tokens before each of a rank's own, and a recurrence
+the states after earlier tokens, on whichever rank the layout (contiguous shards, zigzag pieces or both) has put them.
 
-Every function here gives all ranks the same answer from the layout alone, so that both ends of a message know its size.
+All functions here depend on the layout alone, so that both ends of a message compute the same size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_longctx.plan.core.sharding import Piece, runs_of, state_readers
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens [start, stop) of a document of a chunk, counted like those of a `Piece`; perhaps none."""
+    """Tokens [start, stop) of a chunk's document, counted like those of a `Piece`; may be empty."""
 
     document: int
     start: int
@@ -27,24 +27,22 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Messages by which every rank gets the token ranges that it wants.
+    """Messages that bring every rank the token ranges that it wants."""
 
-    outgoing: for each rank, this rank's tokens that it gets. arriving: for each rank, the tokens that come from it, as (index of
-    the wanted range, number of tokens). order: for each wanted range, its parts in the order of their tokens, as indices into
-    all that arrives.
-    """
-
+    # for each rank, the tokens that this rank sends to it
     outgoing: tuple[tuple[slice, ...], ...]
+    # for each rank, the tokens that this rank receives from it, as (index of the wanted range, number of tokens)
     arriving: tuple[tuple[int, ...], ...]
+    # for each wanted range, its parts in token order, as indices into all that arrives
     order: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """How states pass through the documents of a chunk.
+    """Order in which states pass through the documents of a chunk.
 
-    runs: for each document that this rank needs states of, (rank, index among its runs) of its runs, in the order of tokens.
-    readers: for every run of every rank, the other ranks that need to know how it changes a state.
+    runs: for each document whose states this rank needs, (rank, index among the rank's runs) of its runs, in token order.
+    readers: for every run of every rank, the other ranks that need its effect on a state.
     """
 
     runs: dict[int, tuple[tuple[int, int], ...]]
@@ -53,18 +51,19 @@ class Chains:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """The ranks of a sequence group and their tokens, as this rank sees them.
+    """The ranks of a sequence group and their tokens."""
 
-    process_group: a process group that connects them. is_block: it consists of them alone, in this order. ranks: their global
-    ranks. index: this rank's among them. runs: for each rank its pieces of documents, neighbours joined. known_fetches,
-    known_chains: caches of `fetch_before` and `chains`, shared by all layers of a chunk.
-    """
-
+    # a process group that connects the ranks
     process_group: dist.ProcessGroup | None
+    # the process group consists of exactly these ranks, in this order
     is_block: bool
+    # global ranks
     ranks: tuple[int, ...]
+    # index of this rank
     index: int
+    # for each rank, its pieces of documents, neighbours joined
     runs: tuple[tuple[Piece, ...], ...]
+    # caches of `fetch_before` and `chains`, shared by all layers of a chunk
     known_fetches: dict[tuple[int, tuple[int, ...]], Fetch] = field(default_factory=dict)
     known_chains: dict[tuple[int, ...], Chains] = field(default_factory=dict)
 
@@ -77,7 +76,7 @@ class GroupLayout:
         index: int,
         pieces: Iterable[tuple[Piece, ...]],
     ) -> GroupLayout:
-        """The layout of a group whose ranks hold these pieces."""
+        """Makes the layout of a group whose ranks hold these pieces."""
         return cls(process_group, is_block, ranks, index, tuple(map(runs_of, pieces)))
 
     @property
@@ -86,11 +85,11 @@ class GroupLayout:
 
     @property
     def own(self) -> tuple[Piece, ...]:
-        """This rank's runs of tokens, in the order of its tokens."""
+        """This rank's runs of tokens, in token order."""
         return self.runs[self.index]
 
     def chains(self, going_on: tuple[int, ...]) -> Chains:
-        """How states pass through the documents of the chunk, of which `going_on` go on in a later chunk."""
+        """Returns the chains of the chunk's documents, of which `going_on` continue in a later chunk."""
         if going_on not in self.known_chains:
             mine = {*going_on, *(run.document for run in self.own if run.start)}
             found: dict[int, list[tuple[int, int, int]]] = {document: [] for document in mine}
@@ -105,7 +104,7 @@ class GroupLayout:
         return self.known_chains[going_on]
 
     def fetch_before(self, num_tokens: int, going_on: tuple[int, ...]) -> Fetch:
-        """Messages for the last `num_tokens` tokens before each own run, then for the last ones of the documents `going_on`."""
+        """Returns the messages for the last `num_tokens` tokens before each own run, then for those of documents `going_on`."""
         key = num_tokens, going_on
         if key not in self.known_fetches:
             stops = {document: 0 for document in going_on}
@@ -133,7 +132,7 @@ class GroupLayout:
 
 
 def _overlaps(ranges: Sequence[TokenRange], runs: Sequence[Piece]) -> list[tuple[int, int, slice]]:
-    """(index of the range, first position, tokens of the rank) of every part of a range that a rank with these runs holds."""
+    """Yields (index of the range, first position, tokens of the rank) for every part of a range on a rank with these runs."""
     by_document: dict[int, list[Piece]] = {}
     for run in runs:
         by_document.setdefault(run.document, []).append(run)

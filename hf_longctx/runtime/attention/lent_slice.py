@@ -4,8 +4,8 @@
 
 Every rank computes queries, keys and values of its own tokens. One exchange gives all ranks the keys and values of the whole
 slice; each rank writes them into its own K/V book, as if it had run the slice alone. Its queries then see the front and,
-causally, the slice. Lent ranks do not have the front when they begin to help with the last slices of a sequence; they receive it
-from the slice's own stage.
+causally, the slice. Lent ranks that begin to help with the last slices of a sequence do not have the front; they receive it from
+the slice's own stage.
 
 In backward every rank adds the gradients from its queries to those in its own K/V book. Gradients of the slice's own keys and
 values are summed over the ranks, and each rank gets those of its tokens. Gradients of a front that was sent go back to the stage
@@ -43,19 +43,18 @@ from hf_longctx.runtime.attention.rows import (
 
 @dataclass(frozen=True, slots=True)
 class LentSlice:
-    """A slice and the ranks that run it: one rank of every stage, all at one position, in `process_group`'s order.
-
-    index: this rank's index in the group. owner: index of the rank of the slice's own stage. blocks: the pieces of every rank;
-    their `start` counts from the start of the slice, their `first` within the rank's block. slice_: the slice as this rank's K/V
-    book sees it, where the sequence ends with the last slice that the rank runs. moves_front: only the owner has the front, so
-    it sends the front to the others.
-    """
+    """A slice and the ranks that run it: one rank of every stage, all at one position, in `process_group`'s order."""
 
     process_group: dist.ProcessGroup
+    # this rank's index in the group
     index: int
+    # index of the rank of the slice's own stage
     owner: int
+    # pieces of every rank; `start` counts from the start of the slice, `first` within the rank's block
     blocks: tuple[tuple[Piece, ...], ...]
+    # the slice as in this rank's K/V book, where the sequence ends with the last slice that the rank runs
     slice_: Slice
+    # only the owner has the front, and sends it to the others
     moves_front: bool
 
     @property
@@ -75,7 +74,7 @@ class LentSlice:
 
 @dataclass(frozen=True, slots=True)
 class LentAttention:
-    """Attention of one layer within a lent slice. layer: its key in the K/V book; it must be the same object in every chunk."""
+    """Attention of one layer within a lent slice. layer: its key in the K/V book, the same object in every chunk."""
 
     rule: AttentionRule
     lent: LentSlice
@@ -83,9 +82,9 @@ class LentAttention:
     layer: Hashable
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
-        """Attention of this rank's tokens, shape [S, h, E], differentiable.
+        """Returns attention of this rank's tokens, [S, h, E], differentiable.
 
-        All ranks of the slice must call it for the layers in the same order, and run backward in the reverse order.
+        All ranks of the slice must call it for layers in the same order, and run backward in reverse order.
         """
         output: Tensor = _LentAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
         return output
@@ -147,7 +146,7 @@ class _LentAttention(torch.autograd.Function):
 
 
 def _whole_slice(own_gSW: Tensor, lent: LentSlice) -> Tensor:
-    """Keys and values of all tokens of the slice, [g, T, W], gathered from the ranks that hold the tokens."""
+    """Gathers keys and values of all tokens of the slice, [g, T, W], from the ranks that hold the tokens."""
     num_kv, num_own, width = own_gSW.shape
     token_values = num_kv * width
     counts = lent.block_tokens
@@ -164,7 +163,7 @@ def _whole_slice(own_gSW: Tensor, lent: LentSlice) -> Tensor:
 
 
 def _own_tokens(whole_gTW: Tensor, lent: LentSlice) -> Tensor:
-    """Gradients of this rank's tokens summed over all ranks, [g, S, W]: the backward of `_whole_slice`."""
+    """Sums gradients of this rank's tokens over all ranks, [g, S, W]: the backward of `_whole_slice`."""
     num_kv, _, width = whole_gTW.shape
     token_values = num_kv * width
     counts = lent.block_tokens
@@ -178,7 +177,7 @@ def _own_tokens(whole_gTW: Tensor, lent: LentSlice) -> Tensor:
 
 
 def _send_front(front: tuple[KeyRun, ...], call: LentAttention) -> None:
-    """Sends the keys and values of the front that the slice sees, if any; every rank knows from the plan how many they are."""
+    """Sends the keys and values of the front that the slice sees, if any; their number follows from the plan."""
     if front:
         front_gUW = torch.cat([run.kv_GUW for run in front], dim=1)
         dist.broadcast(front_gUW, group=call.lent.process_group, group_src=call.lent.owner)

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values pass from block to block while every rank keeps its own queries. Any degree, any head count.
+"""Ring attention: keys and values pass from block to block while every rank keeps its queries. Any degree, any head count.
 
 `sequence_parallel` calls it for groups of several blocks.
 
@@ -8,16 +8,16 @@ and keys that no other block sees are never sent. Partial outputs are merged by 
 passes keys, values and their gradients around the ring once more and uses the merged output and LSE. Messages travel while tiles
 are computed: keys and values one hop ahead, gradients one hop behind.
 
-If a pattern limits how far back queries see (a window), nothing is passed on. Instead, in hop h every block sends to the block h
-positions ahead, directly, the keys that the receiver's queries see; backward sends them again and gets their gradients back. (In
-the zigzag layout, the piece before a given one lies on the previous block in the first half of a document, and on the next block
-in the second half. Passing keys on in one direction would therefore carry most of them nearly all the way around.)
+If a pattern limits how far back queries see (a window), nothing is passed on. Instead, in hop h every block sends directly to the
+block h positions ahead the keys that the receiver's queries see; backward sends them again and gets their gradients back. (In the
+zigzag layout, the piece before a given one is on the previous block in the first half of a document, and on the next block in the
+second half. Passing keys on in one direction would therefore carry most of them nearly all the way around.)
 
-If the chunk begins with a slice, its keys are joined to those of earlier slices, of which every rank has the ones of its own
-block in the K/V book. They travel like any others, once for every slice, and so do their gradients, which end in the book of the
-rank that has the keys. In every hop a rank attends from T tokens to U keys, and sends U keys. More keys make both take longer, so
-a slice hides as much of its messages as the first one did. (Sending queries around, with their outputs and LSE, would take fewer
-bytes only where earlier tokens are several times as many as new ones, and layers with windows would need keys all the same.)
+If the chunk begins with a slice, its keys are joined to those of earlier slices; each rank has those of its own block in the K/V
+book. They travel like any others, once per slice, and so do their gradients, which end in the book of the rank that has the keys.
+In every hop a rank attends from T tokens to U keys and sends U keys. Both take longer with more keys, so later slices hide as
+large a share of their messages as the first. (Sending queries around, with outputs and LSE, would take fewer bytes only if
+earlier tokens are several times as many as new ones, and layers with windows would still need keys.)
 
 Shapes: H query heads, G KV heads, T tokens of this rank's block, D head size of queries and keys, E of values, W = D + E,
 U tokens of the block whose keys are in use.
@@ -56,8 +56,7 @@ from hf_longctx.runtime.tiles.patterns import AttentionPattern
 class RingAttention:
     """Attention of one layer within one chunk, around a ring.
 
-    layer: key of the layer in the K/V book; it must be the same object in every chunk. record: None in layers that are not
-    replayed.
+    layer: key of the layer in the K/V book, the same object in every chunk. record: None in layers that are not replayed.
     """
 
     rule: AttentionRule
@@ -67,10 +66,10 @@ class RingAttention:
     layer: Hashable
 
     def __call__(self, q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        """Attention within documents for the tokens of this rank's block, shape [1, T, H, E], differentiable.
+        """Returns attention within documents for the tokens of this rank's block, [1, T, H, E], differentiable.
 
-        Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it for the layers in
-        the same order; backward runs the ring once more. A replay that finds output and LSE in the record runs no forward ring.
+        Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it for layers in the
+        same order; backward runs the ring once more. A replay that finds output and LSE in the record runs no forward ring.
         Raises ValueError for a record that keeps only some of the tokens.
         """
         if self.record is not None and not self.record.is_all_or_nothing:
@@ -84,7 +83,7 @@ class RingAttention:
         return output.transpose(0, 1).unsqueeze(0)
 
     def write(self, k_GTD: Tensor, v_GTE: Tensor, has_gradient: bool) -> list[Tensor]:
-        """Writes the keys and values of the chunk's slice into the K/V book; returns the earlier ones that it sees, [G, U, W]."""
+        """Writes keys and values of the chunk's slice into the K/V book; returns the earlier ones that it sees, [G, U, W]."""
         slice_, own = self.ring.slice_, self.ring.slice_tokens
         if slice_ is None:
             return []
@@ -94,7 +93,7 @@ class RingAttention:
         return [run.kv_GUW for run in runs]
 
     def read(self, whole_GSW: Tensor) -> Tensor:
-        """Keys and values of this rank's block for the backward, given those of its whole documents; earlier ones come first."""
+        """Returns keys and values of this rank's block for backward, earlier ones first, given those of whole documents."""
         if self.ring.slice_ is None:
             return whole_GSW
         runs, own_GTW = self.kv_book.read(self.layer, self.ring.slice_)
@@ -103,7 +102,7 @@ class RingAttention:
     def leave(self, sum_GUW: Tensor) -> Tensor:
         """Leaves the gradients of earlier keys and values in the K/V book; returns those of the block's own, [G, T, W].
 
-        The slice's own also get what later slices left for them.
+        The slice's own include what later slices left.
         """
         slice_ = self.ring.slice_
         if slice_ is None:
@@ -128,7 +127,7 @@ class _RingAttention(torch.autograd.Function):
         call: RingAttention,
     ) -> Tensor:
         ctx.call, record, rule = call, call.record, call.rule.choosing(chosen_TK)
-        # a replay writes the same keys and values that the K/V book already holds, since no later slice has changed them
+        # a replay writes the keys and values that the K/V book already has, since no later slice has changed them
         earlier, own_kv = call.write(k_GTD, v_GTE, any(ctx.needs_input_grad)), join_kv(k_GTD, v_GTE)
         kept = record.take() if record is not None else None
         if kept is None:
@@ -138,7 +137,7 @@ class _RingAttention(torch.autograd.Function):
             output, lse_HT = kept.out_ShE.transpose(0, 1), kept.lse_hS
         if record is not None:
             record.put(output.transpose(0, 1), lse_HT)
-        # keys and values of a slice are in the book; a view of the others would keep them alive here too
+        # copied, since a view would also keep alive the slice's keys and values, which are in the book
         whole_kv = own_kv[:, call.ring.slice_tokens.stop :].clone() if call.ring.slice_ else own_kv
         ctx.save_for_backward(q_HTD, whole_kv, output, lse_HT, sinks_H, chosen_TK)
         return output
@@ -172,7 +171,7 @@ class _RingAttention(torch.autograd.Function):
 def _around_the_ring(
     q_HTD: Tensor, own_kv: Tensor, rule: AttentionRule, ring: Ring, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output [H, T, E] and LSE [H, T] of this rank's queries over the keys of all blocks."""
+    """Returns output [H, T, E] and LSE [H, T] of this rank's queries over the keys of all blocks."""
     out_HTE, lse_HT = no_keys_yet(q_HTD, own_kv.shape[2] - q_HTD.shape[2])
 
     def compute(source: int, kv: Tensor) -> None:
@@ -191,7 +190,7 @@ def _around_the_ring(
 def _key_piece(
     query: Piece, key: Piece, kv_GUW: Tensor, head_dim: int, pattern: AttentionPattern, sums_GUW: Tensor | None = None
 ) -> KeyPiece:
-    """Tiles in which the `query` piece sees the `key` piece; `key.tokens` locates the key piece in `kv_GUW` and `sums_GUW`."""
+    """Returns the tiles in which `query` sees `key`; `key.tokens` locates the key piece in `kv_GUW` and `sums_GUW`."""
     tiles = pattern.tiles(query.start, query.num_tokens, key.start, key.num_tokens)
     kv, sums = (() if x is None else split_kv(x[:, key.tokens], head_dim) for x in (kv_GUW, sums_GUW))
     return KeyPiece(kv, tiles, sums, key.start)
@@ -206,11 +205,11 @@ def _around(
 ) -> None:
     """Calls `compute(block, keys and values)` for every block: first this rank's own, then those that other blocks send.
 
-    own_sum: gradient sums of this rank's whole block. With them, `compute` adds the gradients of this rank's own block to
-    `own_sum`, and returns those of any other block in a new tensor; they travel too, and `own_sum` gets what other ranks add.
+    own_sum: gradient sums of this rank's whole block. If given, `compute` adds the gradients of the own block to it, and returns
+    those of another block in a new tensor; these travel too, and what other ranks return is added to `own_sum`.
 
-    While a hop is computed, the keys and values of the next hop and the gradients of the hop before are on their way. So the
-    gradients of a block that arrive are added to those that this rank has computed meanwhile.
+    While a hop is computed, the keys and values of the next hop and the gradients of the hop before are being sent. Arriving
+    gradients of a block are added to those that this rank has computed for it.
     """
     direct, kv, total = ring.direct(pattern), own_kv, None
     for hop in range(ring.num_blocks + (own_sum is not None)):
@@ -232,7 +231,7 @@ def _around(
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A tensor for `to_block`, given that `from_block` sends this rank a like tensor of `num_tokens` tokens."""
+    """A tensor for `to_block`, in exchange for one of `num_tokens` tokens from `from_block`."""
 
     tensor: Tensor
     num_tokens: int
@@ -242,7 +241,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Transfer:
-    """Messages on their way. Nobody may write to `sent` or read `received` before `finish`."""
+    """Messages in flight. `sent` must not be written and `received` not be read before `finish`."""
 
     sent: list[Tensor]
     received: list[Tensor]
@@ -250,13 +249,13 @@ class _Transfer:
 
     @classmethod
     def start(cls, messages: Sequence[_Message], ring: Ring) -> _Transfer:
-        """Posts the messages, as all ranks of the ring do in the same order; none has to compute before it can post its part."""
+        """Posts the messages; all ranks of the ring do so in the same order, without computing anything first."""
         sent, received, operations = [], [], []
         for message in messages:
             shape = list(message.tensor.shape)
             shape[1] = message.num_tokens
             received.append(message.tensor.new_empty(shape))
-            # both ends know from the layout when there is nothing to send
+            # both ends compute from the layout if there is nothing to send
             if message.tensor.shape[1]:
                 sent.append(message.tensor.contiguous())
                 operations.append(dist.P2POp(dist.isend, sent[-1], ring.ranks[message.to_block], group=ring.process_group))
@@ -275,7 +274,7 @@ class _Transfer:
 
 
 def _next_keys(own_kv: Tensor, kv: Tensor, ring: Ring, direct: DirectBlocks | None, hop: int) -> _Message:
-    """Message that brings the keys and values of `hop`, given those of the hop before it."""
+    """Returns the message that brings the keys and values of `hop`, given those of the hop before."""
     following, source = _partners(ring, hop)
     if direct is not None:
         return _Message(_gathered(own_kv, direct.outgoing[following]), sent_tokens(direct.incoming[source]), following, source)
@@ -284,9 +283,9 @@ def _next_keys(own_kv: Tensor, kv: Tensor, ring: Ring, direct: DirectBlocks | No
 
 
 def _gradients(total: Tensor, ring: Ring, direct: DirectBlocks | None, hop: int) -> _Message:
-    """Message with the gradients that were summed in `hop`.
+    """Returns the message with the gradients summed in `hop`.
 
-    The gradients of keys that came directly go back. Others follow their keys and values around, and end at their own block.
+    Gradients of keys that came directly go back. Others follow their keys and values around the ring to their own block.
     """
     following, source = _partners(ring, hop)
     if direct is not None:
@@ -297,18 +296,18 @@ def _gradients(total: Tensor, ring: Ring, direct: DirectBlocks | None, hop: int)
 def _add_arrived(
     arrived: Tensor, own_sum: Tensor, computed: Tensor | None, ring: Ring, direct: DirectBlocks | None, hop: int
 ) -> None:
-    """Adds the gradients that the message of `hop` brought to those of this block, or to the next hop's, `computed`."""
+    """Adds the gradients that arrived in `hop` to those of this block, or to the next hop's (`computed`)."""
     if direct is not None:
         _add_tokens(own_sum, direct.outgoing[_partners(ring, hop)[0]], arrived)
     elif computed is None:
-        # after the last hop the gradients of this block have come home
+        # after the last hop, the gradients of this block have arrived
         _add_tokens(own_sum, ring.departing, arrived)
     else:
         computed += arrived
 
 
 def _add_tokens(total: Tensor, token_ranges: tuple[slice, ...], arrived: Tensor) -> None:
-    """Adds tensors that arrived as one to ranges of tokens."""
+    """Adds an arrived tensor, part by part, to ranges of tokens."""
     first = 0
     for tokens in token_ranges:
         stop = first + tokens.stop - tokens.start
@@ -317,7 +316,7 @@ def _add_tokens(total: Tensor, token_ranges: tuple[slice, ...], arrived: Tensor)
 
 
 def _partners(ring: Ring, hop: int) -> tuple[int, int]:
-    """Indices of the blocks `hop` positions after and before this rank's: where it sends to, and where it receives from."""
+    """Returns the indices of the blocks `hop` positions after this rank's, to which it sends, and before it."""
     return (ring.index + hop) % ring.num_blocks, (ring.index - hop) % ring.num_blocks
 
 

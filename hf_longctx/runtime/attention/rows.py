@@ -1,4 +1,4 @@
-"""Attention of some query rows of one document, and its gradients: tiles of a pattern, merged by their log-sum-exp (LSE).
+"""Attention of query rows of one document, and its gradients: tiles of a pattern, merged by their log-sum-exp (LSE).
 
 `chunk`, `lent_slice` and `ring` call it. The backward of every tile uses the merged output and LSE. Keys and values come in
 pieces: those of the rows' own tokens, and those of their front, the earlier tokens. A piece is copied only if a tile has several
@@ -27,9 +27,9 @@ from hf_longctx.runtime.tiles.tile import plan_keys, tile_backward, tile_forward
 
 @dataclass(frozen=True, slots=True)
 class KeyPiece:
-    """Keys [g, U, D] and values [g, U, E], and the tiles in which rows see them. sums: buffers to which gradients are added.
+    """Keys [g, U, D] and values [g, U, E], and the tiles in which rows see them.
 
-    first: position of the first key in its document.
+    sums: buffers to which gradients are added. first: position of the first key in its document.
     """
 
     kv: Sequence[Tensor]
@@ -40,21 +40,19 @@ class KeyPiece:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How one layer attends on this rank: which KV head each query head reads, how scores are made, which keys are visible.
-
-    chosen_TK: for each row the positions in its document of the keys that it sees, as an index has chosen them; -1 chooses none.
-    None: it sees every key that the pattern shows. Only with a causal pattern. Before attention runs, the rows are this rank's
-    own tokens; `gather` turns their chosen keys into those of all tokens of the block. It is collective over the block.
-    bounds: boundaries of the chunk's documents, if an operator of the device takes several documents and obeys the rule.
-    dropout: of attention weights, in the rows' document; None without.
-    """
+    """Rule of one layer's attention on this rank: KV head of each query head, scores, visible keys."""
 
     readers: KVReaders
     scores: Scores
     pattern: AttentionPattern = CAUSAL
+    # positions, in each row's document, of the keys that an index has chosen for it; -1 for no key. None: all keys that the
+    # pattern shows. Requires a causal pattern. At first for this rank's own tokens; `gather`, a collective over the block,
+    # returns those for all tokens of the block
     chosen_TK: Tensor | None = None
     gather: Callable[[Tensor], Tensor] | None = None
+    # document boundaries of the chunk, if the device has an operator that takes several documents and obeys the rule
     bounds: PackBounds | None = None
+    # dropout of attention weights, if any
     dropout: WeightDropout | None = None
 
     @property
@@ -63,11 +61,11 @@ class AttentionRule:
         return self.chosen_TK is not None or self.dropout is not None
 
     def choosing(self, chosen_TK: Tensor | None) -> AttentionRule:
-        """The rule for all tokens of the block, given what this rank's own tokens have chosen."""
+        """Returns the rule for all tokens of the block, given the keys chosen for this rank's tokens."""
         return replace(self, chosen_TK=None if chosen_TK is None or self.gather is None else self.gather(chosen_TK))
 
     def of_rows(self, rows: slice, document: int, start: int) -> AttentionRule:
-        """The rule for a range of its rows, which begins at position `start` of the chunk's document with this index."""
+        """Returns the rule for a range of rows, which begins at position `start` of the chunk's document with this index."""
         if not self.needs_positions:
             return self
         chosen_TK = None if self.chosen_TK is None else self.chosen_TK[rows]
@@ -84,10 +82,10 @@ def rows_forward(
     start: int = 0,
     sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [h, T, E] and LSE [h, T] of consecutive rows.
+    """Returns output [h, T, E] and LSE [h, T] of consecutive rows.
 
-    k, v: they begin with the rows' own tokens and may have later tokens too. front: earlier keys and values. start: position of
-    the first row in its document. sinks_h: see `with_sinks`.
+    k, v: begin with the rows' own tokens; may have later tokens too. front: earlier keys and values. start: position of the first
+    row in its document. sinks_h: see `with_sinks`.
     """
     num_rows = q_hTD.shape[1]
     pieces = [KeyPiece((k_gTD, v_gTE), rule.pattern.own_tiles(start, num_rows), first=start)]
@@ -111,7 +109,7 @@ def rows_forward(
 def front_piece(
     run: KeyRun, pattern: AttentionPattern, start: int, num_rows: int, head_dim: int, sums_gUW: Tensor | None = None
 ) -> KeyPiece:
-    """Tiles in which `num_rows` rows from position `start` see an earlier run of keys. sums_gUW: gradient buffer of the run."""
+    """Returns the tiles of `num_rows` rows from position `start` with an earlier run of keys. sums_gUW: its gradients."""
     tiles = pattern.front_tiles(start, num_rows, run.first, run.kv_GUW.shape[1])
     return KeyPiece(split_kv(run.kv_GUW, head_dim), tiles, () if sums_gUW is None else split_kv(sums_gUW, head_dim), run.first)
 
@@ -119,7 +117,7 @@ def front_piece(
 def front_pieces(
     front: Sequence[KeyRun], sums_gUW: Tensor, end: int, pattern: AttentionPattern, start: int, num_rows: int, head_dim: int
 ) -> list[KeyPiece]:
-    """Key piece of every run, see `front_piece`. `sums_gUW` holds the gradients of the U tokens before position `end`."""
+    """Returns the key piece of every run, see `front_piece`. sums_gUW: gradients of the U tokens before position `end`."""
     first = end - sums_gUW.shape[1]
     return [
         front_piece(run, pattern, start, num_rows, head_dim, sums_gUW[:, run.first - first : run.stop - first]) for run in front
@@ -127,22 +125,22 @@ def front_pieces(
 
 
 def with_sinks(out_hTE: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE as if every row of a head saw one more key, whose score is `sinks_h` and whose value is zero.
+    """Returns output and LSE as if every row of a head saw one more key with score `sinks_h` and value zero.
 
-    Tiles whose backward uses this output and LSE give correct gradients without further changes.
+    Tiles whose backward uses this output and LSE need no further changes.
     """
     total_hT = torch.logaddexp(lse_hT, sinks_h.unsqueeze(1))
     return out_hTE * (lse_hT - total_hT).exp().unsqueeze(2), total_hT
 
 
 def sinks_backward(gradient_hTE: Tensor, out_hTE: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
-    """Gradient of the sinks, [h], given the output and LSE that `with_sinks` returned."""
+    """Returns the gradient of the sinks, [h], given output and LSE from `with_sinks`."""
     weights_hT = (sinks_h.unsqueeze(1) - lse_hT).exp()
     return -(weights_hT * (gradient_hTE.to(lse_hT.dtype) * out_hTE).sum(2)).sum(1)
 
 
 def no_keys_yet(q_hTD: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Output [h, T, E] and LSE [h, T] of rows that have seen no key yet, in at least fp32; tiles are merged into them."""
+    """Returns output [h, T, E] and LSE [h, T] of rows without keys, in at least fp32, into which tiles are merged."""
     wide = torch.promote_types(q_hTD.dtype, torch.float32)
     # the output stays uninitialised: merging ignores it where the LSE is -inf
     return q_hTD.new_empty((*q_hTD.shape[:2], value_dim), dtype=wide), q_hTD.new_full(q_hTD.shape[:2], float("-inf"), dtype=wide)
@@ -173,7 +171,7 @@ def rows_backward(
     pieces: Sequence[KeyPiece],
     rule: AttentionRule,
 ) -> Tensor:
-    """Gradient of the rows' queries, [h, T, D], in at least fp32; gradients of keys and values are added to the pieces' sums."""
+    """Returns the gradient of the rows' queries, [h, T, D], in at least fp32; adds those of keys and values to the sums."""
     dq_hTD: Tensor | None = None
     for piece, tile in [(keys, part) for keys in pieces for each in keys.tiles for part in _parts(q_hTD, keys, each, rule)]:
         dq, dk, dv = _backward(gradient_hTE, q_hTD, out_hTE, lse_hT, piece, tile, rule)
@@ -189,7 +187,7 @@ def rows_backward(
 
 
 def _parts(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> tuple[PatternTile, ...]:
-    """The tile in one or two parts that share its rows, so that a backend can use its plans again; see `tile.plan_keys`."""
+    """Splits a tile into one or two parts with the same rows, so that a backend can reuse its plans; see `tile.plan_keys`."""
     if tile.mask != "full" or tile.num_blocks > 1:
         return (tile,)
     k, v = (x[:, tile.keys] for x in piece.kv)
@@ -201,7 +199,7 @@ def _parts(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRul
 
 
 def _forward(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a tile."""
+    """Returns output and LSE of a tile."""
     out, lse = tile_forward(_tile_inputs(q_hTD, piece, tile, rule))
     return _ordered(out, tile), _ordered(lse, tile)
 
@@ -215,7 +213,7 @@ def _backward(
     tile: PatternTile,
     rule: AttentionRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a tile's queries, keys and values."""
+    """Returns the gradients of a tile's queries, keys and values."""
     gradient, out, lse = (_read(x, tile.rows, tile) for x in (gradient_hTE, out_hTE, lse_hT))
     dq, dk, dv = tile_backward(gradient, _tile_inputs(q_hTD, piece, tile, rule), out, lse)
     return _ordered(dq, tile), _ordered(dk, tile), _ordered(dv, tile)
@@ -229,7 +227,7 @@ def _tile_inputs(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: Attent
 
 
 def _chosen(piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> Tensor | None:
-    """Numbers of the keys of a tile that its rows choose, counted from its first key; None without a choice."""
+    """Returns the chosen keys of a tile's rows, counted from the tile's first key; None without a choice."""
     if rule.chosen_TK is None:
         return None
     assert tile.num_blocks == 1 and tile.mask != "reversed"
@@ -237,12 +235,12 @@ def _chosen(piece: KeyPiece, tile: PatternTile, rule: AttentionRule) -> Tensor |
 
 
 def _read(x_HTX: Tensor, tokens: slice, tile: PatternTile) -> Tensor:
-    """Rows or keys of a tile in the form its backend takes: blocks as heads, in the order in which the mask is causal."""
+    """Returns rows or keys of a tile for its backend: blocks as heads, in the order in which the mask is causal."""
     return _ordered(_as_heads(_tile_tokens(x_HTX, tokens, tile), tile), tile)
 
 
 def _tile_tokens(x_HTX: Tensor, tokens: slice, tile: PatternTile) -> Tensor:
-    """The rows or keys of a tile as a view: [H, N, ...], or [H, n, N, ...] for several blocks."""
+    """Returns a view of a tile's rows or keys: [H, N, ...], or [H, n, N, ...] for several blocks."""
     if tile.num_blocks == 1:
         return x_HTX[:, tokens]
     # the tensor may end before the last block's stride does
@@ -261,5 +259,5 @@ def _as_blocks(x: Tensor, tile: PatternTile) -> Tensor:
 
 
 def _ordered(x: Tensor, tile: PatternTile) -> Tensor:
-    """Puts tokens in the order in which the tile's mask is causal, or back: reversed for a "reversed" mask."""
+    """Puts tokens into the order in which the tile's mask is causal, or back: reversed for a "reversed" mask."""
     return x.flip(1) if tile.mask == "reversed" else x

@@ -2,14 +2,14 @@
 
 The attention function registered with transformers (`hf.models.attention`) calls it for every layer.
 
-Heads and tokens may be spread unevenly: no count has to divide another. Every rank of a block receives exactly the KV heads that
-its query heads read. A KV head read by several ranks is sent to each of them, and the owner of the tokens sums its gradients.
+Heads and tokens may be divided unevenly: no number has to divide another. Every rank of a block receives exactly the KV heads
+that its query heads read. A KV head read by several ranks is sent to each of them, and the owner of the tokens sums gradients.
 
 Shapes: H query heads, G KV heads, T tokens of this rank, S tokens of its block, D head size of queries and keys, E of
 values and outputs, h and g the query and KV heads that this rank computes.
 
-Source: DeepSpeed-Ulysses (arXiv 2309.14509), with uneven shards and one fused exchange for q, k and v; its combination with a
-ring is that of USP (arXiv 2405.07719).
+Source: DeepSpeed-Ulysses (arXiv 2309.14509), with uneven shards and one fused exchange for q, k and v; combined with a ring as
+in USP (arXiv 2405.07719).
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ from hf_longctx.runtime.tiles.plain import Scores
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """Settings of one attention layer.
+    """Settings of one attention layer."""
 
-    scale, softcap: see `tiles.plain.Scores`. layer: the calling layer, by which slices find keys and values of earlier slices.
-    pattern: which earlier tokens are visible. sinks_H: per head, the score of one more key with a value of zero that every
-    token sees. chosen_TK: keys that an index has chosen for this rank's tokens, see `rows.AttentionRule`. dropout: share of the
-    attention weights that are dropped. name: of the layer in the model, for their masks.
-    """
-
+    # see `tiles.plain.Scores`
     scale: float
+    # the calling layer, the key of its entries in the K/V book
     layer: Hashable = None
+    # which earlier tokens are visible
     pattern: AttentionPattern = CAUSAL
+    # per head, the score of an extra key that every token sees and whose value is zero
     sinks_H: Tensor | None = None
     softcap: float = 0.0
+    # keys that an index has chosen for this rank's tokens, see `rows.AttentionRule`
     chosen_TK: Tensor | None = None
+    # share of the attention weights that are dropped
     dropout: float = 0.0
+    # name of the layer in the model, which seeds dropout masks
     name: str = ""
 
 
 def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, context: GroupContext) -> Tensor:
-    """Causal attention within documents, restricted by the layer's pattern, for this rank's tokens, shape [1, T, H, E].
+    """Returns causal attention within documents under the layer's pattern, for this rank's tokens, [1, T, H, E].
 
-    Every rank of the context's group must call it for the layers in the same order; backward repeats the exchanges in reverse.
+    Every rank of the context's group must call it for layers in the same order; backward repeats the exchanges in reverse.
     """
     context.calls.count += 1
     num_heads, num_kv_heads = q_1HTD.shape[1], k_1GTD.shape[1]
@@ -101,7 +102,7 @@ def _attention(
     context: GroupContext,
     layer: Hashable,
 ) -> Tensor:
-    """Attention of this rank's heads for the tokens of its block, shape [1, S, h, E]; a ring if the group has several blocks."""
+    """Returns attention of this rank's heads for its block's tokens, [1, S, h, E]; a ring if the group has several blocks."""
     record = context.attention_record
     if context.lent_slice is not None:
         assert rule.chosen_TK is None
@@ -110,8 +111,8 @@ def _attention(
     if context.ring.num_blocks > 1:
         attend_around = RingAttention(rule, context.ring, record, context.kv_book, layer)
         return attend_around(q_1hSD, k_1gSD, v_1gSE, sinks_h)
-    # if values had another head size, torch's own attention would fall back to plain matrices; and it would save keys and values
-    # once for each query head, where operators for several documents save them once
+    # with values of another head size, torch's own attention would fall back to plain matrices; and it would save keys and values
+    # once per query head, while operators for several documents save them once
     has_one_size = q_1hSD.shape[3] == v_1gSE.shape[3]
     sees_all = rule.pattern == CAUSAL and rule.chosen_TK is None and rule.dropout is None
     is_plain = rule.bounds is None and sees_all and sinks_h is None and not rule.scores.softcap and has_one_size
@@ -137,7 +138,7 @@ def _attention(
 def packed_attention(
     q_1hSD: Tensor, k_1gSD: Tensor, v_1gSD: Tensor, readers: KVReaders, scale: float, cu_seqlens: tuple[int, ...]
 ) -> Tensor:
-    """Causal attention inside each document of a packed row by torch's own operator, shape [1, S, h, D].
+    """Returns causal attention inside each document of a packed row, [1, S, h, D], by torch's own operator.
 
     cu_seqlens: document boundaries from 0 to S.
     """
@@ -151,7 +152,7 @@ def packed_attention(
 def _scatter_heads(
     q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchanges once: sends all heads of this rank's tokens, receives this rank's heads of all tokens of the block."""
+    """Sends all heads of this rank's tokens and receives this rank's heads of all tokens of the block, in one exchange."""
     if q_1HTD.shape[3] != v_1GTE.shape[3]:
         return _scatter_heads_of_two_sizes(q_1HTD[0], k_1GTD[0], v_1GTE[0], shares, context)
     head_dim, num_own, mine = q_1HTD.shape[3], context.num_tokens, shares[context.block.index]
@@ -168,7 +169,7 @@ def _scatter_heads(
 def _scatter_heads_of_two_sizes(
     q_HTD: Tensor, k_GTD: Tensor, v_GTE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does the work of `_scatter_heads` if keys and values differ in head size, by torch's copies: the kernel takes one size."""
+    """Does `_scatter_heads` by torch's copies if keys and values differ in head size, since the kernel takes one size."""
     heads = [(slice(share.q_start, share.q_stop), kv, kv) for share in shares for kv in (slice(share.kv_start, share.kv_stop),)]
     q_hSD, k_gSD, v_gSE = (x.unsqueeze(0) for x in spread_heads((q_HTD, k_GTD, v_GTE), heads, context))
     return q_hSD, k_gSD, v_gSE
@@ -186,7 +187,7 @@ def spread_heads(tensors_HT: Sequence[Tensor], heads: Sequence[Sequence[slice]],
         blocks = [[tensors_HT[place][rank_heads[place]].reshape(-1) for place in places] for rank_heads in heads]
         send = [torch.cat(block) for block in blocks]
         mine = heads[context.block.index]
-        # shapes of what arrives of each tensor for one token
+        # arriving shape of each tensor for one token
         layout = [(mine[place].stop - mine[place].start, *tensors_HT[place].shape[2:]) for place in places]
         receive_sizes = [tokens * sum(map(math.prod, layout)) for tokens in context.block.tokens]
         received = _exchange(torch.cat(send), [len(flat) for flat in send], receive_sizes, context)
@@ -199,7 +200,7 @@ def spread_heads(tensors_HT: Sequence[Tensor], heads: Sequence[Sequence[slice]],
 
 
 def gather_heads(out_1ShE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext) -> Tensor:
-    """Exchanges back: sends this rank's heads of all tokens, receives all heads of this rank's tokens, shape [1, T, H, E]."""
+    """Sends this rank's heads of all tokens back and receives all heads of this rank's tokens, [1, T, H, E]."""
     num_own_heads, value_dim = out_1ShE.shape[2], out_1ShE.shape[3]
     send_sizes = [tokens * num_own_heads * value_dim for tokens in context.block.tokens]
     receive_sizes = [context.num_tokens * share.num_q * value_dim for share in shares]
@@ -208,7 +209,7 @@ def gather_heads(out_1ShE: Tensor, shares: tuple[HeadShare, ...], context: Group
 
 
 def gather_tokens(x_TK: Tensor, block: Block) -> Tensor:
-    """Rows of a tensor without gradients for all tokens of the block, [S, K], of which every rank has those of its own tokens."""
+    """Gathers rows [S, K] for all tokens of the block from the ranks, which have those of their own tokens; no gradients."""
     tokens, width = block.tokens, x_TK.shape[1]
     if len(tokens) == 1:
         return x_TK
@@ -229,7 +230,7 @@ def all_to_all(send: Tensor, send_sizes: list[int], receive_sizes: list[int], gr
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends block i of `send` to rank i of the group; backward sends the gradients back along the same paths."""
+    """Sends block i of `send` to rank i of the group; backward sends gradients back the same way."""
 
     @staticmethod
     def forward(ctx: Any, send: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:

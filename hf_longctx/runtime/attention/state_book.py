@@ -1,12 +1,12 @@
 """The state book: states of mixers at the ends of slices, kept for the next slice, and the gradients that come back for them.
 
-Layers such as linear attention carry a state from token to token. A slice starts from the state that the slice before it left,
-so the book stands beside the K/V book and is made with it, one per micro-batch. A state is stored under its position in the
-sequence. Recomputing a slice therefore finds what its first run wrote, and neither doubles nor loses anything.
+Layers such as linear attention carry a state from token to token. A slice starts from the state after the slice before, so there
+is one book per micro-batch, made with the K/V book. States are stored by position in the sequence, so that recomputing a slice
+finds what its first run wrote.
 
 A stored state is a leaf of autograd, so no graph reaches from one chunk into another. Slices run backward in reverse order: the
 next slice leaves its gradient at the leaf, and the slice that made the state takes it from there, through a node on the mixer's
-own output. So autograd needs no further roots.
+output. So autograd needs no further roots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where a state belongs: the layer and the function of it that made the state, and the tokens of the sequence before it."""
+    """Key of a state: the layer and its function that made the state, the sequence, and the number of tokens before the state."""
 
     layer: Hashable
     function: str
@@ -32,7 +32,7 @@ class StatePlace:
 class StateBook:
     """States of the sliced sequences of one micro-batch, and the gradients left for them.
 
-    A state is held from the forward of the slice that makes it to that slice's backward. `has_backward`: false if only forwards
+    A state is held from the forward of the slice that makes it to that slice's backward. has_backward: false if only forwards
     run; a state is then freed when the next slice takes it.
     """
 
@@ -43,21 +43,21 @@ class StateBook:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of states and gradients held now; `peak_bytes` is the most at the end of a pass."""
+        """Bytes of states and gradients currently held; `peak_bytes` is the maximum at the end of a pass."""
         return sum(state.nbytes * (1 if state.grad is None else 2) for state in self._states.values())
 
     def note_peak(self) -> None:
-        """Raises `peak_bytes` to the bytes held now."""
+        """Raises `peak_bytes` to the bytes currently held."""
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
     def held(self) -> dict[StatePlace, Tensor]:
-        """The states held now."""
+        """Returns the states currently held."""
         return dict(self._states)
 
     def put(self, place: StatePlace, state: Tensor, output: Tensor) -> Tensor:
-        """Stores the state that a slice leaves; returns `output`, through whose backward the state gets its gradient.
+        """Stores the state after a slice; returns `output`, whose backward gives the state its gradient.
 
-        output: made by the same layer for the same slice, and used by the loss.
+        output: a result of the same layer for the same slice that the loss uses.
         """
         if place not in self._states:
             # a copy, since a state may be a view of something larger
@@ -68,7 +68,7 @@ class StateBook:
         return returned
 
     def take(self, place: StatePlace) -> Tensor:
-        """The state that the slice before left; its gradient will be handed to that slice.
+        """Returns the state after the slice before; its gradient will be given to that slice.
 
         Raises RuntimeError if there is none.
         """
@@ -81,7 +81,7 @@ class StateBook:
         return state
 
     def gradient(self, place: StatePlace) -> Tensor:
-        """The gradient that the next slice left for a state, which is then freed with it.
+        """Returns the gradient that the next slice left for a state, and frees both.
 
         Raises RuntimeError if the next slice has not run backward.
         """
@@ -95,13 +95,13 @@ class StateBook:
         return gradient
 
     def close(self, sequence: int) -> None:
-        """Frees what is left of a sequence, because layers below the first trainable weight never run backward."""
+        """Frees the rest of a sequence, because layers below the first trainable weight never run backward."""
         for place in [place for place in self._states if place.sequence == sequence]:
             del self._states[place]
 
 
 class _HandBack(torch.autograd.Function):
-    """Returns `output` unchanged; its backward gives `state` the gradient that waits in the book."""
+    """Returns `output` unchanged; its backward gives `state` its gradient from the book."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, state: Tensor, book: StateBook, place: StatePlace) -> Tensor:

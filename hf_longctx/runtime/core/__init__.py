@@ -1,1 +1,1 @@
-"""Chunk inputs, the loss, the step clock, memory layouts, time limits and method binding, used all over the runtime."""
+"""Basics of the runtime: chunk inputs, losses, dropout, kernels, the step clock, host copies and method binding."""

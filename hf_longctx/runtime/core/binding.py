@@ -1,7 +1,7 @@
-"""Replaces methods, or functions that they call, for one instance of a module; the activation engine and `hf.models` use it.
+"""Replaces methods, or functions that they call, for one instance of a module; used by the activation engine and `hf.models`.
 
-Whatever replaces a method for the time of a run does so by `put`, which remembers on the module what was there before. So one
-place can say whose forward lies below ours (`own_forward`), and whether somebody has taken ours away (`lost_method`).
+Methods are replaced for the time of a run by `put`, which stores on the module what was there before. So `own_forward` can find
+the user's forward below ours, and `lost_method` a replacement that was removed.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 _MARK = "_longctx_bound"
-# libraries that wrap methods without changing what they do to tokens
+# libraries whose wrappers do not change what a method does to tokens
 _WRAPPING = ("accelerate", "torch", "transformers", "hf_longctx")
-# attribute of a function that refuses calls for a while: what it calls otherwise, or None for the method of the class
+# attribute of a function that refuses calls for a while: the function it hides, or None for the class's method
 HIDDEN = "_longctx_hidden"
-# attribute of a module: the methods that `put` has put there, the topmost last
+# attribute of a module: methods set by `put`, the topmost last
 PUT = "_longctx_put"
 # attributes of a module that hold hooks
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def global_hooks() -> list[tuple[str, Any]]:
-    """Hooks of all modules of the process, with the kind of each."""
-    # read from the module each time, since torch gives some of them new dictionaries
+    """Returns the global hooks for all modules of the process, with the kind of each."""
+    # read anew each time, since torch replaces some of the dictionaries
     own = vars(torch_modules)
     return [(kind[1:-1], hook) for kind in HOOKS for hook in dict(own.get(f"_global{kind}", {})).values()]
 
 
 def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
-    """Makes `function` a method of `module` alone.
+    """Makes `function` a method of this one `module`.
 
-    A deep copy of the module carries the method along; there it falls back to the forward of the class.
+    A deep copy of the module has the method too, but runs the forward of the class instead.
     """
 
     def method(this: nn.Module, *args: Any, **keywords: Any) -> Any:
@@ -49,12 +49,12 @@ def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
 
 
 def is_bound(function: Any) -> bool:
-    """Whether `bound` or `replace_forward` made this function or method."""
+    """Whether this function or method comes from `bound` or `replace_forward`."""
     return hasattr(function, _MARK)
 
 
 class _Put:
-    """A method that was put on a module. before: the instance's own one until then; empty if it used that of its class."""
+    """A method set on a module. before: the instance's own method before that; empty if it used its class's."""
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         own = vars(module)
@@ -67,9 +67,9 @@ class _Put:
 
 
 def put(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Puts a method on one module, until the returned function puts back what was there. Undoing it twice changes nothing.
+    """Sets a method on one module until the returned function restores what was there. Undoing it twice changes nothing.
 
-    A method that somebody has put on top in the meantime stays.
+    A method that was set on top in the meantime stays.
     """
     own = vars(module)
     entry = _Put(module, name, value)
@@ -94,7 +94,7 @@ def put(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and those that it wraps, outermost first, each as the function of a method; none for None."""
+    """Yields a function and those that it wraps, outermost first, methods as plain functions; nothing for None."""
     while function is not None:
         if isinstance(function, functools.partial):
             function = function.func
@@ -117,25 +117,25 @@ def is_ours(function: Any) -> bool:
 def _package(function: Any) -> str:
     # by its globals, since a wrapper may have taken the name of the module that it wraps
     known = getattr(function, "__globals__", None)
-    # an object that is called, such as accelerate's that casts outputs, has the package of its class
+    # a callable object, such as accelerate's for casting outputs, has the package of its class
     name = type(function).__module__ if known is None else known.get("__name__", "")
     return str(name).split(".")[0]
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward on a module that is not its class's, below those that were put there for a run; None if there is none."""
+    """Returns the module's forward below those set for a run if it is not its class's; else None."""
     forward = vars(module).get("forward")
     for entry in reversed(vars(module).get(PUT, ())):
-        # by the function, since a deep copy of the module has a method of its own
+        # compare functions, since a deep copy of the module has another method object
         if getattr(entry.value, "__func__", entry.value) is getattr(forward, "__func__", forward):
             forward = entry.before[0] if entry.before else None
     return forward
 
 
 def lost_method(module: nn.Module) -> str:
-    """Name of a method that was put on a module for a run but does not run any more; empty if all of them do.
+    """Returns the name of a method that was set for a run but no longer runs; empty if all of them do.
 
-    Somebody has put another in its place or taken it away, or has changed the class, whose method it may call.
+    It was replaced or removed, or the method of the class, which it may call, was changed.
     """
     own, top = vars(module), dict[str, Any]()
     for entry in own.get(PUT, ()):
@@ -146,7 +146,7 @@ def lost_method(module: nn.Module) -> str:
 
 
 def runs_inside(method: Any, value: Any) -> bool:
-    """Whether `method` is the method `value`, perhaps inside wrappers of libraries such as accelerate's for mixed precision."""
+    """Whether `method` is `value`, possibly inside wrappers of libraries such as accelerate's for mixed precision."""
     if method is value:
         return True
     ours = getattr(value, "__func__", value)
@@ -159,10 +159,10 @@ def runs_inside(method: Any, value: Any) -> bool:
 
 
 def replace_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
-    """Lets calls of `module` run `function`, until the returned function puts the forward back that is there now.
+    """Makes calls of `module` run `function` until the returned function restores the forward.
 
-    The new forward has the signature of the present one, which trainers and `generate` read. A deep copy of the module falls
-    back to the forward of its class.
+    The new forward has the old one's signature, which trainers and `generate` read. A deep copy of the module runs the forward
+    of its class.
     """
     before = module.forward
 
@@ -177,7 +177,7 @@ def replace_forward(module: nn.Module, function: Callable[..., Any]) -> Callable
 
 
 def with_globals(function: Any, functions: dict[str, Any]) -> FunctionType:
-    """The code of `function` with other functions under these names of its module, which stays as it is."""
+    """Returns a copy of `function` that finds these functions under names of its module; the module is not changed."""
     names = {**function.__globals__, **functions}
     renamed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     renamed.__kwdefaults__ = function.__kwdefaults__

@@ -1,4 +1,4 @@
-"""The tensors a rank feeds its model for one chunk: made by the collators of `hf`, run by the executor."""
+"""Input tensors of one chunk on one rank: made by the collators of `hf`, run by the executor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 class ChunkInputs:
     """This rank's shard of one chunk, each of shape [1, T] and type int64: token ids, positions, next-token labels.
 
-    loss_weights: the weight of each next-token label in the loss, fp64; None if every label weighs 1. label_values: what the
-    labels number, one row [K] of numbers for each, if a label is no class (shape [N, K], fp32); None if labels are classes.
+    loss_weights: the weight of each next-token label in the loss, fp64; None if every label weighs 1. label_values: values [N, K]
+    in fp32, if labels are numbers of its rows instead of classes; else None.
     For a head that classifies documents or tokens, `shift_labels` are the labels of the tokens themselves.
     """
 
@@ -25,15 +25,15 @@ class ChunkInputs:
     label_values: Tensor | None = None
 
     def pin_memory(self) -> ChunkInputs:
-        """Copy of the shard in pinned memory; called by the loader's pinning thread."""
+        """Copies the shard into pinned memory; called by the loader's pinning thread."""
         return self.mapped(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> ChunkInputs:
-        """Copy of the shard on `device`; from pinned memory the copies do not block the host."""
+        """Copies the shard to `device`; copies from pinned memory do not block the host."""
         return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkInputs:
-        """The inputs with every tensor changed by `change`."""
+        """Applies `change` to every tensor."""
         ids, positions, labels = map(change, (self.input_ids, self.position_ids, self.shift_labels))
         weights, values = (None if each is None else change(each) for each in (self.loss_weights, self.label_values))
         return ChunkInputs(ids, positions, labels, weights, values)

@@ -1,8 +1,6 @@
-"""Times the actions of one rank in a step without synchronising inside the step: wall clock on CPU, events on CUDA.
+"""Times the actions of one rank without synchronising inside a step (wall clock on CPU, events on CUDA); group time limits.
 
-The executor measures every action with it; step reports, calibration and refits read the intervals after the step.
-
-Time limits of process groups.
+The executor measures every action; step reports, calibration and refits read the intervals after the step.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One timed action. `round`: index of its micro-batch, -1 outside all of them. Seconds count from the start of the step."""
+    """One timed action. round: index of its micro-batch, -1 outside all. Seconds count from the start of the step."""
 
     round: int
     kind: str
@@ -31,7 +29,7 @@ class Interval:
 class StepClock:
     """Collects the intervals of one step. Call `intervals()` only after the step: on CUDA it waits for the last event.
 
-    now_s: clock of the CPU. `time.process_time` leaves out what other processes take from a process with one thread.
+    now_s: clock of the CPU. `time.process_time` excludes time that other processes take from a process with one thread.
     """
 
     def __init__(self, device: torch.device, now_s: Callable[[], float] = time.perf_counter) -> None:
@@ -42,13 +40,13 @@ class StepClock:
 
     @contextmanager
     def measure(self, round_index: int, kind: str, name: str) -> Iterator[None]:
-        """Times the body as one interval."""
+        """Context that is timed as one interval."""
         start = self._tick()
         yield
         self._marks.append((round_index, kind, name, start, self._tick()))
 
     def intervals(self) -> list[Interval]:
-        """All intervals so far, in the order in which they ended."""
+        """Returns all intervals so far, in order of their ends."""
         return [
             Interval(index, kind, name, self._seconds(start), self._seconds(stop))
             for index, kind, name, start, stop in self._marks
@@ -78,10 +76,10 @@ _ON_DEVICE_S = 600.0
 
 
 def group_limit(timeout_s: float, backend: str | None = None) -> timedelta:
-    """How long a collective of a group may take before it fails, if ranks that work may be `timeout_s` seconds late.
+    """Returns the time limit of a group's collectives if healthy ranks may be `timeout_s` seconds late.
 
-    On gloo, that long. On NCCL at least ten minutes, because its watchdog ends the whole process and would end healthy runs with
-    long kernels. `backend`: that of the default group by default.
+    On gloo, `timeout_s`. On NCCL at least ten minutes, because its watchdog ends the whole process and would end healthy runs
+    with long kernels. backend: the default group's by default.
     """
     if backend is None:
         backend = dist.get_backend() if dist.is_initialized() else "gloo"

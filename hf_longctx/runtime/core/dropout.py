@@ -1,11 +1,11 @@
-"""Keys of dropout masks: seed, step, token, module and channel say whether a value is dropped.
+"""Draws dropout masks by keys: whether a value is dropped depends on seed, step, token, module and channel alone.
 
-A token is known by its document and its position in it; a document by its number among the sequences of the optimizer step. So
-the same values are dropped in every plan, on any number of ranks, in a replay, and after a resume. Masks are never saved: the
+A token is identified by its document and its position there, a document by its number among the sequences of the optimizer step.
+So the same values are dropped in every plan, on any number of ranks, in a replay, and after a resume. Masks are never saved:
 backward draws them again.
 
-`hf.models.dropout` lets the dropout modules of a model read the tokens of the forward that is running, which the stage
-(`StageModel.forward`), replays (`ActivationEngine`) and tiles (`on_tiles`) set.
+`hf.models.dropout` lets a model's dropout modules read the tokens of the running forward, which are set by the stage
+(`StageModel.forward`), replays (`ActivationEngine`) and tiles (`on_tiles`).
 
 Shapes: T tokens of this rank, N of a block, C channels.
 """
@@ -26,20 +26,20 @@ from hf_longctx.kernels.weight_mask import dropped_weights
 
 # attribute of a dropout module that holds its site
 SITE = "_longctx_dropout_site"
-# values whose mask is drawn at a time: on the CPU in the cache, elsewhere in few launches
+# values whose mask is drawn at a time: on CPUs few enough for the cache, elsewhere many, for few launches
 _VALUES_ON_CPU, _VALUES = 1 << 17, 1 << 25
-# numbers that are drawn at a time elsewhere than on the CPU; each takes up to 28 bytes meanwhile
+# numbers drawn at a time outside of CPUs; drawing takes up to 28 bytes each
 _NUMBERS = 1 << 22
 
 
 class DropoutKeys:
-    """Everything that the dropout modules of one model share.
+    """State shared by the dropout modules of one model.
 
-    first_documents: number of the first document of every plan of the step, by the plan's number; 0 for others. tokens: the
-    tokens that run now. is_training: a training is under way, so that dropout without tokens is an error.
+    first_documents: for each plan of the step, the number of its first document; 0 for others. tokens: tokens of the running
+    forward. is_training: whether a training is running, so that dropout without tokens is an error.
     """
 
-    # no dataclass, because FSDP walks through those that it finds among the arguments of a forward
+    # not a dataclass, because FSDP traverses dataclasses among the arguments of a forward
     def __init__(self, seed: int = 0, step: int = 0) -> None:
         self.seed, self.step = seed, step
         self.first_documents: Mapping[int, int] = {}
@@ -49,28 +49,28 @@ class DropoutKeys:
         self._known: dict[tuple[int, str], int] = {}
 
     def begin_step(self, step: int, first_documents: Mapping[int, int]) -> None:
-        """Enters an optimizer step of a training, counted from 0."""
+        """Begins an optimizer step of a training, counted from 0."""
         self.step, self.first_documents, self.is_training = step, dict(first_documents), True
 
     def begin_forward(self, step: int, number: int, num_documents: int) -> None:
-        """Enters a plan of one forward, in the optimizer step `step`; its documents come after those of earlier forwards."""
+        """Begins a plan of one forward in the optimizer step `step`; its documents follow those of earlier forwards."""
         first = self._next_document if self.is_training and step == self.step else 0
         self.begin_step(step, {number: first})
         self.begin_plan(number)
         self._next_document = first + num_documents
 
     def begin_plan(self, number: int) -> None:
-        """Enters a plan of the present step."""
+        """Begins a plan of the current step."""
         self._first_document = self.first_documents.get(number, 0)
 
     def rest(self) -> None:
-        """Ends a training: forwards without a plan drop as torch does."""
+        """Ends a training: forwards without a plan then use torch's dropout."""
         self.is_training = False
 
     def of_pieces(self, pieces: Sequence[tuple[int, int]], positions_1T: Tensor, lengths: Sequence[int] = ()) -> DropoutTokens:
-        """The tokens of a forward: (tokens, sequence of the plan, -1 for dummies) of every piece, and positions in documents.
+        """Makes the tokens of a forward from (tokens, sequence of the plan, -1 for dummies) of every piece and their positions.
 
-        lengths: tokens of the whole document of every piece; () if each piece is one.
+        lengths: tokens of the whole document of every piece; () if each piece is a whole document.
         """
         numbers = [sequence + self._first_document if sequence >= 0 else WORD for _, sequence in pieces]
         counts = [count for count, _ in pieces]
@@ -79,7 +79,7 @@ class DropoutKeys:
         return DropoutTokens(self, self.step, documents_T, positions_1T.view(-1), lengths_T, self._first_document)
 
     def site_key(self, name: str) -> int:
-        """64 bits of the module `name` under the seed."""
+        """Returns 64 bits of the module `name` under the seed."""
         if (self.seed, name) not in self._known:
             digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest()
             self._known[self.seed, name] = int.from_bytes(digest, "little")
@@ -90,8 +90,8 @@ class DropoutKeys:
 class DropoutTokens:
     """The tokens of one forward, layer or tile, in order: document, position and tokens of the whole document of each, int64.
 
-    first_document: number of the plan's first document. calls: how often each module has run on these tokens, since every call
-    of a module draws another mask.
+    first_document: number of the plan's first document. calls: number of calls of each module on these tokens, since every call
+    draws another mask.
     """
 
     keys: DropoutKeys
@@ -103,7 +103,7 @@ class DropoutTokens:
     calls: dict[str, int] = field(default_factory=dict)
 
     def part(self, tokens: slice = slice(None)) -> DropoutTokens:
-        """Some of the tokens (default: all), before any call."""
+        """Returns some of the tokens (default: all), with no calls counted."""
         documents_T, positions_T, lengths_T = (each[tokens] for each in (self.documents_T, self.positions_T, self.lengths_T))
         return DropoutTokens(self.keys, self.step, documents_T, positions_T, lengths_T, self.first_document)
 
@@ -117,9 +117,9 @@ class DropoutTokens:
             self.keys.tokens = outer
 
     def drop(self, x: Tensor, rate: float, name: str) -> Tensor:
-        """`x`, [1, T, C] or [T, C], with a share of `rate` of its values dropped and the rest scaled by 1 / (1 - rate).
+        """Drops a share `rate` of the values of x, [1, T, C] or [T, C], and scales the rest by 1 / (1 - rate).
 
-        `name`: the module. Raises RuntimeError if `x` has other tokens than the forward.
+        name: the module. Raises RuntimeError if `x` does not have the forward's tokens.
         """
         num_tokens = len(self.positions_T)
         if x.dim() not in (2, 3) or x.shape[-2] != num_tokens or x.numel() != num_tokens * x.shape[-1]:
@@ -131,12 +131,12 @@ class DropoutTokens:
         return dropped
 
     def call_key(self, name: str) -> int:
-        """64 bits of a call of the module `name`, which is counted."""
+        """Counts a call of the module `name` and returns 64 bits for it."""
         call = self.calls[name] = self.calls.get(name, 0) + 1
         return self.keys.site_key(f"{name}:{call}" if call > 1 else name)
 
     def drop_weights(self, weights_1HTU: Tensor, rate: float, name: str) -> Tensor:
-        """Attention weights [1, H, T, T] with a share of `rate` dropped and the rest scaled by 1 / (1 - rate). name: their site.
+        """Drops a share `rate` of attention weights [1, H, T, T] and scales the rest by 1 / (1 - rate). name: their site.
 
         For forwards of one document with the model's own attention. Raises RuntimeError for weights of other tokens.
         """
@@ -153,9 +153,9 @@ class DropoutTokens:
         return weights_1HTU.masked_fill(dropped_1HTU, 0.0) * (1 / (1 - rate) if rate < 1 else 0.0)
 
     def uniform(self, num_channels: int, name: str) -> Iterator[tuple[slice, Tensor]]:
-        """Numbers between 0 and 1 for the module `name`, evenly distributed: blocks of tokens, and the numbers of each [N, C].
+        """Yields blocks of tokens with uniform numbers in [0, 1) for the module `name`, [N, C].
 
-        They are fp64 on CPUs and fp32 elsewhere, and the same for blocks of any size.
+        The numbers are fp64 on CPUs and fp32 elsewhere, and do not depend on the size of blocks.
         """
         key, is_cpu = self.keys.site_key(name), self.positions_T.device.type == "cpu"
         for block in self._blocks(num_channels, _VALUES_ON_CPU if is_cpu else _NUMBERS):
@@ -163,15 +163,12 @@ class DropoutTokens:
             yield block, (words_NC.to(torch.float64 if is_cpu else torch.float32) + 0.5) / (WORD + 1)
 
     def _blocks(self, num_channels: int, num_values: int) -> list[slice]:
-        """All tokens in blocks of at most `num_values` values, of one token at least."""
+        """Yields all tokens in blocks of at most `num_values` values, but at least one token."""
         rows = max(1, num_values // max(num_channels, 1))
         return [slice(first, first + rows) for first in range(0, len(self.positions_T), rows)]
 
     def masked(self, x_TC: Tensor, rate: float, key: int, first_channel: int = 0) -> Tensor:
-        """`x_TC`, whose channels are those from `first_channel` on, with values dropped and scaled.
-
-        Draws the mask for some tokens at a time.
-        """
+        """Drops and scales values of x_TC, whose channels begin at `first_channel`; draws the mask for some tokens at a time."""
         if rate >= 1:
             return torch.zeros_like(x_TC)
         num_channels, y_TC = first_channel + x_TC.shape[-1], torch.empty_like(x_TC)
@@ -182,7 +179,7 @@ class DropoutTokens:
 
 
 class _Drop(torch.autograd.Function):
-    """Saves nothing: the tokens stay outside what autograd saves, and the mask is drawn again."""
+    """Saves nothing for backward, which draws the mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: DropoutTokens, rate: float, key: int) -> Tensor:
@@ -198,21 +195,21 @@ class _Drop(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DropoutSite:
-    """The place of a dropout module in its model: its name there."""
+    """A dropout module's name in its model."""
 
     keys: DropoutKeys
     name: str
 
 
 def keys_of(model: nn.Module) -> DropoutKeys | None:
-    """The keys that the dropout modules of `model` share; None if it has no such module."""
+    """Returns the keys shared by the dropout modules of `model`; None if it has no such module."""
     sites = (vars(module).get(SITE) for module in model.modules())
     site: DropoutSite | None = next((site for site in sites if site is not None), None)
     return None if site is None else site.keys
 
 
 def on_tiles(module: nn.Module, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor, slice], Tensor]:
-    """`run`, the forward of `module`, for one tile of the tokens that run now, now or later: (tensor of the tile, tile)."""
+    """Returns `run`, the forward of `module`, for (tensor, tile) of the tokens of the running forward; may be called later."""
     keys = keys_of(module)
     tokens = None if keys is None else keys.tokens
     if tokens is None:

@@ -1,9 +1,7 @@
-"""Copies between device and host that block neither, and the pinned host memory that they need.
+"""Copies between device and host that block neither, with the pinned host memory for them, and memory layouts of tensors.
 
-The host tier sends saved tensors this way, and `parameters/host_steps.py` gradients and weights. On CUDA an engine has one stream
-for each direction; on CPU it copies at once.
-
-Memory layouts of tensors: which of them operators and copies take as they are.
+The host tier copies saved tensors this way, and `parameters/host_steps.py` gradients and weights. On CUDA an engine has one
+stream per direction; on CPU it copies at once.
 """
 
 from __future__ import annotations
@@ -23,22 +21,22 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
-# tensors that may be on their way to the host at once, where the caller does not say how many bytes
+# tensors that may be in flight to the host at once, if the caller gives no number of bytes
 _MOST_LEAVING = 2
-# threads that touch the pages of a slab, each so many bytes at a time
+# threads that touch the pages of a slab, and bytes that each touches at a time
 _TOUCHING_THREADS, _TOUCHED_BYTES = 8, 2**28
-# handle of one copy, returned by the copy engine; it is passed to later copies that must follow that one, and to `wait`
+# handle of one copy, passed to later copies that must follow it, and to `wait`
 Ticket = Any
 
 
 class CopyEngine(Protocol):
     """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`.
 
-    is_kept: the caller drops the source after `wait` only, or drops the copy with it, so the device need not wait to let it go.
-    room_bytes: most bytes of the storages of sources that may be on their way to the host at once, if this one is not larger
-    (default: two sources of any size).
+    is_kept: the caller drops the source only after `wait`, or drops the copy with it, so the device need not wait to free it.
+    room_bytes: most bytes of source storages in flight to the host at once, unless this source is larger (default: two sources of
+    any size).
 
-    Copies to the host are made in the order of the calls, so a block that nobody fetched can be written again.
+    Copies to the host run in the order of the calls, so a block that was not fetched can be written again.
     """
 
     def to_host(
@@ -48,13 +46,13 @@ class CopyEngine(Protocol):
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
 
     def let_go(self) -> None:
-        """Makes everything computed from now on wait until all sources on their way have left."""
+        """Makes everything computed from now on wait until all sources in flight have left."""
 
     def wait(self, ticket: Ticket) -> None:
         """Makes everything computed from now on wait for the copy."""
 
     def wait_on_host(self, ticket: Ticket) -> None:
-        """Returns when the copy is done, so that the CPU may read or write its host memory."""
+        """Blocks until the copy is done, so that the CPU may read or write its host memory."""
 
 
 class PlainCopies:
@@ -79,10 +77,10 @@ class PlainCopies:
 
 
 class Leaving:
-    """Tensors on their way from the device. Each is kept until `wait` has let the device wait for its copy.
+    """Tensors being copied from the device, each kept until `wait` has made the device wait for its copy.
 
-    So their memory is used again in the order of the device's own work. With `record_stream` instead, it would be free only when
-    the host finds the copy done: a host that runs ahead would fill the device's memory with tensors that have left it.
+    So their memory is reused in the order of the device's work. With `record_stream` instead, it would be free only once the host
+    finds the copy done: a host that runs ahead would fill the device's memory with tensors that have left it.
     """
 
     def __init__(self, wait: Callable[[Ticket], None]) -> None:
@@ -91,7 +89,7 @@ class Leaving:
         self.num_bytes = 0
 
     def add(self, source: Tensor, ticket: Ticket, room_bytes: int | None = None) -> None:
-        """Keeps `source`, and as many of those before it as the room allows; see `CopyEngine`."""
+        """Keeps `source` and as many earlier ones as the room allows; see `CopyEngine`."""
         # a view keeps its whole storage
         more_bytes = source.untyped_storage().nbytes()
         while self._kept and self._is_full(more_bytes, room_bytes):
@@ -100,7 +98,7 @@ class Leaving:
         self.num_bytes += more_bytes
 
     def drop_all(self) -> None:
-        """Lets the device wait for all copies."""
+        """Makes the device wait for all copies."""
         while self._kept:
             self._drop_first()
 
@@ -116,7 +114,7 @@ class Leaving:
 
 
 class StreamCopies:
-    """Copies on one CUDA stream per direction, after all work given to the current stream so far."""
+    """Copies on one CUDA stream per direction, after all work queued on the current stream so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -132,7 +130,7 @@ class StreamCopies:
         return ticket
 
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        # other tensors come when those that leave are gone
+        # tensors come back after those in flight have left
         self.let_go()
         return self._copy(self._back, source, target, after)
 
@@ -155,33 +153,33 @@ class StreamCopies:
 
 
 def copies_of(device: torch.device) -> CopyEngine:
-    """An engine for tensors of `device`."""
+    """Makes an engine for tensors of `device`."""
     return StreamCopies(device) if device.type == "cuda" else PlainCopies()
 
 
 def block_bytes(num_bytes: int) -> int:
-    """Bytes that a tensor of `num_bytes` takes in host memory."""
+    """Returns the bytes that a tensor of `num_bytes` takes in host memory."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class HostMemory:
     """One allocation of host memory, page-locked for CUDA if `is_pinned` and the system allows it. It must outlive its views.
 
-    setting: the setting that asks for less, for the warning where the system refuses.
+    setting: the setting to lower, for the warning if the system refuses.
     """
 
     def __init__(self, num_bytes: int, is_pinned: bool, setting: str) -> None:
         self.memory = _touched(num_bytes) if is_pinned else torch.empty(num_bytes, dtype=torch.uint8)
         self.is_pinned = is_pinned and _pin(self.memory, setting)
         if self.is_pinned:
-            # unpin before the memory is freed: pages given back to the system must not stay locked
+            # unpin before the memory is freed: pages returned to the system must not stay locked
             weakref.finalize(self, _unpin, self.memory.data_ptr())
 
 
 def _touched(num_bytes: int) -> Tensor:
-    """Memory whose pages are all there, in huge pages where the system has them: pinning makes missing pages one by one."""
+    """Allocates memory and touches its pages, huge ones if available: pinning would add missing pages one by one."""
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # a kernel without huge pages refuses
+    # fails on a kernel without huge pages
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
@@ -207,13 +205,13 @@ def _pin(memory: Tensor, setting: str) -> bool:
 
 
 def _unpin(address: int) -> None:
-    # copies may still be under way, for example after an error inside a step
+    # copies may still be running, for example after an error inside a step
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def dense_channels(x: Tensor) -> Tensor:
-    """Makes the last dimension dense, which is all that attention operators require of a layout.
+    """Returns `x` with a dense last dimension, the only layout that attention operators require.
 
     Views of a long buffer in which only the heads are strided, such as keys and values, are not copied.
     """
@@ -221,17 +219,17 @@ def dense_channels(x: Tensor) -> Tensor:
 
 
 def dense_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of a tensor without gaps whose dimensions lie in memory in the order of those of `x`."""
+    """Returns the strides of a tensor without gaps whose dimensions have the same order in memory as those of `x`."""
     return torch.empty_like(x, device="meta").stride()
 
 
 def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether `x` lies in memory as `strides` say; strides of dimensions of size 1 do not count."""
+    """Whether `x` has these strides; those of dimensions of size 1 do not count."""
     return all(size == 1 or own == stride for size, own, stride in zip(x.shape, x.stride(), strides, strict=True))
 
 
 def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """`x` itself if it has these strides, else a copy that has them."""
+    """Returns `x` if it has these strides, else a copy that has them."""
     if has_strides(x, strides):
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

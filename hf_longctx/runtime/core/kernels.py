@@ -1,23 +1,19 @@
-"""Runs an elementwise function of tokens as one compiled kernel forward and one backward, by torch.compile.
+"""Kernels for functions of single tokens: compiled by torch.compile, from the package liger-kernel, or a fused LoRA product.
 
-The derivative is traced by `torch.func.vjp`, so each function is written once. The autograd node saves inputs alone, never an
-intermediate result, and its backward may run twice (retain_graph). The dimension of tokens stays a symbol, so one compilation
-serves every number of tokens from 2 on: tiles, their last one, slices and packs. A single token, which torch would compile
-anew, runs the function itself.
+Compiled (`CompiledFunction`): one kernel forward and one backward. The derivative is traced by `torch.func.vjp`, so each function
+is written once. The autograd node saves only inputs, and its backward may run twice (retain_graph). The token dimension stays a
+symbol, so one compilation serves every number of tokens from 2 on: tiles, the last tile, slices and packs. A single token, for
+which torch would compile again, runs the plain function. In half precision a compiled function rounds once, at its end, while
+the plain function rounds after every operation.
 
-In half precision a compiled function rounds once, at its end, where the function itself rounds after every operation.
+Liger: RMSNorm and gated activations, in the forms that are exact under plans. Its norm can write the gradient of its input over
+that of its output, which layers with a norm after attention share with their residual; this is switched off. Its gated
+activations write gradients over their saved inputs. These belong to one node each, unless a hook keeps them, so a second backward
+(retain_graph) raises an error. Its rotary embedding overwrites queries and keys, which plans keep for replays, so it is not used.
 
-Takes RMSNorm and gated activations from the package liger-kernel, in the forms that are exact under plans.
-
-Liger's norm may write the gradient of its input over that of its output, which layers with a norm behind attention share with
-their residual: it is told not to. Its gated activations write their gradients over the inputs that they saved. These belong to
-one node each, unless a hook keeps them, so they may be overwritten once: a second backward (retain_graph) raises an error.
-Liger's rotary embedding writes over queries and keys, which plans keep for replays, so it is left out.
-
-Adds the product of two small matrices to what a linear module returned: the output of a low-rank adapter (LoRA).
-
-PEFT makes the adapter's output, scales it and adds it to that of the frozen module: three tensors as large as the output, each
-rounded to its dtype. One matrix product that accumulates does all of it, rounds once, and saves nothing as wide as the output.
+LoRA: PEFT computes an adapter's output, scales it and adds it to that of the frozen module: three tensors as large as the output,
+each rounded to its dtype. `add_low_rank` does this in one accumulating matrix product, which rounds once and saves nothing of
+the output's width.
 
 Shapes: T tokens of this rank, N output features, r features of the adapter.
 """
@@ -39,11 +35,11 @@ Function = Callable[..., Any]
 
 
 class CompiledFunction:
-    """A function of tensors that are contiguous in memory, forward and backward each compiled when first called.
+    """A function of contiguous tensors, whose forward and backward are each compiled at the first call.
 
-    token_dims: the dimension of tokens of every input; None for weights, which have none. The first `num_linear` inputs enter the
-    outputs linearly, one by one, and each has the shape of its output: their values are not saved, since no gradient depends on
-    them. The first `num_gradients` inputs can have gradients. backend: that of torch.compile.
+    token_dims: the token dimension of every input; None for weights. num_linear: number of first inputs that enter the outputs
+    linearly, one by one, each with its output's shape; their values are not saved, since no gradient depends on them.
+    num_gradients: number of first inputs that can have gradients. backend: backend of torch.compile.
     """
 
     def __init__(
@@ -56,11 +52,11 @@ class CompiledFunction:
     ) -> None:
         self.function, self.token_dims, self.num_linear, self._backend = function, token_dims, num_linear, backend
         self.num_gradients = num_gradients
-        # keyed by all that torch would compile anew for, since it allows few compilations of one code object
+        # keyed by everything for which torch would compile again, since it allows few compilations of one code object
         self._compiled: dict[tuple[Any, ...], Function] = {}
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """The function of `inputs`, whose outputs have the shapes and dtypes of the function's own."""
+        """Applies the function; outputs have the shapes and dtypes of the plain function's."""
         place = next(index for index, dim in enumerate(self.token_dims) if dim is not None)
         if inputs[place].shape[self.token_dims[place] or 0] < 2:
             return self.function(*inputs)
@@ -68,7 +64,7 @@ class CompiledFunction:
 
     @property
     def num_compiled(self) -> int:
-        """Number of kernels so far: two for every combination of dtypes, feature sizes and inputs that need a gradient."""
+        """Number of kernels so far: two per combination of dtypes, feature sizes and inputs that need a gradient."""
         return len(self._compiled)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Any:
@@ -77,8 +73,8 @@ class CompiledFunction:
             return self._kernel(self.function, inputs, ())(*self._marked(inputs, self.token_dims))
 
     def backward(self, saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        """Gradients of the inputs that need one, by the backward kernel; `saved`: the inputs after the linear ones."""
-        # the derivative of a linear input does not depend on its value, so any tensor of its shape stands for it
+        """Returns the gradients of inputs that need one, by the backward kernel. saved: the inputs after the linear ones."""
+        # the derivative of a linear input does not depend on its value, so any tensor of its shape will do
         inputs = (*gradients[: self.num_linear], *saved)
         tensors, dims = (*inputs, *gradients), (*self.token_dims, *(self.token_dims[0] for _ in gradients))
         derivative = _derivative(self.function, len(gradients), needs)
@@ -87,12 +83,12 @@ class CompiledFunction:
         return found
 
     def _kernel(self, function: Function, tensors: tuple[Tensor, ...], needs: tuple[bool, ...]) -> Function:
-        """`function` compiled for tensors like these."""
+        """Returns `function` compiled for tensors like these."""
         dims = (*self.token_dims, *(self.token_dims[0] for _ in tensors[len(self.token_dims) :]))
         sizes = [tuple(size for place, size in enumerate(x.shape) if place != dim) for x, dim in zip(tensors, dims, strict=True)]
         key = (needs, tensors[0].device.type, *((x.dtype, size) for x, size in zip(tensors, sizes, strict=True)))
         if key not in self._compiled:
-            # code of its own, on which torch keeps what it compiled
+            # a separate code object, by which torch stores what it compiled
             code = function.__code__.replace()
             own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
             self._compiled[key] = torch.compile(own, dynamic=False, fullgraph=True, backend=self._backend)
@@ -100,7 +96,7 @@ class CompiledFunction:
 
     @staticmethod
     def _marked(tensors: tuple[Tensor, ...], dims: tuple[int | None, ...]) -> list[Tensor]:
-        """The tensors, detached, with their dimension of tokens marked as one of any size."""
+        """Detaches the tensors and marks their token dimension as dynamic."""
         marked = [tensor.detach() for tensor in tensors]
         for tensor, dim in zip(marked, dims, strict=True):
             if dim is not None:
@@ -109,7 +105,7 @@ class CompiledFunction:
 
 
 def _derivative(function: Function, num_outputs: int, needs: tuple[bool, ...]) -> Function:
-    """A function of inputs and gradients of outputs that returns the gradients of the inputs that need one."""
+    """Makes a function from inputs and gradients of outputs to the gradients of inputs that need one."""
 
     def derivative(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, gradients = tensors[: len(tensors) - num_outputs], tensors[len(tensors) - num_outputs :]
@@ -142,7 +138,7 @@ class _Compiled(torch.autograd.Function):
         return None, *own, *(None for _ in range(len(owner.token_dims) - owner.num_gradients))
 
 
-# dtypes that Liger's kernels know
+# dtypes that Liger's kernels support
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GATES = {"silu": "LigerSiLUMulFunction", "gelu_tanh": "LigerGELUMulFunction"}
 
@@ -153,26 +149,26 @@ def is_installed() -> bool:
 
 
 def has_gate(activation: str) -> bool:
-    """Whether Liger multiplies by this activation."""
+    """Whether Liger has a gated form of this activation."""
     return activation in _GATES
 
 
 def norm(x_NC: Tensor, weight_C: Tensor, eps: float, is_centred: bool) -> Tensor:
-    """RMSNorm of rows; `is_centred`: weights count from 1 and multiply before the result is rounded, as Gemma's do."""
+    """Returns RMSNorm of rows. is_centred: weights are offsets from 1 and multiply before rounding, as in Gemma."""
     function = getattr(importlib.import_module("liger_kernel.ops"), "LigerRMSNormFunction")  # noqa: B009
     result: Tensor = function.apply(x_NC, weight_C, eps, float(is_centred), "gemma" if is_centred else "llama", False, None)
     return result
 
 
 def gated(activation: str, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """activation(gate) * up; backward writes over both inputs."""
+    """Returns activation(gate) * up; backward overwrites both inputs."""
     result: Tensor = _gate_function(activation).apply(gate_NI, up_NI)
     return result
 
 
 @cache
 def _gate_function(activation: str) -> Any:
-    """Liger's function, whose backward runs only once."""
+    """Returns Liger's function, with a backward that can run only once."""
     function: Any = getattr(importlib.import_module("liger_kernel.ops"), _GATES[activation])
 
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -188,9 +184,9 @@ def _gate_function(activation: str) -> Any:
 
 
 def add_low_rank(y: Tensor, low: Tensor, second_Nr: Tensor, scaling: float, in_place: bool) -> Tensor:
-    """y + scaling * low second', [..., N], from y of that shape and low [..., r], all of one dtype.
+    """Returns y + scaling * low second', [..., N], from y of that shape and low [..., r], all of one dtype.
 
-    in_place: y, which is contiguous and no view, is overwritten, so nobody else may read it.
+    in_place: overwrites y, which must be contiguous, no view, and not read elsewhere.
     """
     result: Tensor = _AddLowRank.apply(y, low, second_Nr, scaling, in_place)
     return result
@@ -223,6 +219,6 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def _scaled_product(scaling: float, left: Tensor, right: Tensor) -> Tensor:
-    """scaling * left @ right, rounded once."""
+    """Returns scaling * left @ right, rounded once."""
     unread = left.new_empty(left.shape[0], right.shape[1])
     return torch.addmm(unread, left, right, beta=0, alpha=scaling)

@@ -4,10 +4,8 @@ Without weights every label token weighs 1, under any plan, so loss and gradient
 code takes the mean inside each group, so a token's weight depends on its group.) The loss of a token is its cross-entropy, or
 what a user's `TokenLoss` returns. The executor, the tiled output head and the evaluation call these functions.
 
-Losses of tokens whose labels are numbers instead of classes: regression, several classes at once, and given slopes.
-
-A label is then the number of a row in `ChunkInputs.label_values`. `Targets.of` binds that table to the loss, so that the executor
-and the tiled output head see an ordinary `TokenLoss`.
+If labels are values instead of classes (regression, several classes at once, given slopes), a label is the number of a row in
+`ChunkInputs.label_values`. `Targets.of` binds that table to the loss, so that other code handles an ordinary `TokenLoss`.
 
 Shapes: T tokens, K outputs of the head, N rows of the table.
 """
@@ -27,19 +25,19 @@ from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 
 
 class ValueLoss(ABC):
-    """A loss from the outputs of a head and the values that they should have, for each token by itself."""
+    """A loss of each token's head outputs and their target values."""
 
     name: ClassVar[str]
     """The loss in words for the log."""
 
     @abstractmethod
     def losses(self, logits_TK: Tensor, values_TK: Tensor) -> Tensor:
-        """Losses [T] of `logits_TK`, in at least fp32."""
+        """Returns losses [T] of `logits_TK`, in at least fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class SquaredError(ValueLoss):
-    """Mean over the outputs of their squared distance from the values: regression, as transformers computes it."""
+    """Squared error, averaged over the outputs: regression, as transformers computes it."""
 
     name: ClassVar[str] = "squared error"
 
@@ -50,7 +48,7 @@ class SquaredError(ValueLoss):
 
 @dataclass(frozen=True, slots=True)
 class BinaryCrossEntropy(ValueLoss):
-    """Mean over the outputs of the cross-entropy of each as a class of its own: several labels, as transformers computes it."""
+    """Binary cross-entropy, averaged over the outputs: several labels at once, as transformers computes it."""
 
     name: ClassVar[str] = "binary cross-entropy"
 
@@ -62,7 +60,7 @@ class BinaryCrossEntropy(ValueLoss):
 
 @dataclass(frozen=True, slots=True)
 class OwnLogit:
-    """A `TokenLoss`: the first logit itself, such as a reward, so that weights of labels are slopes of a loss by rewards."""
+    """A `TokenLoss` that is the first logit, such as a reward; label weights are then slopes of a loss of rewards."""
 
     def __call__(self, logits_TK: Tensor, labels_T: Tensor) -> Tensor:
         """Losses [T]."""
@@ -71,32 +69,32 @@ class OwnLogit:
 
 @dataclass(frozen=True, slots=True)
 class AtValues:
-    """A `TokenLoss`: a `ValueLoss` with its table, in which labels number the rows.
+    """A `TokenLoss` from a `ValueLoss` and a table, whose rows are numbered by labels.
 
-    values_NK: None for tokens of which none has a label.
+    values_NK: the table; None if no token has a label.
     """
 
     loss: ValueLoss
     values_NK: Tensor | None
 
     def __call__(self, logits_TK: Tensor, labels_T: Tensor) -> Tensor:
-        """Losses [T]; those of tokens without a label are finite and mean nothing."""
+        """Returns losses [T]; those of tokens without a label are finite and meaningless."""
         values_NK = torch.zeros(1, logits_TK.shape[1]) if self.values_NK is None else self.values_NK
         return self.loss.losses(logits_TK, values_NK.to(logits_TK.device)[labels_T.clamp_min(0)])
 
 
 IGNORE_INDEX = -100
-# logits whose probabilities exist at once when tokens are scored: 32 MiB in fp32
+# most logits whose probabilities exist at once when tokens are scored: 32 MiB in fp32
 _SCORED_LOGITS = 2**23
 
 
 @runtime_checkable
 class TokenLoss(Protocol):
-    """A loss that plans train in place of cross-entropy: a function from the logits of any tokens to one loss per token.
+    """A loss to train in place of cross-entropy: a function from the logits of any tokens to one loss per token.
 
-    Plans call it on tiles of tokens, sum what it returns over the label tokens of the whole step, and divide once by their
-    number (or by the sum of their `loss_weights`). So a token's loss must depend on its own logits and label alone. Gradients
-    come from autograd. It must be a plain function of its arguments: weights that it holds are not trained.
+    Plans call it on tiles of tokens, sum its results over the label tokens of the whole step, and divide once by their number
+    (or by the sum of their `loss_weights`). So a token's loss must depend on its own logits and label alone. Gradients come from
+    autograd. It must be a plain function of its arguments: weights that it holds are not trained.
 
     Example:
 
@@ -108,7 +106,7 @@ class TokenLoss(Protocol):
     """
 
     def __call__(self, logits: Tensor, labels: Tensor, /) -> Tensor:
-        """Losses [T] of logits [T, V], in at least fp32, and of labels [T], which are IGNORE_INDEX for a token without one.
+        """Returns losses [T] of logits [T, V], in at least fp32, and labels [T], IGNORE_INDEX for a token without one.
 
         Losses of tokens without a label are ignored, but must be finite.
         """
@@ -119,7 +117,7 @@ class TokenLoss(Protocol):
 class LabelSmoothing:
     """Cross-entropy with smoothed labels, as transformers computes it for `label_smoothing_factor`.
 
-    A label gets 1 - `factor` of the probability, and `factor` is spread evenly over the vocabulary.
+    The label gets 1 - `factor` of the probability; `factor` is spread evenly over the vocabulary.
     """
 
     factor: float
@@ -144,17 +142,17 @@ class TemperedCrossEntropy:
 
 
 class TokenTally:
-    """Adds up how well label tokens were predicted, tile by tile, from the logits that their loss is computed from.
+    """Counts how well label tokens are predicted, tile by tile, from the logits of their loss.
 
-    sums_3: number of label tokens, of those whose label was the likeliest token, and the sum of the entropies in nats of the
-    distributions over them; fp64, on `device`. Weights of tokens do not count, but a token of weight 0 has no label.
+    sums_3: number of label tokens, number of those whose label was the likeliest token, and sum of entropies in nats; fp64, on
+    `device`. Weights of tokens do not count, but a token of weight 0 has no label.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, logits_1TV: Tensor, labels_1T: Tensor) -> None:
-        """Counts the tokens with labels; leaves no graph, and does not wait for the device."""
+        """Counts the tokens with labels, without a graph and without waiting for the device."""
         scores = token_scores(logits_1TV, labels_1T, Scoring())
         columns = (labels_1T != IGNORE_INDEX).reshape(-1), scores.is_right_T, scores.entropies_T
         self.sums_3 += torch.stack([column.sum(dtype=torch.float64) for column in columns])
@@ -162,37 +160,37 @@ class TokenTally:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Targets of the tokens of a shard: next-token labels, each with a weight, and the loss of one token.
+    """Targets of the tokens of a shard: next-token labels, each with a weight, and the loss of one token."""
 
-    labels_1T: IGNORE_INDEX for a token without a label, or of weight 0. weights_1T: None if every label weighs 1. token_loss:
-    None for cross-entropy. tally: counts the tokens when their loss is computed.
-    """
-
+    # IGNORE_INDEX for a token without a label, or of weight 0
     labels_1T: Tensor
+    # None if every label weighs 1
     weights_1T: Tensor | None = None
+    # None for cross-entropy
     token_loss: TokenLoss | None = None
+    # counts the tokens when their loss is computed
     tally: TokenTally | None = None
 
     @classmethod
     def of(cls, inputs: ChunkInputs, token_loss: TokenLoss | ValueLoss | None = None, tally: TokenTally | None = None) -> Targets:
-        """The targets of a chunk's tokens, on the device of `inputs`."""
+        """Makes the targets of a chunk's tokens, on the device of `inputs`."""
         labels_1T, weights_1T = inputs.shift_labels, inputs.loss_weights
         if isinstance(token_loss, ValueLoss):
             token_loss = AtValues(token_loss, inputs.label_values)
         if weights_1T is not None:
-            # without a label, so that tiles of weight 0 are skipped and infinite losses of weight 0 are not NaN
+            # drop labels of weight 0, so that tiles without others are skipped and infinite losses of weight 0 are not NaN
             labels_1T = labels_1T.masked_fill(weights_1T == 0, IGNORE_INDEX)
         return cls(labels_1T, weights_1T, token_loss, tally)
 
     def total_weight(self) -> float:
-        """The sum of the weights of all label tokens; without weights, their number."""
+        """Sums the weights of all label tokens; returns their number if there are no weights."""
         is_label_1T = self.labels_1T != IGNORE_INDEX
         counted_1T = is_label_1T if self.weights_1T is None else self.weights_1T[is_label_1T]
         return float(counted_1T.sum())
 
 
 def summed_loss(logits_1TV: Tensor, targets: Targets) -> Tensor:
-    """Losses of this rank's label tokens, summed with their weights: a scalar in at least fp32.
+    """Sums the losses of this rank's label tokens with their weights: a scalar in at least fp32.
 
     If no token has a label, loss and gradients are exactly zero.
     """
@@ -209,9 +207,9 @@ def summed_loss(logits_1TV: Tensor, targets: Targets) -> Tensor:
 
 
 def summed_cross_entropy(logits_1TV: Tensor, shift_labels_1T: Tensor) -> Tensor:
-    """Cross-entropy summed over this rank's label tokens: a scalar in at least fp32.
+    """Sums cross-entropy over this rank's label tokens: a scalar in at least fp32.
 
-    `shift_labels` holds the next token of each position (shifted before sequences were cut), IGNORE_INDEX where there is none.
+    shift_labels_1T: the next token of each position (shifted before sequences were cut), IGNORE_INDEX if there is none.
     If all labels are masked, loss and gradients are exactly zero.
     """
     logits_TV = wide_logits(logits_1TV)
@@ -219,18 +217,18 @@ def summed_cross_entropy(logits_1TV: Tensor, shift_labels_1T: Tensor) -> Tensor:
 
 
 def wide_logits(logits_1TV: Tensor) -> Tensor:
-    """Logits [T, V] in at least fp32."""
+    """Returns logits [T, V] in at least fp32."""
     logits_TV = logits_1TV.reshape(-1, logits_1TV.shape[-1])
     return logits_TV.float() if logits_TV.dtype in (torch.float16, torch.bfloat16) else logits_TV
 
 
 def label_logits(logits_1TV: Tensor, labels_1T: Tensor) -> Tensor:
-    """Logits [n, V] of the tokens with labels, in order, in at least fp32."""
+    """Returns logits [n, V] of the tokens with labels, in order, in at least fp32."""
     return wide_logits(logits_1TV)[labels_1T.reshape(-1) != IGNORE_INDEX]
 
 
 def custom_losses(token_loss: TokenLoss, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Losses [T] by a user's function in at least fp32, 0 for tokens without a label; raises ValueError for another shape."""
+    """Returns losses [T] by a user's function in at least fp32, 0 without a label; raises ValueError for another shape."""
     losses_T = token_loss(logits_TV, labels_T)
     if losses_T.shape != labels_T.shape:
         raise ValueError(
@@ -241,13 +239,13 @@ def custom_losses(token_loss: TokenLoss, logits_TV: Tensor, labels_T: Tensor) ->
 
 
 def weighted(losses_T: Tensor, weights_1T: Tensor | None) -> Tensor:
-    """Losses of tokens times their weights."""
+    """Multiplies losses of tokens by their weights, if any."""
     return losses_T if weights_1T is None else losses_T * weights_1T.reshape(-1).to(losses_T.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How tokens are scored: by the distribution of logits / `temperature`; with_extras: also `TokenScores.extras_2T`."""
+    """Settings of scores: distribution of logits / `temperature`; with_extras: also compute `TokenScores.extras_2T`."""
 
     temperature: float = 1.0
     with_extras: bool = False
@@ -255,32 +253,30 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Prediction quality of each token of a shard, without a graph, whatever loss is trained.
+    """Prediction quality of each token of a shard, without a graph, whatever loss is trained."""
 
-    losses_T: cross-entropy, computed in at least fp32 and stored as fp64; 0 for tokens without a label.
-    likeliest_T: the most likely token; IGNORE_INDEX in tiles without labels, which are left out. is_right_T: whether that is the
-    label; False without a label.
-    entropies_T: entropy in nats of the distribution over the next token, computed and stored like losses; 0 without a label.
-    extras_2T: the mean of the (tempered) logits over the vocabulary, and the logarithm of the sum of squared probabilities;
-    empty unless `Scoring` asks for them.
-    """
-
+    # cross-entropy, computed in at least fp32 and stored as fp64; 0 for tokens without a label
     losses_T: Tensor
+    # the most likely token; IGNORE_INDEX in tiles without labels, which are left out
     likeliest_T: Tensor
+    # whether the most likely token is the label; False without a label
     is_right_T: Tensor
+    # entropy in nats of the distribution over the next token, computed and stored like losses; 0 without a label
     entropies_T: Tensor
+    # mean of the (tempered) logits over the vocabulary, and logarithm of the sum of squared probabilities; empty unless
+    # requested by `Scoring`
     extras_2T: Tensor
 
     @classmethod
     def joined(cls, parts: Sequence[TokenScores]) -> TokenScores:
-        """The scores of consecutive tokens."""
+        """Concatenates the scores of consecutive tokens."""
         names = ("losses_T", "likeliest_T", "is_right_T", "entropies_T", "extras_2T")
         return cls(*(torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names))
 
 
 @torch.no_grad()
 def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor, scoring: Scoring) -> TokenScores:
-    """Scores of every token of a shard; at temperature 1 their losses add up to `summed_cross_entropy`."""
+    """Scores every token of a shard; at temperature 1 the losses add up to `summed_cross_entropy`."""
     logits_TV, labels_T = logits_1TV.reshape(-1, logits_1TV.shape[-1]), shift_labels_1T.reshape(-1)
     num_tokens = max(1, _SCORED_LOGITS // logits_TV.shape[1])
     pairs = zip(logits_TV.split(num_tokens), labels_T.split(num_tokens), strict=True)
@@ -303,9 +299,9 @@ def _scores(logits_tV: Tensor, labels_t: Tensor, scoring: Scoring) -> TokenScore
 
 
 def step_loss(loss_sum: Tensor, total_weight: float) -> Tensor:
-    """One chunk's contribution to the loss of the step.
+    """Returns one chunk's contribution to the loss of the step.
 
-    Summed over ranks and chunks, the contributions are the mean over the label tokens of the whole step on all ranks, whose
-    number, or whose weights' sum, is `total_weight`. A step without label tokens has loss zero.
+    Summed over ranks and chunks, the contributions are the mean over all label tokens of the step. total_weight: their number,
+    or the sum of their weights. A step without label tokens has loss zero.
     """
     return loss_sum / (total_weight or 1)

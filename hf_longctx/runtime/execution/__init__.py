@@ -1,1 +1,1 @@
-"""Execution of a rank's plan, action by action."""
+"""Executes a rank's plan, action by action."""

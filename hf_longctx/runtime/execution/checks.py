@@ -20,7 +20,7 @@ from hf_longctx.runtime.process_groups import GroupPool
 
 
 def forward_only(plan: RankPlan) -> RankPlan:
-    """The plan as an evaluation runs it: no stage lends ranks, and activation policies make tiles but save nothing."""
+    """Returns the plan for an evaluation: no stage lends ranks, and activation policies make tiles but save nothing."""
     rounds = tuple(
         (without_lending(group), replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
         for group, stage in plan.rounds
@@ -29,9 +29,9 @@ def forward_only(plan: RankPlan) -> RankPlan:
 
 
 def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, has_all_stages: bool = False) -> None:
-    """Raises ValueError naming the first part of the plan that this version does not execute with `engine`, or without one.
+    """Raises ValueError naming the first part of the plan that cannot be executed with `engine` (or without one).
 
-    has_all_stages: whether this rank has the weights of all stages; a rank lent to another stage needs that stage's weights.
+    has_all_stages: whether this rank has the weights of all stages, which a rank lent to another stage needs.
     """
     for group, stage in plan.rounds:
         if engine is not None:
@@ -47,7 +47,7 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
 
 
 def hooked_weights(model: nn.Module) -> list[str]:
-    """Names of the parameters with hooks of users, which autograd would call for each chunk or tile."""
+    """Returns the names of parameters with users' hooks, which autograd would call for each chunk or tile."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -62,12 +62,12 @@ def check_weights(
     has_all_stages: bool = False,
     added_code: str = "",
 ) -> None:
-    """Raises ValueError on every rank for what users changed between steps in a way that plans would get wrong.
+    """Raises ValueError on every rank if users changed the model between steps so that gradients would be wrong.
 
     All ranks of a stage must train the same weights, or gradients of different weights would be summed; both stages of a tied
-    weight must agree; no weight may have a hook, nor be new, that is, not in `summed`, whose gradients are summed over ranks.
-    has_all_stages: whether every rank holds all stages. added_code: the problem with code that this rank's model got since the
-    start; empty if there is none. Collective over the pool. If the pool has a control group, nothing waits for the device.
+    weight must agree; no weight may have a hook or be new, that is, missing in `summed`, the weights whose gradients are summed
+    over ranks. has_all_stages: whether every rank holds all stages. added_code: problem with code added to this rank's model
+    since the start; empty if there is none. Collective over the pool. With a control group, nothing waits for the device.
     """
     weights = list(stage.model.named_parameters())
     known = {id(parameter) for parameter in summed}
@@ -75,7 +75,7 @@ def check_weights(
     trains, hooked = [parameter.requires_grad for _, parameter in weights], hooked_weights(stage.model)
     own, num_stages = (0, 1) if has_all_stages else (pool.stage, pool.num_stages)
     device = weights[0][1].device
-    # a column for each stage, and one each for the tied weight, hooks, new weights and code
+    # one column per stage, and one each for the tied weight, hooks, new weights and code
     values = {own: zlib.crc32(bytes(trains)), num_stages + 1: int(bool(hooked)), num_stages + 2: int(bool(added))}
     values[num_stages + 3] = int(bool(added_code))
     if stage.tied and not has_all_stages:
@@ -114,9 +114,9 @@ def check_weights(
 
 
 def _alike_over_ranks(values: Mapping[int, int], num_columns: int, pool: GroupPool, device: torch.device) -> list[bool]:
-    """For each column, whether all ranks that have a value for it have the same. Collective over the pool.
+    """Returns for each column whether all ranks with a value for it have the same value. Collective over the pool.
 
-    device: where the numbers are when they are compared, which must suit the pool's control group, or without one the pool.
+    device: device for the comparison; must suit the pool's control group, or the pool without one.
     """
     if pool.everyone is None:
         return [True] * num_columns

@@ -1,8 +1,8 @@
-"""`StepExecutor.run`: runs a rank's plan, micro-batch by micro-batch. Read after `plan/planner.py`.
+"""Runs a rank's plan, micro-batch by micro-batch (`StepExecutor.run`). Read after `plan/planner.py`.
 
 The executor owns the model, the group pool and the gradient sums of a step. A `Round` (`round.py`) executes this rank's actions
-of one micro-batch, and results leave through `StepResult`. Whatever the plan, gradients are those of the loss summed over all
-ranks and divided by the step's number of label tokens, or by the sum of their weights.
+of one micro-batch, and `StepResult` holds the results. Under any plan, gradients are those of the loss summed over all ranks and
+divided by the step's number of label tokens, or by the sum of their weights.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PlanInputs = Sequence[Sequence[ChunkInputs]]
 class StepExecutor:
     """Runs rank plans of one model on the groups of one pool.
 
-    stage: the model, whole (`whole_model`) or one stage of a pipeline; its parameters may be plain, under DDP or sharded
-    (`shard_model`), and its attention must be the registered `longctx` function.
-    fp32_gradients: gradients of weights in half precision add up in fp32.
-    all_stages: for plans that lend ranks, every stage of a model that has the weights of all of them, `stage` among them.
-    Gradients are then summed over all ranks and end equal on each.
-    routers: balances the experts of a mixture of experts, if their balance is part of the loss (`execution/experts.py`). If some
-    forward of a plan comes after a backward, all forwards first run once without gradients to count the routed tokens.
+    stage: the whole model (`whole_model`) or one stage of a pipeline; parameters may be plain, under DDP or sharded
+    (`shard_model`), and attention must be the registered `longctx` function.
+    fp32_gradients: sum gradients of half-precision weights in fp32.
+    all_stages: for plans that lend ranks, all stages, including `stage`, of a model with the weights of all of them. Gradients
+    are then summed over all ranks and equal on each.
+    routers: balance of experts, if it is part of the loss (`execution/experts.py`). If a plan has a forward after a backward, all
+    forwards first run once without gradients to count the routed tokens.
     token_loss: the loss of a token; None for cross-entropy.
     """
 
@@ -60,17 +60,17 @@ class StepExecutor:
         self.token_loss = token_loss
         self.model, self.pool, self.device, self.routers = stage.model, pool, device, routers
         self.all_stages = tuple(all_stages)
-        # switched off, because with routers the model would add a balance of its own, taken over one chunk
+        # switched off, because the model would add a balance loss of its own, over one chunk
         self.stage = stage if routers is None else replace(stage, off=("output_router_logits",))
         self.parameters = parameters_of(stage.model, fp32_gradients)
-        # balance of the experts in the current step, until the first of its plans returns it
+        # balance loss of the current step, until its first plan returns it
         self._aux_loss: Tensor | None = None
-        # whether a plan of the present optimizer step has run already
+        # whether a plan of the current optimizer step has already run
         self._is_in_step = False
         self._no_mask = no_mask(device)
-        # where gradients may go in the last backward of a step, if only clipping changes them before the update
+        # takes gradients in the last backward of a step, if only clipping changes them before the update
         self.early_updates: HostSteps | None = None
-        # says what code the model got since the start that nothing has compared
+        # describes code that was added to the model since the start without a check
         self.added_code: Callable[[], str] = str
 
     def run(
@@ -83,17 +83,17 @@ class StepExecutor:
         engine: ActivationEngine | None = None,
         tally: TokenTally | None = None,
     ) -> StepResult:
-        """Runs forward and backward of every micro-batch; gradients end as sums over all ranks, sharded as the parameters are.
+        """Runs forward and backward of every micro-batch; leaves gradients summed over all ranks, sharded like the parameters.
 
         num_label_tokens: label tokens of the step over all ranks, or the sum of their weights. reduce: false for every plan of an
         optimizer step except the last, whose reduction then covers the gradients of all plans. predicted_bytes: estimated bytes
-        of the plan, for the message if memory runs out. engine: executes activation policies; without an engine, plans that have
-        policies are refused. If the engine has a head, chunks whose policy has `tile_tokens` make no logits. tally: counts this
-        rank's label tokens; the result has the sums over all ranks.
+        of the plan, for the out-of-memory message. engine: executes activation policies; without it, plans with policies are
+        refused. If it has a head, chunks whose policy has `tile_tokens` make no logits. tally: counts this rank's label tokens;
+        the result has the sums over all ranks.
 
-        Every rank of the pool must call it with its own path of the same plan. Raises ValueError naming what this version does
-        not execute, and torch.OutOfMemoryError naming the action that ran out of device memory. With `routers`, call `route`
-        before the first plan of a step that has several.
+        Every rank of the pool must call it with its own path of the same plan. Raises ValueError naming what cannot be executed,
+        and torch.OutOfMemoryError naming the action that ran out of device memory. With `routers`, call `route` before the first
+        plan of a step that has several.
         """
         with self._forgetting_broken_steps():
             return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes, engine, tally)
@@ -122,7 +122,7 @@ class StepExecutor:
         with self.parameters.computing():
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            # lent ranks sum over all stages, in another group
+            # plans that lend ranks sum over all stages, in another group
             with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
                 for index, (group, stage) in enumerate(plan.rounds):
                     self.parameters.enter_round(plan.parameters)
@@ -137,7 +137,7 @@ class StepExecutor:
             with host.clock.measure(-1, "reduce", "gradients"):
                 is_bad = torch.zeros_like(total)
                 if reduce:
-                    # fp32 sums are rounded here, which makes room for weights that come back
+                    # rounds fp32 sums, which frees memory for weights that come back
                     self._reduce()
                     is_bad = has_nonfinite_gradient(self.model.parameters(), self.device, self.pool.num_ranks)
                 sums = torch.cat([torch.stack([total, is_bad]), *([] if tally is None else [tally.sums_3])])
@@ -159,7 +159,7 @@ class StepExecutor:
         engine: ActivationEngine | None = None,
         tally: TokenTally | None = None,
     ) -> Tensor:
-        """The loss summed over all ranks' label tokens, with their weights (fp64 scalar). Runs forwards only; else as `run`.
+        """Returns the weighted loss sum over all ranks' label tokens (fp64 scalar). Runs only forwards, otherwise like `run`.
 
         tally: counts this rank's label tokens.
         """
@@ -174,25 +174,24 @@ class StepExecutor:
         scoring: Scoring | None = None,
         is_counted: bool = False,
     ) -> list[dict[int, TokenScores]]:
-        """Scores of this rank's shard of every chunk, for each micro-batch; empty on stages before the last.
+        """Returns, per micro-batch, scores of this rank's shard of every chunk; empty on stages before the last.
 
-        is_counted: the routers, which must be balanced ones, count where the tokens go, until the next step. Collective, like
-        `evaluate`.
+        is_counted: balanced routers count the experts of tokens until the next step. Collective, like `evaluate`.
         """
         rounds: list[Round] = []
         self._run_forwards(plan, inputs, "evaluation", engine, is_counted=is_counted, wanted=scoring or Scoring(), rounds=rounds)
         return [each.scores for each in rounds]
 
     def read(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> list[dict[int, Tensor]]:
-        """Logits [n, V] of the tokens with labels in this rank's shard of every chunk; otherwise like `score`. Collective."""
+        """Returns logits [n, V] of the tokens with labels in this rank's shard of every chunk; like `score`. Collective."""
         rounds: list[Round] = []
         self._run_forwards(plan, inputs, "evaluation", engine, wanted="logits", rounds=rounds)
         return [each.logits for each in rounds]
 
     def route(self, plans: Sequence[tuple[RankPlan, PlanInputs]], engine: ActivationEngine | None = None) -> None:
-        """Counts which experts the tokens of an optimizer step go to, in forwards of all its plans. Call it before `run`.
+        """Counts the experts of all tokens of an optimizer step, by forwards of its plans. Call it before `run`.
 
-        Each plan comes with its inputs. Collective, like `run`. Does nothing for a model whose experts are not balanced.
+        plans: each with its inputs. Collective, like `run`. Does nothing for a model whose experts are not balanced.
         """
         if self.routers is None or self.routers.is_settled:
             return
@@ -203,33 +202,33 @@ class StepExecutor:
             self._aux_loss = self.routers.settle(self.pool.everyone)
 
     def balance(self, sums_2E: Tensor, coefficient: Tensor) -> None:
-        """Lets the next plan train `coefficient` (a scalar) times the balance of its experts, whose loads are known.
+        """Adds `coefficient` (a scalar) times the balance loss, whose loads are known, to the next plan's loss.
 
-        sums_2E: those of `RouterBalance.summed`.
+        sums_2E: result of `RouterBalance.summed`.
         """
         assert self.routers is not None
         self._aux_loss = self.routers.take(sums_2E, coefficient)
 
     @contextmanager
     def _forgetting_broken_steps(self) -> Iterator[None]:
-        """Context that forgets a step that raised: the next one starts without its expert balance, and sums at its end."""
+        """Context that drops the state of a step that raises: the next step has no expert balance of it and no early sums."""
         try:
             yield
         except BaseException:
             self._aux_loss, self._is_in_step = None, False
-            # sums that have started would meet those of a later step
+            # sums already started would be matched with those of a later step
             self.pool.drop_early()
             if self.routers is not None:
                 self.routers.forget()
             raise
 
     def _settle_routers(self) -> None:
-        """Sums the loads of the experts over all ranks, unless that is done; runs before a step's first backward."""
+        """Sums the loads of the experts over all ranks, unless done; runs before a step's first backward."""
         if self.routers is not None and not self.routers.is_settled:
             self._aux_loss = self.routers.settle(self.pool.everyone)
 
     def _begin_routing(self, plan: RankPlan, inputs: PlanInputs, is_whole_step: bool, engine: ActivationEngine | None) -> bool:
-        """Prepares the count of routed tokens; true if the plan's own forwards count them, all before its first backward."""
+        """Prepares the count of routed tokens; returns whether the plan's forwards count them, all before its first backward."""
         if self.routers is None or self.routers.is_settled:
             return False
         if not is_whole_step:
@@ -255,7 +254,7 @@ class StepExecutor:
     ) -> Tensor:
         """Runs the forwards of a plan; returns this rank's summed loss, or zero if something else is `wanted`.
 
-        `purpose`: name of the run in error messages. `rounds`: list that receives the micro-batches, which hold what is wanted.
+        purpose: name of the run in error messages. rounds: list to fill with the micro-batches, which hold what is wanted.
         """
         self._begin_plan(plan)
         self.parameters.check(plan.parameters)
@@ -296,7 +295,7 @@ class StepExecutor:
         )
 
     def _check(self, plan: RankPlan, engine: ActivationEngine | None) -> None:
-        """Raises ValueError if the plan's stages are not the model's, or if the plan has a setting that is not executed."""
+        """Raises ValueError if the plan's stages are not the model's, or if a setting of the plan cannot be executed."""
         held = self.stage.num_stages, len(self.stage.attention_layers)
         for group, stage in plan.rounds:
             if (planned := (len(group.stages), len(stage.parts))) != held:
@@ -323,11 +322,11 @@ class StepExecutor:
         refuse_unsupported(plan, engine, has_all_stages=bool(self.all_stages))
 
     def _send(self, is_last: bool) -> Send | None:
-        """Taker of gradients that are final in the last backward of the plan that ends a step; None: no gradient is."""
+        """Returns the function that takes gradients which are final in the last backward of a step; None if none are."""
         if self.early_updates is None or not is_last:
             return None
         self.early_updates.forget_early()
-        # sums over ranks come after the backward, and so does that of a tied weight
+        # sums over ranks, also that of a tied weight, come after the backward
         is_alone = self.pool.stage_group is None and not self.all_stages and not self.stage.tied
         return self.early_updates.send_early if is_alone else None
 
@@ -338,12 +337,12 @@ class StepExecutor:
             self.parameters.reduce(self.pool.stage_group, self._tied())
 
     def _tied(self) -> TiedWeight | None:
-        """The tied weight that this stage and the stage at the other end of the pipeline both hold, if there is one."""
+        """Returns the tied weight held by this stage and the one at the other end of the pipeline, if there is one."""
         if not self.stage.tied or self.pool.links is None or self.pool.links.ends is None:
             return None
         return TiedWeight(self.model.get_parameter(self.stage.tied), self.pool.links.ends)
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """An attention mask of four dimensions: transformers passes it on as it is, and builds none over the packed row."""
+    """Makes a 4-D attention mask, which transformers passes on unchanged instead of building one over the packed row."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -1,13 +1,13 @@
 """Lent rounds: micro-batches whose first and last slices are lent ranks of idle stages (SPPO, arXiv 2503.10377, section 6).
 
-Every rank has the weights of all stages, both frozen weights and replicated adapters, and runs the order that
-`plan.core.sharding.lent_order` gives its stage. A slice's own stage receives the slice's hidden states as in any pipeline, and
-hands every lent stage the rows of that stage's tokens. It then collects their outputs and sends them on as
-one message; backward returns gradients along the same path. At the first and the last stage of the model nothing is handed out:
-every rank has the token ids and the labels of its position.
+Every rank has the weights of all stages, frozen weights and replicated adapters, and runs its stage's order from
+`plan.core.sharding.lent_order`. A slice's own stage receives the slice's hidden states as in any pipeline and sends every lent
+stage the rows of that stage's tokens. It then collects their outputs and sends them on as one message; backward returns gradients
+along the same path. The first and the last stage of the model distribute nothing: every rank has the token ids and the labels of
+its position.
 
-Gradients of a stage's weights arise on all ranks that ran its slices, so they are summed over all ranks, and every rank makes the
-same update of the weights of all stages.
+Gradients of a stage's weights arise on all ranks that ran its slices, so they are summed over all ranks, and every rank updates
+the weights of all stages equally.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_longctx.runtime.process_groups import GroupPool
 
 
 def without_lending(group: SequenceGroup) -> SequenceGroup:
-    """The group with every stage running its own chunks alone."""
+    """Returns the group with every stage running its own chunks alone."""
     stages = tuple(
         replace(stage, actions=tuple(replace(action, lenders=()) for action in stage.actions)) for stage in group.stages
     )
@@ -43,7 +43,7 @@ def without_lending(group: SequenceGroup) -> SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Stages that run a stage's chunks: `front` before chunk `first_alone`, `back` from `first_back` on, else the stage alone."""
+    """Stages that run a stage's chunks: `front` before chunk `first_alone`, `back` from `first_back` on, else its own."""
 
     front: tuple[int, ...]
     first_alone: int
@@ -54,8 +54,8 @@ class Phases:
     def of(cls, actions: Sequence[Action], stage: int, num_chunks: int) -> Phases:
         """Reads the phases of a stage from its actions.
 
-        Raises ValueError unless later stages are lent to the first chunks, earlier stages to the last ones, and none to those in
-        between, and unless the same stages run forward and backward of a chunk.
+        Raises ValueError unless later stages are lent to the first chunks, earlier stages to the last, none to those in between,
+        and the same stages run forward and backward of a chunk.
         """
         running = {(action.kind, action.chunk): running_stages(action) for action in actions if action.kind in ("F", "B")}
         forward = [running["F", chunk] for chunk in range(num_chunks)]
@@ -77,16 +77,16 @@ class Phases:
         return phases
 
     def phase(self, chunk: int) -> int:
-        """0 for a chunk at the front that is lent ranks, 2 for one at the back, 1 in between."""
+        """Returns 0 for a chunk at the front with lent ranks, 2 for one at the back, 1 in between."""
         return (chunk >= self.first_alone) + (chunk >= self.first_back)
 
     def running(self, chunk: int, stage: int) -> tuple[int, ...]:
-        """The stages that run `chunk` of `stage`."""
+        """Returns the stages that run `chunk` of `stage`."""
         return (self.front, (stage,), self.back)[self.phase(chunk)]
 
 
 def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = True) -> None:
-    """Raises ValueError naming the first setting of a group with lent ranks that this version does not execute.
+    """Raises ValueError naming the first setting of a group with lent ranks that cannot be executed.
 
     has_all_stages: whether every rank has the weights of all stages.
     """
@@ -138,9 +138,7 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
 
 
 class LentRound(Round):
-    """A micro-batch in which idle stages are lent to the first and the last slices of other stages.
-
-    `check_lending` must have passed.
+    """A micro-batch in which idle stages are lent to the first and the last slices of other stages, after `check_lending`.
 
     Every rank of all stages takes part. Received hidden states and outputs are keyed by (stage, chunk), since a rank runs chunks
     of several stages.
@@ -153,7 +151,7 @@ class LentRound(Round):
         self.phases = [Phases.of(each.actions, each.stage, len(group.chunks)) for each in group.stages]
 
     def _order(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """Forwards and backwards of this rank's stage and of the stages it helps; each sends and receives its own messages."""
+        """Returns forwards and backwards of this rank's stage and of the stages it helps; each has its own messages."""
         return lent_order(self.group)[self.stage.stage]
 
     def _new_books(self) -> list[KVBook]:
@@ -181,7 +179,7 @@ class LentRound(Round):
         key, model, rows = (action.stage, action.chunk), self.host.all_stages[action.stage], self._rows(action)
         output = self.outputs.pop(key)
         gradient_1SC = None if model.is_last(0) else self._spread("RB", action, rows, model)
-        # with adapters on later layers only, the first stages have nothing to train
+        # if only later layers have adapters, the first stages have nothing to train
         if output.requires_grad:
             output.backward(gradient_1SC)
         self.host.parameters.after_backward()
@@ -194,7 +192,7 @@ class LentRound(Round):
         self._note_memory()
 
     def _spread(self, kind: Literal["RF", "RB"], action: Action, rows: _Rows, model: StageModel) -> Tensor:
-        """This rank's rows of a message; the slice's own stage receives the message and hands the rows out."""
+        """Returns this rank's rows of a message, which the slice's own stage receives and distributes."""
         came_1TC = None
         if action.stage == self.stage.stage:
             assert self.messages is not None
@@ -203,7 +201,7 @@ class LentRound(Round):
         return rows.spread(came_1TC, none_10C)
 
     def _collect(self, kind: Literal["SF", "SB"], action: Action, rows: _Rows, own_1SC: Tensor) -> None:
-        """Brings the rows of all ranks to the slice's own stage, which sends them on as one message."""
+        """Collects the rows of all ranks on the slice's own stage, which sends them on as one message."""
         whole_1TC = rows.collect(own_1SC)
         if whole_1TC is not None:
             assert self.messages is not None
@@ -213,14 +211,14 @@ class LentRound(Round):
         self.memory = self.memory.most(StepMemory(kv_book=sum(book.num_bytes for book in self.books)))
 
     def _first_chunk(self, stage: int) -> int:
-        """The first chunk of `stage` that this rank runs."""
+        """Returns the first chunk of `stage` that this rank runs."""
         return self.phases[stage].first_back if stage > self.stage.stage else 0
 
     def _rows(self, action: Action) -> _Rows:
         return _Rows.of(self.host.pool, self.group, self.group.chunks[action.chunk], action)
 
     def _context(self, action: Action) -> GroupContext:
-        """The context of a chunk that this rank runs for `action.stage`, alone or with other stages."""
+        """Returns the context of a chunk that this rank runs for `action.stage`, alone or with other stages."""
         pool, group, chunk, book = self.host.pool, self.group, self.group.chunks[action.chunk], self.books[action.stage]
         own, stages = self.stage.stage, running_stages(action)
         context = pool.context(group, chunk, book)
@@ -253,7 +251,7 @@ class LentRound(Round):
 
 
 def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
-    """The pieces of a slice that a stage holds, one position after the other."""
+    """Returns the pieces of a slice on a stage, position by position."""
     pieces, count = [], 0
     for piece in (piece for of_position in positions for piece in of_position):
         pieces.append(replace(piece, first=count))
@@ -263,15 +261,15 @@ def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows that each stage that runs a slice holds of one position's shard of it; the position is this rank's.
+    """Rows of a slice's shard at this rank's position, divided among the stages that run the slice."""
 
-    process_group: group of the ranks at this position, None if the stage runs the slice alone. owner: index in the group of the
-    slice's own stage. index: index of this rank. rows: for each rank of the group, its rows of the shard.
-    """
-
+    # group of the ranks at this position; None if the stage runs the slice alone
     process_group: dist.ProcessGroup | None
+    # index in the group of the slice's own stage
     owner: int
+    # index of this rank
     index: int
+    # for each rank of the group, its rows of the shard
     rows: tuple[tuple[slice, ...], ...]
 
     @classmethod
@@ -285,14 +283,14 @@ class _Rows:
         return cls(pool.lending_group(stages), stages.index(action.stage), stages.index(pool.stage), rows)
 
     def of_inputs(self, inputs: ChunkInputs) -> ChunkInputs:
-        """This rank's rows of the inputs of its position."""
+        """Returns this rank's rows of the inputs of its position."""
         if self.process_group is None:
             return inputs
         rows = self.rows[self.index]
         return inputs.mapped(lambda x_1T: torch.cat([x_1T[:, piece] for piece in rows], dim=1))
 
     def spread(self, whole_1TC: Tensor | None, like_10C: Tensor) -> Tensor:
-        """This rank's rows of `whole_1TC`, which only the owner has (None elsewhere). `like_10C`: its dtype, device and width."""
+        """Returns this rank's rows of `whole_1TC`, which only the owner has. like_10C: example of its dtype, device and width."""
         if self.process_group is None:
             assert whole_1TC is not None
             return whole_1TC
@@ -309,7 +307,7 @@ class _Rows:
         return received.view(1, -1, size)
 
     def collect(self, own_1SC: Tensor) -> Tensor | None:
-        """All rows, on the owner; None on other ranks."""
+        """Returns all rows on the owner, None on other ranks."""
         own_1SC = own_1SC.detach()
         if self.process_group is None:
             return own_1SC

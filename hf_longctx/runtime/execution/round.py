@@ -1,10 +1,7 @@
-"""Runs one round: one rank's share of a micro-batch, executed as the actions of its group's stage, in order.
+"""Runs one round: one rank's share of a micro-batch, as the actions of its group's stage, in order.
 
-Services that a step gives to its micro-batches: groups, the stage's model, the forward of a chunk and its loss.
-
-Explains an out-of-memory error: the action that ran, predicted bytes, bytes that the device holds, and what to change.
-
-Results of a step on one rank.
+A step gives its rounds a `RoundHost` (groups, the stage's model, forward and loss of a chunk) and returns a `StepResult`.
+An out-of-memory error is explained by the action that ran, predicted bytes, bytes on the device, and what to change.
 """
 
 from __future__ import annotations
@@ -48,35 +45,35 @@ from hf_longctx.runtime.process_groups import GroupPool, RoundMessages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundHost:
-    """Everything a round takes from its step; one per plan that runs.
-
-    engine: executes the plan's activation policies, and, if it has a head, sums losses without whole logits. all_stages: every
-    stage of the model, for plans that lend ranks to other stages. routers: the routers whose balance is part of the loss.
-    settle_routers: sums their counts over all ranks, once, before the first backward. token_loss: the loss of a token; None for
-    cross-entropy. num_label_tokens: label tokens of the step over all ranks, or the sum of their weights. tally: counts the label
-    tokens of this rank's forwards.
-    """
+    """Everything that a round needs from its step; one per plan."""
 
     pool: GroupPool
     stage: StageModel
     device: torch.device
     parameters: ReplicatedParameters | ShardedParameters
     clock: StepClock
+    # label tokens of the step over all ranks, or the sum of their weights
     num_label_tokens: float
     no_mask: Tensor
+    # executes activation policies and, if it has a head, sums losses without whole logits
     engine: ActivationEngine | None = None
+    # all stages of the model, for plans that lend ranks to other stages
     all_stages: tuple[StageModel, ...] = ()
+    # the routers whose balance is part of the loss
     routers: RouterBalance | None = None
+    # sums the routers' counts over all ranks, once, before the first backward
     settle_routers: Callable[[], None] = lambda: None
+    # the loss of a token; None for cross-entropy
     token_loss: TokenLoss | ValueLoss | None = None
+    # counts the label tokens of this rank's forwards
     tally: TokenTally | None = None
 
     def targets(self, inputs: ChunkInputs) -> Targets:
-        """Targets of the tokens of a chunk, on the device of `inputs`."""
+        """Returns the targets of a chunk's tokens, on the device of `inputs`."""
         return Targets.of(inputs, self.token_loss, self.tally)
 
     def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
-        """Logits [1, T, V] of this rank's shard from the last part; hidden states for the next one from every other part.
+        """Returns logits [1, T, V] of this rank's shard from the last part, hidden states from every other part.
 
         hidden_1TC: hidden states of the part before. Raises RuntimeError if some layer's attention did not get the plan.
         """
@@ -92,15 +89,15 @@ class RoundHost:
         part: int,
         hidden_1TC: Tensor | None,
     ) -> Tensor:
-        """The summed loss of this rank's shard, a scalar; without whole logits if the engine has a head and `tile_tokens`.
+        """Returns the summed loss of this rank's shard; makes no whole logits if the engine has a head and with `tile_tokens`.
 
-        `chunk` may be on the host. keep_gradients: the chunk's backward comes next, so the head keeps its gradients.
+        chunk: may be on the host. keep_gradients: the chunk's backward comes next, so the head keeps its gradients.
         """
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
             return summed_loss(self.forward_chunk(inputs, context, part, hidden_1TC), self.targets(inputs))
-        # labels on the host tell which tiles have any, without waiting for the device
+        # labels on the host show which tiles have any, without waiting for the device
         with head.summing(self.targets(chunk), tile_tokens, keep_gradients):
             returned = self.forward_chunk(inputs, context, part, hidden_1TC)
         return loss_of(returned)
@@ -114,7 +111,7 @@ class RoundHost:
         hidden_1TC: Tensor | None,
         scoring: Scoring,
     ) -> TokenScores:
-        """Scores of this rank's shard; like `sum_chunk`, it makes whole logits only if it must."""
+        """Returns scores of this rank's shard; makes whole logits only if it must, like `sum_chunk`."""
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
@@ -126,7 +123,7 @@ class RoundHost:
     def read_chunk(
         self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
     ) -> Tensor:
-        """Logits [n, V] of the tokens of this rank's shard with labels; makes others only if it must, like `score_chunk`."""
+        """Returns logits [n, V] of this rank's tokens with labels; makes others only if it must, like `score_chunk`."""
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
@@ -141,7 +138,7 @@ _GIB = 2**30
 
 @contextmanager
 def explained(where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int = 0) -> Iterator[None]:
-    """Context that raises torch.OutOfMemoryError again, naming in the message `where` (step and round) and the action."""
+    """Context that re-raises torch.OutOfMemoryError with a message that names `where` (step and round) and the action."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -161,9 +158,9 @@ def _message(
 
 
 def active_bytes(device: torch.device) -> tuple[int, int]:
-    """Bytes of a CUDA device that no new tensor can have: now, and the most since the peaks were reset.
+    """Returns bytes of a CUDA device that no new tensor can have: now, and at most since the peaks were reset.
 
-    Unlike bytes of tensors, they count memory whose tensor is gone but which a stream may still read.
+    Unlike bytes of tensors, they include memory whose tensor is gone but which a stream may still read.
     """
     found = torch.cuda.memory_stats(device)
     return found["active_bytes.all.current"], found["active_bytes.all.peak"]
@@ -180,20 +177,18 @@ def _held(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Peak bytes of this rank during a plan, as the runtime counted them.
+    """Peak bytes of this rank during a plan, counted by the runtime."""
 
-    saved, host: bytes that chunks under activation policies hold for their backward, on the device and on the host. kv_book:
-    keys and values of slices, and their gradients. device_peak: all memory of a CUDA device that torch had in use, by tensors or
-    by streams (`active_bytes`); 0 elsewhere.
-    """
-
+    # bytes that chunks under activation policies hold for their backward, on the device and on the host
     saved: int = 0
     host: int = 0
+    # keys and values of slices, and their gradients
     kv_book: int = 0
+    # CUDA memory in use by tensors or streams (torch's `active_bytes`); 0 elsewhere
     device_peak: int = 0
 
     def most(self, other: StepMemory) -> StepMemory:
-        """The larger number of each kind."""
+        """Returns the larger number of each kind."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("saved", "host", "kv_book", "device_peak"))
         return StepMemory(*map(max, pairs))
 
@@ -203,20 +198,18 @@ NO_MEMORY = StepMemory()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome of a plan. `loss` is its part of the step's mean loss over all ranks' label tokens, equal on every rank.
-
-    aux_loss: the balance of the experts over the whole step; the loss of the step's first plan has it, times its coefficient.
-    router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
-    whose experts are not balanced. num_bad: ranks on which the step's reduced gradients are not finite; zero
-    for plans before the step's last one. tallied: the sums of `TokenTally` over all ranks; empty if tokens are not counted.
-    """
+    """Result of a plan. loss: its part of the step's mean loss over all ranks' label tokens, equal on every rank."""
 
     loss: Tensor
     clock: StepClock
     memory: StepMemory = NO_MEMORY
+    # balance loss of the experts over the whole step; the first plan's loss includes it, times its coefficient
     aux_loss: Tensor | None = None
+    # rows of the fullest expert divided by those of an even split. Both are None for later plans, and without balanced experts
     router_load: Tensor | None = None
+    # ranks on which the step's reduced gradients are not finite; zero for plans before the step's last one
     num_bad: Tensor | None = None
+    # sums of `TokenTally` over all ranks; empty if tokens are not counted
     tallied: tuple[Tensor, ...] = ()
 
     @property
@@ -225,11 +218,11 @@ class StepResult:
         return bool(torch.isfinite(self.loss)) and not (self.num_bad is not None and bool(self.num_bad))
 
     def intervals(self) -> list[Interval]:
-        """This rank's actions with their times; call it after the step, since on CUDA it waits for the device."""
+        """Returns this rank's actions with their times; call it after the step, since on CUDA it waits for the device."""
         return self.clock.intervals()
 
 
-# results of the forwards at the end of the model
+# kinds of results of the forwards at the end of the model
 Wanted = Literal["loss", "logits"] | Scoring | TokenTally
 # key of one forward: (layer range, chunk), or (stage, chunk) if ranks are lent to other stages
 _Pass = tuple[int, int]
@@ -242,8 +235,8 @@ class Round:
     gradient the next layer range sends. A forward's input is a leaf, whose gradient goes to the layer range before.
 
     inputs: this rank's shard of every chunk. index: index of the micro-batch in the plan. is_counted: forwards count the tokens
-    that routers send to each expert. wanted: the loss, also with a tally of its tokens; or, with a `Scoring`, scores of tokens in
-    `scores`, by chunk; or logits of tokens with labels in `logits`.
+    that routers send to each expert. wanted: the loss, perhaps with a tally of its tokens; or, given a `Scoring`, scores of
+    tokens by chunk, in `scores`; or logits of tokens with labels, in `logits`.
     """
 
     def __init__(
@@ -284,7 +277,7 @@ class Round:
         }
 
     def run(self, actions: Sequence[Action], where: str, predicted_bytes: int = 0) -> Tensor:
-        """Runs the actions in order; returns this rank's share of the step's loss, without a graph. `where`: for errors."""
+        """Runs the actions in order; returns this rank's share of the step's loss, without a graph. where: for errors."""
         self.num_backwards = sum(action.kind == "B" for action in actions)
         self.books = self._new_books()
         self.state_book = StateBook(has_backward=self.num_backwards > 0)
@@ -301,7 +294,7 @@ class Round:
         return self.total
 
     def _order(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """The actions that this rank executes, in order."""
+        """Returns the actions that this rank executes, in order."""
         return actions
 
     def _new_books(self) -> list[KVBook]:
@@ -349,7 +342,7 @@ class Round:
         self.host.settle_routers()
         is_last = not self.num_backwards
         self.host.parameters.before_backward(is_last, is_last and self.is_last_of_plan)
-        # with adapters on later layers only, the first stages have nothing to train
+        # if only later layers have adapters, the first stages have nothing to train
         if output.requires_grad:
             with self._routing(action):
                 output.backward(gradient)
@@ -363,7 +356,7 @@ class Round:
                     self.state_book.close(span.sequence)
 
     def _routing(self, action: Action, is_counted: bool = False) -> AbstractContextManager[None]:
-        """Context around a forward or backward: tells the routers' balance whether any token of this rank's shard is real."""
+        """Context around a forward or backward, in which routers count, unless this rank's shard has only dummy tokens."""
         if self.host.routers is None:
             return nullcontext()
         chunk, place = self.group.chunks[action.chunk], self.group.positions.index(self.host.pool.position)
@@ -412,6 +405,6 @@ class Round:
 
 
 def layers_of(stage: StagePlan, part: int) -> range:
-    """Indices of a layer range's layers among the layers of its stage."""
+    """Returns the indices of a layer range's layers among those of its stage."""
     first = sum(layers.num_layers for layers in stage.parts[:part])
     return range(first, first + stage.parts[part].num_layers)

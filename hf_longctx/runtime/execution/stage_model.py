@@ -1,7 +1,7 @@
-"""The model of one pipeline stage as the executor sees it: layer ranges ("parts") that take token ids or hidden states.
+"""The model of one pipeline stage for the executor: layer ranges ("parts") that take token ids or hidden states.
 
 A stage holds one part of the model, or several (interleaving): the model in order is part 0 of every stage, then part 1 of
-every stage, and so on. The first part starts from token ids, the last one ends in logits, all others pass hidden states on.
+every stage, and so on. The first part takes token ids, the last returns logits, all others pass on hidden states.
 """
 
 from __future__ import annotations
@@ -17,38 +17,37 @@ from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 
-# keyword that tells a model of several stages which part to run; a whole model never gets it
+# keyword with the part that a model of several stages is to run; a whole model never gets it
 PART_KEYWORD = "longctx_part"
 
 
 def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
-    """A model that is not a pipeline, as its only stage; it sends no hidden states."""
+    """Wraps a model without a pipeline as its only stage, which sends no hidden states."""
     return StageModel(model, 0, 1, (num_attention_layers,), 0, torch.float32, dropout=keys_of(model))
 
 
 @dataclass(frozen=True, slots=True)
 class StageModel:
-    """One stage of `num_stages`, or the whole model if `num_stages` is 1.
+    """One stage of `num_stages`, or the whole model if `num_stages` is 1."""
 
-    model: holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
-    attention_layers: number of layers in every part. calls: number of calls of attention and of mixers with a state in every
-    part; empty if each layer has one. Parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`.
-    tied: on the first and the last stage of a model with tied embeddings, the name of the parameter that is tied to the other
-    stage's; their gradients are summed. first_part: number of the stage's first part within `model`; it differs from 0 only if
-    `model` holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
-    dropout: keys of the model's dropout modules; None if it has none.
-    """
-
+    # holds the stage's parameters, plain, sharded or with adapters; obeys `PART_KEYWORD` unless it is the whole model
     model: nn.Module
     stage: int
     num_stages: int
+    # number of layers in every part
     attention_layers: tuple[int, ...]
+    # parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`
     hidden_size: int
     hidden_dtype: torch.dtype
+    # on the first and last stage of a model with tied embeddings, the name of the tied parameter; gradients of both are summed
     tied: str = ""
+    # number of the stage's first part within `model`; not 0 only if `model` holds the layers of all stages
     first_part: int = 0
+    # keywords passed as False to every forward, whatever the model's config has
     off: tuple[str, ...] = ()
+    # keys of the model's dropout modules; None if it has none
     dropout: DropoutKeys | None = None
+    # number of calls of attention and of mixers with a state in every part; empty if each layer has one
     calls: tuple[int, ...] = ()
 
     @property
@@ -56,21 +55,20 @@ class StageModel:
         return len(self.attention_layers)
 
     def is_first(self, part: int) -> bool:
-        """Whether `part` starts from token ids."""
+        """Whether `part` takes token ids."""
         return not self.stage and not part
 
     def is_last(self, part: int) -> bool:
-        """Whether `part` ends in logits."""
+        """Whether `part` returns logits."""
         return (self.stage, part) == (self.num_stages - 1, self.num_parts - 1)
 
     def forward(
         self, part: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
     ) -> Tensor:
-        """Logits [1, T, V] of the last part, else hidden states [1, T, hidden_size] for the next one.
+        """Returns logits [1, T, V] of the last part, else hidden states [1, T, hidden_size] for the next one.
 
-        `inputs` and `hidden_1TC` are on the model's device; the first part takes no hidden states, every other one does.
-        `context` None: the model's own attention. Raises RuntimeError if some attention layer of the part did not get the
-        context.
+        inputs, hidden_1TC: on the model's device; hidden states for every part but the first. context: None for the model's own
+        attention. Raises RuntimeError if an attention layer of the part did not get the context.
         """
         starts = {"input_ids": inputs.input_ids} if self.is_first(part) else {"inputs_embeds": hidden_1TC}
         keywords: dict[str, Any] = {PART_KEYWORD: self.first_part + part} if self.num_stages > 1 else {}

@@ -1,1 +1,1 @@
-"""Gradient sums over ranks, parameters sharded by FSDP2, and gradient clipping across pipeline stages."""
+"""Gradient sums over ranks, parameters sharded by FSDP2, weights and states on the host, and clipping across stages."""

@@ -1,7 +1,7 @@
-"""Reads moments of few bits from shards that end inside their blocks, which torch.distributed.checkpoint cannot cut.
+"""Reads low-bit moments from shards that end inside their blocks, which torch.distributed.checkpoint cannot cut.
 
-Codes and scales are copied as they are where every piece of a shard consists of whole blocks. Elsewhere, as when a run goes on
-with three ranks in place of two, stored shards are read whole and plain, cut, and rounded anew on the blocks of the new shard.
+If every piece of a shard consists of whole blocks, codes and scales are copied unchanged. Otherwise, as when a run of two ranks
+continues on three, stored shards are read whole and dequantised, cut, and rounded again on the blocks of the new shard.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, is_low_bit
 
 
 class BlockReads:
-    """Replaces the reads of a plan that cut blocks; a planner asks it for the tensors to read into.
+    """Replaces the reads of a plan that cut blocks, and gives a planner the tensors to read into.
 
-    target_of: finds the tensor of this rank that a read is for. What it returns may be low-bit and lies in the state that is
-    loaded.
+    target_of: finds this rank's tensor, perhaps low-bit, in the state to load for a read.
     """
 
     def __init__(self, metadata: Metadata, target_of: Callable[[MetadataIndex], Tensor]) -> None:
         self._metadata, self._target_of = metadata, target_of
-        # each read that was widened -> the read that was asked for
+        # widened read -> requested read
         self._asked: dict[ReadItem, ReadItem] = {}
-        # plain values of targets that cannot be filled piece by piece, and how many reads each still waits for
+        # plain values of targets that cannot be filled piece by piece, and reads still missing for each
         self._plain: dict[MetadataIndex, Tensor] = {}
         self._left: Counter[MetadataIndex] = Counter()
 
     def widen(self, plan: LoadPlan) -> LoadPlan:
-        """The plan with every read that cuts blocks made one of a whole stored shard."""
+        """Returns the plan with every read that cuts blocks widened to a whole stored shard."""
         cut = {item.dest_index for item in plan.items if self._cuts(item)}
         items = [self._widened(item) if item.dest_index in cut else item for item in plan.items]
         return replace(plan, items=items)
 
     def scratch(self, item: ReadItem) -> Tensor | None:
-        """A tensor for a whole stored shard; None if the read goes where it belongs."""
+        """Allocates a tensor for a whole stored shard; returns None if the read can go directly into its target."""
         if item not in self._asked:
             return None
         return torch.empty(item.lengths, dtype=_wide_type(self._target_of(item.dest_index)))
 
     def take(self, item: ReadItem, found: Tensor) -> None:
-        """Puts the wanted part of a stored shard into its target, rounded when the target's last part has come."""
+        """Puts the wanted part of a stored shard into its target, which is rounded after its last part."""
         if item not in self._asked:
             return
         asked = self._asked[item]
@@ -67,7 +66,7 @@ class BlockReads:
         is_whole = item.lengths == stored and item.lengths == target.shape
         row = math.prod(stored[1:])
         ends = [first * row for first in (item.dest_offsets[0], item.storage_offsets[0], item.lengths[0])]
-        # only moments are cut so; a plain target may have low-bit shards, and reading these whole does no harm to others
+        # only moments are low-bit; a plain target may have low-bit shards, and reading shards whole is always correct
         return not is_whole and any(end % BLOCK_ELEMENTS for end in ends) and target.is_floating_point()
 
     def _widened(self, item: ReadItem) -> ReadItem:
@@ -78,7 +77,7 @@ class BlockReads:
             dest_offsets=torch.Size([0] * len(sizes)),
             lengths=sizes,
         )
-        # pieces of one stored shard may go to several targets, whose indexes tell the reads apart
+        # pieces of one stored shard may go to several targets, whose indexes distinguish the reads
         self._asked[widened] = item
         self._left[item.dest_index] += 1
         return widened

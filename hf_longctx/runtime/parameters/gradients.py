@@ -1,36 +1,23 @@
 """Sums the gradients of a step: over chunks in at least fp32, then once over ranks, in buckets, some of them early.
 
-`ReplicatedParameters` and `sharded.ShardedParameters` use it; the executor calls those.
+`ReplicatedParameters` and `sharded.ShardedParameters` do so for the executor. This file also clips gradients by the norm over all
+pipeline stages, in place of `clip_grad_norm_`, and finds gradients and weights that are not finite. Finite gradients with an
+infinite norm count as well, since clipping would divide them by it and silently lose the step.
 
-Tells during a backward which layers it has passed, so that the gradients of their weights are final.
+Early: during the last backward of a step, gradients of a weight are final once the backward has passed all its layers
+(`LayerOrder`). A layer is passed when the gradient of its input is known; a weight's own gradient does not show it, since an
+expert without tokens never gets one. Final gradients leave for the host (`EarlyCopies`) or are summed over ranks (`EarlySums`).
+The executor passes on which backward is the last and where the step ends.
 
-A layer is passed where the gradient of its input is known, and not where some weight has its gradient, which an expert without
-tokens never gets. A weight that is used outside of the layers that hold it may still get a gradient later.
+A weight that is also used outside of its layers may get a gradient later. If its gradient has left for the host, the late one
+adds up beside it, and the sum leaves once more (`host_steps.py`); the first step sends nothing and finds such weights, which are
+then sent at the end. If its sum over ranks has started, the late gradient adds up beside it; the ranks exchange this at the end,
+sum the rest, and from then on sum such weights at the end.
 
-Lets gradients leave for the host during the last backward of a step, each when no layer still to run adds to it.
-
-`gradients.ReplicatedParameters` makes `EarlyCopies`; the executor says to whom gradients are sent, and which backward is last.
-A gradient that comes after its weight's has left adds up beside it, and the sum leaves once more (`host_steps.py`). The first
-step sends nothing and finds the weights for which this happens, so that they are sent at the end.
-
-Sums gradients over ranks during the last backward of a step, each bucket when no layer still to run adds to it.
-
-`gradients.ReplicatedParameters` makes `EarlySums`; the executor says which backward is the last, and where the step ends.
-
-Buckets follow the layers from the last one to the first. All ranks start all of them, in the same order, on a process group that
-nothing else uses. So no rank waits for another inside its backward, whatever their groups, orders and micro-batches are: a rank
-whose last backward comes later, or that has none, starts its buckets later, at the latest at the end of the step. Ranks of one
-sequence group start a bucket at the same place of their programs.
-
-A bucket that was started too early costs time and nothing else. A gradient that comes after its weight's sum has started, as
-from a module that several layers share, adds up beside it. The ranks tell each other at the end, sum the rest, and sum such
-weights at the end from then on.
-
-Clips gradients by the norm over all pipeline stages; the trainer calls it in place of `clip_grad_norm_` on staged models.
-
-Finds gradients and weights that are not finite; the executor counts them before the optimizer may use them.
-
-Finite gradients whose norm is infinite count as well: clipping would divide them by it, and the step would be lost in silence.
+Buckets of early sums follow the layers from last to first. All ranks start all of them, in the same order, on a process group
+that nothing else uses. So no rank waits for another inside its backward, under any groups, orders and micro-batches: a rank with
+a later last backward, or none, starts its buckets later, at the latest at the end of the step. Ranks of one sequence group start
+a bucket at the same place of their programs.
 """
 
 from __future__ import annotations
@@ -50,12 +37,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.core.types import Parameters
 
-# level of weights to which the last layers of a backward may add: those before the first layer
+# level of weights before the first layer, to which the last layers of a backward may add
 AT_END = -1
 
 
 class LayerOrder:
-    """Layers of a model in its order: modules of classes with `gradient_checkpointing`.
+    """Layers of a model in order: modules of classes with `gradient_checkpointing`.
 
     levels: for each weight, the first layer that holds it; weights after all layers count as the last layer's, others as
     `AT_END`.
@@ -67,7 +54,7 @@ class LayerOrder:
 
     @contextmanager
     def watching(self, passed: Callable[[int], None]) -> Iterator[None]:
-        """Context in which `passed` gets a layer's place whenever a backward has passed the layer."""
+        """Context in which `passed` is called with a layer's index whenever a backward has passed the layer."""
         with ExitStack() as hooks:
             for level, layer in enumerate(self.layers):
                 hooks.callback(layer.register_forward_pre_hook(partial(_watch, passed, level), with_kwargs=True).remove)
@@ -75,7 +62,7 @@ class LayerOrder:
 
 
 def _watch(passed: Callable[[int], None], level: int, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Lets the gradient of a layer's input tell that the layer's backward is over."""
+    """Hooks a layer's input, so that `passed` is called once its gradient is known."""
     hidden_1TC = next((each for each in (*args, *keywords.values()) if _carries_gradient(each)), None)
     if hidden_1TC is not None:
         hidden_1TC.register_hook(lambda gradient: passed(level))
@@ -105,7 +92,7 @@ Send = Callable[[nn.Parameter, Tensor], None]
 class EarlyCopies:
     """Sends the gradients of layers that the last backward has passed.
 
-    settle: the gradient of a weight, rounded as the optimizer gets it, or None; in a trial it is not rounded.
+    settle: returns the gradient of a weight, rounded as the optimizer gets it, or None; in a trial it is not rounded.
     """
 
     def __init__(self, order: LayerOrder, settle: Callable[[nn.Parameter, bool], Tensor | None]) -> None:
@@ -147,18 +134,18 @@ class EarlyCopies:
                 self._send(weight, gradient)
 
 
-# bytes from which a gradient is summed where it lies; smaller ones are copied into buckets of at most so many bytes
+# gradients of at least this many bytes are summed in place; smaller ones are copied into buckets of at most as many
 _EARLY_BUCKET_BYTES = 16 * 2**20
-# most bytes of such copies, those of one bucket at the end of a step; what is beyond them is summed at the end
+# most bytes of such copies, as for one bucket at the end of a step; the rest is summed at the end
 _MOST_COPIED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyGroup:
-    """Process group of all ranks with equal weights, for these sums alone.
+    """Process group of all ranks with equal weights, used for early sums alone.
 
-    longest_s: most seconds of a rank's last backward with which sums start early. A rank waits for the ranks whose last backward
-    begins later, and with longer ones it could wait longer than the group's time-out.
+    longest_s: longest last backward with which sums start early. A rank waits for ranks whose last backward begins later; with
+    longer ones it could wait longer than the group's time-out.
     """
 
     ranks: dist.ProcessGroup
@@ -176,9 +163,9 @@ class _Bucket:
 class EarlySums:
     """Starts sums in the last backward of a step, and collects them at its end.
 
-    take: gives up this rank's gradient of a weight, and tells whether there was one; zeros otherwise. dtype_of: dtype in which a
-    weight's gradients add up. A model without layers sums at the end. So does the first step, whose last backward tells how long
-    those of this run take; its buckets are those of later steps.
+    take: hands over this rank's gradient of a weight, and whether there was one; zeros otherwise. dtype_of: dtype in which a
+    weight's gradients add up. A model without layers sums at the end. So does the first step, whose last backward is timed for
+    the decision in later ones; its buckets are the same.
     """
 
     def __init__(
@@ -204,7 +191,7 @@ class EarlySums:
     def in_step(self, group: EarlyGroup | None) -> Iterator[None]:
         """Context around the forwards and backwards of the plan that ends a step; None: this plan sums nothing early."""
         self._group, self._buckets, self._started, self._is_last, self.backward_s = group, [], [], False, 0.0
-        # the buckets are the same when all of them start at the end, so that no bit of a gradient depends on seconds
+        # buckets are the same if all of them start at the end, so that no bit of a gradient depends on seconds
         if group is not None:
             trained = [weight for weight in self._levels if weight.requires_grad and weight not in self._late]
             self._buckets = _early_buckets(trained, self._levels, self._dtype_of)
@@ -224,14 +211,14 @@ class EarlySums:
             self._is_last, self.backward_s = False, time.monotonic() - self._began_s
 
     def start_all(self) -> dict[nn.Parameter, bool]:
-        """Starts what has not started; for every weight that is summed early, whether this rank had a gradient by then."""
+        """Starts all remaining sums; returns for every weight summed early whether this rank had a gradient by then."""
         self._start(AT_END)
         return {weight: had for started in self._started for weight, had in started.had_gradient.items()}
 
     def finish(self, longest_s: float, late: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Waits for all sums and returns them.
 
-        longest_s: seconds of the longest last backward of all ranks. late: weights of which some rank had a gradient after the
+        longest_s: seconds of the longest last backward of all ranks. late: weights that got a gradient on some rank after their
         sum had started. Both must be equal on all ranks.
         """
         found = {weight: total for started in self._started for weight, total in started.finish().items()}
@@ -255,7 +242,7 @@ class EarlySums:
 
 
 class _Started:
-    """One sum over ranks that is under way. gradients: (gradient, whether this rank had one) of every weight."""
+    """One running sum over ranks. gradients: (gradient, whether this rank had one) of every weight."""
 
     def __init__(self, weights: Sequence[nn.Parameter], gradients: list[tuple[Tensor, bool]], group: dist.ProcessGroup) -> None:
         self.had_gradient = {weight: had for weight, (_, had) in zip(weights, gradients, strict=True)}
@@ -267,7 +254,7 @@ class _Started:
         self._work = work
 
     def finish(self) -> dict[nn.Parameter, Tensor]:
-        """Waits for the sum, on CUDA without blocking the host; returns it for each weight, in the tensor of its gradient."""
+        """Waits for the sum, on CUDA without blocking the host; returns each weight's sum in the tensor of its gradient."""
         self._work.wait()
         if not self._is_in_place:
             parts = self._flat.split([gradient.numel() for gradient in self._gradients])
@@ -279,7 +266,7 @@ class _Started:
 def _early_buckets(
     weights: Sequence[nn.Parameter], levels: Mapping[nn.Parameter, int], dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> list[_Bucket]:
-    """Buckets of the weights that belong to layers, from the last layer to the first; equal on all ranks with equal weights."""
+    """Returns buckets of the layers' weights, from the last layer to the first; equal on all ranks with equal weights."""
     buckets: list[_Bucket] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     copied_bytes = 0
@@ -307,21 +294,20 @@ _BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TiedWeight:
-    """A parameter held by both the first and the last stage, and the group of the two ranks that hold equal copies or shards."""
+    """A parameter on both the first and the last stage, and the group of the two ranks with equal copies or shards."""
 
     parameter: nn.Parameter
     ends: dist.ProcessGroup
 
 
 class GradientSum:
-    """Accumulates over one step the gradients of those parameters of a model that require a gradient in this step.
+    """Accumulates over one step the gradients of a model's parameters that require one.
 
-    Parameters may be frozen and unfrozen between steps, alike on all ranks (`check_weights`). As in plain training, a
-    weight that is frozen, or that no forward of the step used on any rank, ends without a gradient, so no optimizer moves it.
+    Parameters may be frozen and unfrozen between steps, in the same way on all ranks (`check_weights`). As in plain training, a
+    weight that is frozen, or not used by any forward of the step on any rank, gets no gradient, so no optimizer moves it.
 
     Each half-precision weight gets an fp32 buffer (4 bytes per parameter, until the step's sum is known), because adding the
-    gradients of many chunks in bf16 loses those of small chunks. `in_fp32=False` saves these buffers and adds in the weights'
-    dtype.
+    gradients of many chunks in bf16 loses those of small chunks. in_fp32: False saves the buffers and adds in the weights' dtype.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], in_fp32: bool = True) -> None:
@@ -329,14 +315,14 @@ class GradientSum:
         self._in_fp32 = in_fp32
         # fp32 sums of the gradients of this step
         self._wide: dict[nn.Parameter, Tensor] = {}
-        # gradients that were settled in this step's last backward, all for which that was asked, and those that were not final
+        # gradients settled in this step's last backward, weights for which that was requested, and those that were not final
         self._settled: dict[nn.Parameter, Tensor] = {}
         self._asked: set[nn.Parameter] = set()
         self._late: set[nn.Parameter] = set()
 
     @contextmanager
     def absorbing(self) -> Iterator[None]:
-        """Context in which backward adds each half-precision gradient to its fp32 buffer at once, so that few lie beside them."""
+        """Context in which backward adds each half-precision gradient to its fp32 buffer at once, to save memory."""
         with ExitStack() as hooks:
             for parameter in self.parameters:
                 if self._in_fp32 and parameter.requires_grad and parameter.dtype in HALF_DTYPES:
@@ -367,9 +353,9 @@ class GradientSum:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
         A rank without a gradient for a parameter adds zeros if another rank has one. The gradient of `tied` is also summed over
-        the two stages that hold it. `early` has summed gradients over `group` already. Every rank of a group must call it with
-        equal parameters in equal order. Only the local shard of a sharded gradient is summed, so the ranks of the group must hold
-        equal shards. Runs on the current stream, and waits once for the device if there is a group.
+        the two stages that hold it. early: has already summed some gradients over `group`. Every rank of a group must call it
+        with equal parameters in equal order. Only the local shard of a sharded gradient is summed, so the ranks of the group must
+        hold equal shards. Runs on the current stream, and waits once for the device if there is a group.
         """
         for parameter in [parameter for parameter in self._wide if not parameter.requires_grad]:
             del self._wide[parameter]
@@ -385,7 +371,7 @@ class GradientSum:
             parameter.grad = self._wide.pop(parameter).to(parameter.dtype)
 
     def _reduce_over(self, group: dist.ProcessGroup, trained: list[nn.Parameter], early: EarlySums | None) -> None:
-        """Leaves sums over `group` where this rank's gradients add up, and nothing for parameters that no rank used."""
+        """Leaves sums over `group` in this rank's accumulated gradients, and none for parameters that no rank used."""
         had = {} if early is None else early.start_all()
         has = [self._has_gradient(parameter) for parameter in trained]
         used = [now or had.get(parameter, False) for parameter, now in zip(trained, has, strict=True)]
@@ -405,11 +391,11 @@ class GradientSum:
                 self._keep(parameter, total)
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Dtype in which a parameter's gradients add up."""
+        """Returns the dtype in which a parameter's gradients add up."""
         return torch.float32 if self._in_fp32 and parameter.dtype in HALF_DTYPES else parameter.dtype
 
     def take(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Gives up this rank's gradient of a parameter; zeros, and False, if there is none."""
+        """Hands over this rank's gradient of a parameter and True; zeros and False if there is none."""
         has_gradient = self._has_gradient(parameter)
         if self._in_fp32:
             self._absorb(parameter)
@@ -419,10 +405,10 @@ class GradientSum:
         return total, has_gradient
 
     def settle(self, parameter: nn.Parameter, is_trial: bool) -> Tensor | None:
-        """A gradient as `reduce` will leave it on a rank alone, if nothing is added to it any more; None if there is none.
+        """Returns a gradient as `reduce` will leave it on a single rank, if nothing more is added; None if there is none.
 
-        is_trial: only find out whether something will be. Of a parameter for which that happened, in any step, no gradient is
-        settled. A later gradient of a half-precision weight would be added to one that is rounded already.
+        is_trial: only detect whether something more is added. A parameter for which that happened in any step is not settled,
+        since a later gradient of a half-precision weight would be added to a rounded one.
         """
         self._asked.add(parameter)
         is_settled = parameter in self._settled or parameter in self._late
@@ -430,14 +416,14 @@ class GradientSum:
             return None
         total = self._wide.pop(parameter).to(parameter.dtype) if parameter in self._wide else parameter.grad
         assert total is not None
-        # so that a later gradient is seen
+        # so that a later gradient is noticed
         parameter.grad = None
         self._settled[parameter] = total
         return total
 
     @torch.no_grad()
     def unsettle(self) -> None:
-        """Puts settled gradients where others are, and adds what came later."""
+        """Puts settled gradients back among the others, and adds what came later."""
         for parameter, total in self._settled.items():
             if parameter in self._wide:
                 self._wide[parameter].add_(total)
@@ -458,7 +444,7 @@ class GradientSum:
         return parameter in self._wide or parameter.grad is not None
 
     def _sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor in which this rank's gradient of the step adds up; it is made of zeros if the rank has no gradient yet."""
+        """Returns the tensor in which this rank's gradient of the step adds up; zeros if there is no gradient yet."""
         if parameter not in self._wide:
             if parameter.grad is not None:
                 return parameter.grad
@@ -470,7 +456,7 @@ class GradientSum:
 
 
 def _most_over_ranks(values: Sequence[float], parameter: nn.Parameter, group: dist.ProcessGroup) -> list[float]:
-    """The largest of every value over the ranks of `group`, exchanged where `parameter` is. Collective; waits for the device."""
+    """Returns each value's maximum over `group`, exchanged on the device of `parameter`. Collective; waits for the device."""
     found = torch.tensor(values, dtype=torch.float64, device=local_shard(parameter).device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     most: list[float] = found.tolist()
@@ -500,21 +486,21 @@ class ReplicatedParameters:
     def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> Iterator[None]:
         """Context around all forwards and backwards of a plan.
 
-        It switches off DDP's own reducer, which expects one forward per backward; plans do not promise that. early_group: for
-        gradients that are summed in the last backward of the plan, which must be the last one of the step. send: gets the
-        gradients that are final in that backward, on a rank that sums with no other.
+        Switches off DDP's own reducer, which expects one forward per backward, unlike plans. early_group: for gradients to sum
+        in the last backward of the plan, which must be the last of the step. send: takes gradients that are final in that
+        backward, on a rank that sums with no other.
         """
         no_sync = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
         with no_sync, self.gradients.absorbing(), self.early.in_step(early_group), self.copies.in_step(send):
             try:
                 yield
             except BaseException:
-                # where `zero_grad` finds them
+                # put them back, so that `zero_grad` finds them
                 self.gradients.unsettle()
                 raise
 
     def enter_round(self, parameters: Parameters) -> None:
-        """Nothing to gather."""
+        """Does nothing, since whole weights need no gather."""
 
     def before_backward(self, is_last: bool, is_last_of_plan: bool = False) -> None:
         """Announces a backward: the last one of a micro-batch (`is_last`), or of this rank's plan."""
@@ -533,16 +519,16 @@ class ReplicatedParameters:
         self.gradients.reduce(group, tied, self.early)
 
     def free(self) -> None:
-        """Nothing to free."""
+        """Does nothing, since there are no gathered weights to free."""
 
 
 def local_shard(gradient: Tensor) -> Tensor:
-    """This rank's shard of a sharded gradient; any other gradient as it is."""
+    """Returns this rank's shard of a sharded gradient; any other gradient unchanged."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Consecutive gradients of one dtype, at most 64 MiB per bucket unless one gradient is larger."""
+    """Groups consecutive gradients of one dtype into buckets of at most 64 MiB, unless one gradient is larger."""
     buckets: list[list[Tensor]] = []
     for gradient in gradients:
         last = buckets[-1] if buckets else []
@@ -568,7 +554,7 @@ def _num_bytes(tensors: list[Tensor]) -> int:
 def clip_stage_gradients(
     parameters: Sequence[nn.Parameter], max_norm: float, pipe: dist.ProcessGroup, twin: nn.Parameter | None = None
 ) -> Tensor:
-    """Norm of the whole model's gradient, an equal fp64 scalar on every rank; scales gradients down if it exceeds `max_norm`.
+    """Returns the norm of the whole model's gradient, equal on every rank (fp64 scalar); clips gradients to `max_norm`.
 
     parameters: all parameters of this stage, with gradients already summed over the stage's ranks. pipe: group of the ranks at
     this position of all stages. twin: a tied parameter that an earlier stage holds too; only that stage counts its gradient.
@@ -580,7 +566,7 @@ def clip_stage_gradients(
         if parameter is not twin:
             square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     if isinstance(parameters[0], DTensor):
-        # the first parameter's mesh will do, since all parameters of a stage are sharded over the same ranks
+        # any parameter's mesh will do, since all parameters of a stage are sharded over the same ranks
         dist.all_reduce(square, group=parameters[0].device_mesh.get_group())
     dist.all_reduce(square, group=pipe)
     norm = square.sqrt()
@@ -593,16 +579,16 @@ def clip_stage_gradients(
 
 @torch.no_grad()
 def has_nonfinite_gradient(parameters: Iterable[nn.Parameter], device: torch.device, num_ranks: int = 1) -> Tensor:
-    """1 if gradients on this rank have a NaN or infinite element, or too large a norm; else 0. An fp64 scalar.
+    """Returns 1 if gradients on this rank have a NaN or infinite element or too large a norm, else 0 (fp64 scalar).
 
-    A norm is too large if its square, summed over `num_ranks` ranks like this one, is infinite in fp32, or in the gradients' own
-    type if that is wider. Does not wait for the device.
+    A norm is too large if its square, summed over `num_ranks` ranks like this one, is infinite in fp32, or in the gradients'
+    dtype if that is wider. Does not wait for the device.
     """
     gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # NaN if an element is
+    # NaN if an element is NaN
     norm = torch.nn.utils.get_total_norm(gradients)
     square = norm.to(torch.promote_types(norm.dtype, torch.float32)).square() * num_ranks
     return (~torch.isfinite(square)).double()
@@ -610,7 +596,7 @@ def has_nonfinite_gradient(parameters: Iterable[nn.Parameter], device: torch.dev
 
 @torch.no_grad()
 def nonfinite_names(model: nn.Module, of_gradients: bool = False) -> list[str]:
-    """Names of the parameters with a NaN or infinite element on this rank, or of those whose gradient has one; in order."""
+    """Returns the names of parameters with a NaN or infinite element on this rank; with `of_gradients`, in their gradients."""
     names = []
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if of_gradients else parameter

@@ -1,17 +1,17 @@
-"""Keeps the shards of layers in host memory while forwards and backwards run; the device has those of two layers meanwhile.
+"""Keeps the shards of layers in host memory while forwards and backwards run; the device holds those of two layers.
 
-`LayerShards.away` copies all shards of layers to their homes in pinned memory and frees them on the device. A gather then reads a
-layer's shards from a slot of device memory, which is filled by one copy. FSDP2 gathers a layer while the one before it computes,
-and while it gathers, the slot of the layer after it is filled. Layers come in order, forward or backward; whatever the order is,
-a gather waits for the layer's own copy, so a wrong guess costs time alone. At the end of the context all shards come back.
+`LayerShards.away` copies all shards of layers to pinned memory and frees them on the device. A gather then reads a layer's shards
+from a slot of device memory, which is filled by one copy. FSDP2 gathers a layer while the one before it computes; meanwhile the
+slot of the layer after it is filled. Layers usually come in order, forward or backward; a gather always waits for the layer's own
+copy, so another order costs only time. At the end of the context all shards come back.
 
-Outside of the context every shard lies on the device, where the optimizer, checkpoints, and the user's code read and write it as
-always. Its home is written anew in each step, since nothing tells whether somebody changed a weight through `.data`. Only an
-evaluation, between whose forwards nobody reads weights, may let them wait on the host (`wait_away`). Gradients stay on the
-device, and so do embedding, head and final norm, which are one unit that is gathered once per forward.
+Outside of the context every shard is on the device, where the optimizer, checkpoints and user code read and write it. Its host
+copy is written again in each step, since changes of a weight through `.data` cannot be detected. Only an evaluation, which reads
+no weights between its forwards, may leave them on the host (`wait_away`). Gradients stay on the device, as do embedding, head and
+final norm, which are one unit that is gathered once per forward.
 
-FSDP2's own `CPUOffloadPolicy` would move gradients, too, and wait for them inside each layer's backward. FSDP2 has no other way
-to gather from somewhere else, so two methods of its record of a layer are bound here, as in `rounded.py`.
+FSDP2's own `CPUOffloadPolicy` would move gradients too, and wait for them inside each layer's backward. FSDP2 has no other way
+to gather from elsewhere, so two methods of its record of a layer are replaced here, as in `rounded.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.distributed.tensor import DTensor
 from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of
 from hf_longctx.runtime.parameters.rounded import weight_groups
 
-# layers whose shards the device has room for: one is gathered while the next one's are copied
+# layers with shards on the device: one is gathered while the next is copied
 NUM_SLOTS = 2
 
 
 class LayerShards:
     """Shards of all layers of a sharded model, in the order of its forward.
 
-    layers: FSDP2's units. device: that of the shards. copies: default for this device.
+    layers: FSDP2's units. device: device of the shards. copies: copy engine (default: the device's).
     """
 
     def __init__(self, layers: Sequence[FSDPModule], device: torch.device, copies: CopyEngine | None = None) -> None:
@@ -47,9 +47,9 @@ class LayerShards:
         self._memory = HostMemory(sum(sizes), device.type == "cuda", "layer_weights='host'")
         self._slots = [_Slot(torch.empty(max(sizes), dtype=torch.uint8, device=device)) for _ in range(NUM_SLOTS)]
         self._is_away = False
-        # whether shards wait on the host where a context ends
+        # whether shards stay on the host at the end of a context
         self._waits = False
-        # place of the layer that was gathered last, and 1 or -1 for the way on which layers follow each other
+        # index of the layer gathered last, and 1 or -1 for the direction in which layers follow each other
         self._last, self._way = 0, 1
         for layer, home in zip(self._layers, self._memory.memory.split(sizes), strict=True):
             layer.home = home
@@ -57,7 +57,7 @@ class LayerShards:
 
     @contextmanager
     def away(self, root: FSDPModule) -> Iterator[None]:
-        """Context of forwards and backwards of the model `root`, during which shards of layers lie on the host.
+        """Context of forwards and backwards of the model `root`, during which shards of layers are on the host.
 
         Raises RuntimeError if an earlier step ran out of memory when they should have come back.
         """
@@ -66,7 +66,7 @@ class LayerShards:
                 "an earlier step failed, and the device had no room for weights that were on the host (layer_weights='host'); "
                 "start the run again from its last checkpoint"
             )
-        # FSDP2's first gather looks at the shards, and would pad those that are gone
+        # FSDP2's first gather reads the shards, and would pad freed ones
         root._get_fsdp_state()._lazy_init()
         if not self._is_away:
             self._leave()
@@ -74,7 +74,7 @@ class LayerShards:
             yield
         except BaseException:
             self._waits = False
-            # the error of the step is the one to tell
+            # raise the error of the step instead
             with suppress(torch.OutOfMemoryError):
                 self._come_back()
             raise
@@ -82,17 +82,17 @@ class LayerShards:
             self._come_back()
 
     def wait_away(self) -> None:
-        """Lets shards wait on the host between the contexts that follow, until `come_back`; nobody may use weights meanwhile."""
+        """Leaves shards on the host between the following contexts, until `come_back`; weights must not be used there."""
         self._waits = True
 
     def come_back(self) -> None:
-        """Ends what `wait_away` began. Idempotent."""
+        """Ends `wait_away`. Idempotent."""
         waited, self._waits = self._waits, False
         if waited and self._is_away:
             self._come_back()
 
     def home_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The host memory of this rank's shard of a parameter, free outside of `away`; None for weights that never leave."""
+        """Returns the host memory of a parameter's shard, free outside of `away`; None for weights that never leave."""
         for layer in self._layers:
             for weight, home in zip(layer.weights, layer.pieces(layer.home), strict=True):
                 if weight.sharded_param is parameter:
@@ -135,7 +135,7 @@ class LayerShards:
         self._is_away = False
 
     def _bind(self, layer: _Layer) -> None:
-        """Lets FSDP2 gather the layer from a slot while shards are away."""
+        """Makes FSDP2 gather the layer from a slot while shards are away."""
         group = layer.group
         start, finish = group.unshard, group.wait_for_unshard
 
@@ -159,10 +159,10 @@ class LayerShards:
 
     @torch.no_grad()
     def _bring(self, layer: _Layer, async_op: bool) -> _Slot:
-        """Lets the next gather of the layer read from a slot that has its shards, or will have them when the gather begins."""
+        """Makes the layer's next gather read from a slot that has its shards, or will have them when the gather begins."""
         slot = next((slot for slot in self._slots if slot.place == layer.place), None)
         if slot is None:
-            # with several layers being gathered at once, which our executor never asks for, there may be no free slot
+            # there may be no free slot if several layers are gathered at once, which our executor never does
             if all(slot.is_read for slot in self._slots):
                 self._slots.append(_Slot(torch.empty_like(self._slots[0].memory)))
             slot = self._fill(layer)
@@ -175,7 +175,7 @@ class LayerShards:
         return slot
 
     def _bring_next(self, layer: _Layer) -> None:
-        """Fills a slot with the shards of the layer that will probably be gathered next."""
+        """Fills a slot with the shards of the layer that is probably gathered next."""
         step, self._last = layer.place - self._last, layer.place
         if abs(step) == 1:
             self._way = step
@@ -190,7 +190,7 @@ class LayerShards:
 
     @torch.no_grad()
     def _fill(self, layer: _Layer) -> _Slot:
-        """Starts the copy of a layer's shards into a slot that nobody reads, if possible not into that of the last layer."""
+        """Starts the copy of a layer's shards into an unread slot, if possible not the last layer's."""
         slot = min((slot for slot in self._slots if not slot.is_read), key=lambda slot: slot.place == self._last)
         slot.place = layer.place
         slot.ticket = self._copies.to_device(layer.home, slot.memory[: layer.num_bytes], ())
@@ -200,7 +200,7 @@ class LayerShards:
 class _Slot:
     """Device memory for the shards of one layer.
 
-    place: that of the layer whose shards it has, or will have after `ticket`. is_read: a gather has yet to read it.
+    place: index of the layer whose shards it has, or will have after `ticket`. is_read: a gather has yet to read it.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -225,11 +225,11 @@ class _Layer:
         self.num_bytes = sum(self._sizes)
 
     def pieces(self, memory: Tensor) -> list[Tensor]:
-        """Memory of the layer, seen as one tensor per weight."""
+        """Returns views of the layer's memory, one tensor per weight."""
         parts = memory[: self.num_bytes].split(self._sizes)
         return [part[: count * dtype.itemsize].view(dtype) for part, (count, dtype) in zip(parts, self._kinds, strict=True)]
 
     def read_from(self, shards: Sequence[Tensor]) -> None:
-        """Lets FSDP2 gather these."""
+        """Makes FSDP2 gather these shards."""
         for weight, shard in zip(self.weights, shards, strict=True):
             weight._sharded_param_data = shard

@@ -1,20 +1,20 @@
-"""Updates weights on the host in parts: the CPU updates one part while others travel.
+"""Updates weights on the host in parts: the CPU updates one part while others are copied.
 
 `master_weights.py` runs the optimizer on one part after the other, each some consecutive weights of its groups. When a step
 begins, all copies to the host are queued. The CPU waits for those of one part, updates it, and queues its rounded weights for the
 way back; the device waits for these before it computes anything else. So a step takes about as long as the slowest of copies out,
-updates and copies back, and not as their sum.
+updates and copies back, not as long as all three.
 
-Each weight has two homes in pinned memory for the whole run, one for its gradient and one for itself, both in its own dtype.
-So nothing is pinned inside a step, and no home is used twice in one. The weight's home serves both ways: the CPU reads what
+Each weight has two buffers ("homes") in pinned memory for the whole run, for its gradient and for itself, both in its dtype. So
+nothing is pinned inside a step, and no home is used twice in one. The weight's home serves both directions: the CPU reads what
 arrived before it writes what leaves.
 
-No update runs beside the backward, although gradients of the last layers are known early. Clipping needs the norm of all, and a
-step with one gradient that is not finite must change no weight. Copies alone do start there (`EarlyCopies`), for a caller who
-knows that nothing but clipping changes gradients and weights between the backward and the step. Weights that arrived early are
-updated first. Gradients that were clipped leave once more, while earlier parts are updated: for the CPU, scaling them would take
-longer. A step gains the first part's copies and the link's time, which matters where the CPU reads its memory much faster than
-the link: otherwise it reads and writes about ten times the bytes of a weight's copies, at about the same rate.
+No update runs during the backward, although gradients of the last layers are known early: clipping needs the norm of all, and a
+step with one gradient that is not finite must change no weight. Only copies start early (`EarlyCopies`), if nothing but clipping
+changes gradients and weights between backward and step. Weights that arrived early are updated first. Clipped gradients are
+copied again while earlier parts are updated, since the CPU would take longer to scale them. A step saves the first part's copies
+and the link's time. This matters if the CPU reads its memory much faster than the link: an update reads and writes about ten
+times the bytes of a weight's copies.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hf_longctx.plan.model.model_spec import UPDATE_PART_BYTES
 from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of, dense_strides
 from hf_longctx.runtime.parameters.gradients import local_shard
 
-# host memory of a weight that lies on the host while a step computes
+# weight -> its host memory, if it is on the host while a step computes
 HomeOf = Callable[[nn.Parameter], Tensor | None]
-# optimizers whose update of a weight depends on nothing but that weight, its gradient and its states
+# optimizers whose update of a weight depends only on that weight, its gradient and its states
 _WEIGHT_BY_WEIGHT = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -50,9 +50,9 @@ _WEIGHT_BY_WEIGHT = (
 
 
 def updates_weight_by_weight(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` may update its weights part by part: a class of torch whose step is torch's own.
+    """Whether `optimizer` can update its weights part by part: a class of torch with torch's own step.
 
-    Call it before `step` of the instance is replaced. A subclass, or a step that was wrapped, might do something once per step.
+    Call it before `step` of the instance is replaced. A subclass or a wrapped step might do something once per step.
     """
     has_own_step = "step" not in vars(optimizer) and type(optimizer).step.__module__.startswith("torch.optim.")
     return type(optimizer) in _WEIGHT_BY_WEIGHT and has_own_step
@@ -61,8 +61,8 @@ def updates_weight_by_weight(optimizer: Optimizer) -> bool:
 class HostSteps:
     """Homes of weights and gradients in host memory, and the copies between them and the device.
 
-    parameters: those that will be updated; others get homes when they are first sent. copies: default for their device. home_of:
-    host memory that a weight has already, if any, and that nothing else uses outside of forwards and backwards.
+    parameters: weights to update; others get homes when they are first sent. copies: copy engine (default: their device's).
+    home_of: returns a weight's existing host memory, if any, which must be unused outside of forwards and backwards.
     """
 
     def __init__(
@@ -73,26 +73,26 @@ class HostSteps:
         # page-locked memory, which must outlive its views
         self._memory: list[HostMemory] = []
         self._copies = copies
-        # copies that began early in this step, and the factors by which gradients were scaled since
+        # copies that started early in this step, and factors by which gradients were scaled since
         self._early: dict[nn.Parameter, _Early] = {}
         self._factors: list[Tensor] = []
         self._make_homes([parameter for parameter in parameters if parameter.requires_grad])
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the step of these gradients can run in parts."""
+        """Whether the optimizer's step with the current gradients can run in parts."""
         is_seen = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-        # a scaler of gradients looks at all of them
+        # a gradient scaler reads all gradients
         is_scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         return not (is_seen or is_scaled) and all(_is_plain(parameter) for parameter in _trained(optimizer))
 
     def forget_early(self) -> None:
-        """Forgets what left early: before the last backward of a step, and when a step is left out."""
+        """Drops early copies: before the last backward of a step, and if a step is skipped."""
         self._early, self._factors = {}, []
 
     def send_early(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Starts the copies of a weight and its gradient. Both are used if they are the same, unwritten, when the step comes.
+        """Starts the copies of a weight and its gradient, which are used if both tensors are unchanged at the step.
 
-        Writes through `.data` remain unseen. Nobody may free them before the step; a step that is left out may.
+        Writes through `.data` are not detected. The tensors must not be freed before the step, unless it is skipped.
         """
         if not self._has_homes(parameter) or not _is_like(parameter, gradient):
             return
@@ -104,10 +104,10 @@ class HostSteps:
         self._early[parameter] = found
 
     def clipped(self, clip: Callable[[], Tensor], max_norm: float) -> Tensor:
-        """Runs `clip`, which scales all gradients down to `max_norm` by torch's formula, and returns the norm before that."""
+        """Runs `clip`, which scales all gradients down to `max_norm` by torch's formula; returns the norm before."""
         self._early = {parameter: found for parameter, found in self._early.items() if found.has_gradient_of(parameter)}
         norm = clip()
-        # nothing leaves early where the norm is one of shards
+        # nothing leaves early if weights are shards, so the norm is that of whole gradients
         if self._early:
             self._factors.append((max_norm / (norm + 1e-6)).clamp(max=1.0))
         for found in self._early.values():
@@ -115,14 +115,14 @@ class HostSteps:
         return norm
 
     def send(self, optimizer: Optimizer) -> Iterator[Part]:
-        """Starts all copies to the host; then yields part after part as they arrive, to be updated and sent back.
+        """Starts all copies to the host, then yields parts as they arrive, to be updated and sent back.
 
-        When the last part has been updated, or the caller stops, the device waits for all that went back.
+        After the last part, or when the caller stops, the device waits for all copies back.
         """
         trained = list(_trained(optimizer))
         self._make_homes([parameter for parameter in trained if not self._has_homes(parameter)])
         early = {parameter: found for parameter, found in self._early.items() if found.has_weight_of(parameter)}
-        # those that have arrived first, in the order in which they left
+        # early ones first, in the order in which they left
         places = {parameter: place for place, parameter in enumerate(early)}
         trained.sort(key=lambda parameter: places.get(parameter, len(places)))
         is_scaled = bool(early) and any(float(factor) != 1.0 for factor in self._factors)
@@ -137,9 +137,9 @@ class HostSteps:
                 part.end()
 
     def _sent(self, parameters: Sequence[nn.Parameter], early: Mapping[nn.Parameter, _Early], is_scaled: bool) -> Part:
-        """Starts the copies of some weights and their gradients to the host, but for those that have left.
+        """Starts the copies of some weights and their gradients to the host, except those that have left.
 
-        is_scaled: clipping changed all gradients since.
+        is_scaled: clipping has changed all gradients since then.
         """
         part = Part({parameter: self._homes[parameter] for parameter in parameters}, self._engine(parameters[0]))
         for parameter in parameters:
@@ -166,14 +166,14 @@ class HostSteps:
         return homes is not None and (homes.weight.shape, homes.weight.dtype) == (own.shape, own.dtype)
 
     def _make_homes(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Makes homes of all these weights in one allocation."""
+        """Makes homes for all these weights in one allocation."""
         owns = [local_shard(parameter.detach()) for parameter in parameters]
         if not owns:
             return
         given = [self._home_of(parameter) for parameter in parameters]
         sizes = [block_bytes(own.numel() * own.element_size()) for own in owns]
         num_bytes = sum(size * (1 if home is not None else 2) for size, home in zip(sizes, given, strict=True))
-        # a rank's shards may all be empty, and nothing cannot be pinned
+        # a rank's shards may all be empty, and zero bytes cannot be pinned
         is_pinned = owns[0].device.type == "cuda" and num_bytes > 0
         memory = HostMemory(num_bytes, is_pinned, "optimizer_states='host'")
         self._memory.append(memory)
@@ -188,7 +188,7 @@ class HostSteps:
 
 @dataclass(slots=True)
 class _Early:
-    """A gradient that left early, beside its weight, as both were then."""
+    """A gradient and its weight as they were when they left early."""
 
     gradient: Tensor
     gradient_version: int
@@ -198,11 +198,11 @@ class _Early:
     gradient_ticket: Ticket = None
 
     def has_gradient_of(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter's gradient is what left."""
+        """Whether the parameter's gradient is still the one that left."""
         return parameter.grad is self.gradient and self.gradient._version == self.gradient_version
 
     def has_weight_of(self, parameter: nn.Parameter) -> bool:
-        """Whether the weight is what left."""
+        """Whether the weight is still the one that left."""
         own = local_shard(parameter.detach())
         return (own.data_ptr(), own._version) == (self.weight_address, self.weight_version)
 
@@ -227,12 +227,12 @@ class Part:
         self.arrived = {parameter: each.weight for parameter, each in homes.items()}
 
     def wait(self) -> None:
-        """Waits, on the CPU, until all has arrived."""
+        """Blocks the CPU until all copies have arrived."""
         for ticket in self.tickets:
             self.copies.wait_on_host(ticket)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient in host memory, valid during this step."""
+        """Returns the gradient in host memory, valid during this step."""
         return self._homes[parameter].gradient
 
     def give_back(self, parameter: nn.Parameter, updated: Tensor) -> None:
@@ -242,7 +242,7 @@ class Part:
         self._returning.append(self.copies.to_device(home, local_shard(parameter.detach()), ()))
 
     def end(self) -> None:
-        """Makes everything that is computed from now on wait for the updated weights."""
+        """Makes everything computed from now on wait for the updated weights."""
         for ticket in self._returning:
             self.copies.wait(ticket)
 
@@ -256,13 +256,13 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 def _is_like(parameter: nn.Parameter, gradient: Tensor) -> bool:
-    """Whether the gradient can lie in the home that its weight's dtype and shape give it."""
+    """Whether the gradient fits the home made for its weight's dtype and shape."""
     own, gradient = local_shard(parameter.detach()), local_shard(gradient)
     return (gradient.layout, gradient.dtype, gradient.shape) == (torch.strided, own.dtype, own.shape)
 
 
 def _parts(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Consecutive weights, of at most `UPDATE_PART_BYTES` bytes unless one has more."""
+    """Groups consecutive weights into parts of at most `UPDATE_PART_BYTES` bytes, unless one weight has more."""
     parts: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:
@@ -277,6 +277,6 @@ def _parts(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _home(memory: Tensor, own: Tensor) -> Tensor:
-    """Memory seen as a tensor like `own`, whose dimensions lie in the same order, so that copies need no other layout."""
+    """Returns memory as a tensor like `own` with the same order of dimensions, so that copies keep the layout."""
     home = memory[: own.numel() * own.element_size()].view(own.dtype)
     return home.as_strided(own.shape, dense_strides(own))

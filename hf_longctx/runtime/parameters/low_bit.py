@@ -1,11 +1,11 @@
-"""Keeps Adam's moments in 8 or 4 bits: counts their bytes, repeats their rounding, and carries them between checkpoints.
+"""Supports Adam's moments in 8 or 4 bits: their bytes, reproducible rounding, and transfer between checkpoints.
 
 The optimizers are torchao's `AdamW8bit` and `AdamW4bit`, which also update shards. A moment consists of codes and one fp32 scale
 for each block of elements (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861; Li et al., "Memory
-Efficient Optimizers with 4-bit States", arXiv 2309.01507). Blocks are those of a rank's own shard. A shard with few elements, or
-with a part of a block, keeps plain moments.
+Efficient Optimizers with 4-bit States", arXiv 2309.01507). Blocks divide a rank's own shard. A shard with few elements, or with
+an incomplete block, keeps plain moments.
 
-torchao need not be installed for anything else: states and optimizers are recognised by the names of their classes.
+States and optimizers are recognised by the names of their classes, so torchao need not be installed otherwise.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 
 from hf_longctx.runtime.parameters.gradients import local_shard
 
-# elements of a block, as transformers sets them, and the fewest elements of a tensor whose moments are quantised
+# elements of a block, as set by transformers, and fewest elements of a tensor with quantised moments
 BLOCK_ELEMENTS, _LEAST_ELEMENTS = 256, 4096
-# state -> whether it has a sign
+# state -> whether it is signed
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 
 
 def why_no_torchao() -> str:
-    """Why torchao cannot be imported; empty if it can. It then has told torch that its states may be read from checkpoints."""
+    """Describes why torchao cannot be imported; empty if it can, and has then registered its states as safe to load."""
     try:
         import_module("torchao.optim")
     except ImportError as error:
@@ -44,14 +44,14 @@ def is_low_bit(value: Any) -> bool:
 
 
 def has_low_bit_moments(optimizer: Any) -> bool:
-    """Whether `optimizer` is one of torchao's that keep moments in a few bits."""
+    """Whether `optimizer` is one of torchao's with low-bit moments."""
     return _is_torchao(type(optimizer), "Adam")
 
 
 def moment_bytes(shapes: Iterable[Sequence[int]], bits: int, shard_ranks: int = 1) -> float:
-    """Bytes that both moments take per element of weights of these shapes, in fp32 where they are not quantised.
+    """Returns bytes of both moments per element of weights of these shapes, counting fp32 for moments that are not quantised.
 
-    The mean over the elements of a rank, on the rank of `shard_ranks` with the most bytes; 0 without weights.
+    A mean over the elements of the rank with the most bytes among `shard_ranks`; 0 without weights.
     """
     first_bytes = last_bytes = count = 0
     for shape in shapes:
@@ -66,14 +66,14 @@ def moment_bytes(shapes: Iterable[Sequence[int]], bits: int, shard_ranks: int = 
 def _bytes_of(count: int, bits: int) -> int:
     if count < _LEAST_ELEMENTS or count % BLOCK_ELEMENTS:
         return 8 * count
-    # codes, scales, and the table of what codes stand for
+    # codes, scales, and the table of values of codes
     return 2 * (count * bits // 8 + 4 * count // BLOCK_ELEMENTS + 4 * 2**bits)
 
 
 def widen_shards(optimizer: Any) -> None:
-    """Makes `optimizer` keep moments of few bits for shards of weights in any type; whole weights are left alone.
+    """Makes `optimizer` support low-bit moments for shards of weights in any dtype; whole weights stay unchanged.
 
-    torchao 0.18 computes with such moments in fp32, but describes those of shards by the weights' type, on which its step fails.
+    torchao 0.18 computes with such moments in fp32, but declares those of shards in the weights' dtype, so that its step fails.
     """
     make = optimizer._new_buffer
 
@@ -82,17 +82,16 @@ def widen_shards(optimizer: Any) -> None:
             made: Tensor = make(parameter, signed)
             return made
         wide: Tensor = make(torch.empty_like(parameter, dtype=torch.float32), signed)
-        # plain ones have the type that loading a checkpoint gives them
+        # plain ones get the dtype that loading a checkpoint gives them
         return wide if is_low_bit(wide) else torch.zeros_like(parameter)
 
     optimizer._new_buffer = MethodType(new_buffer, optimizer)
 
 
 def seed_steps(optimizer: Optimizer, seed: int) -> None:
-    """Makes steps of `optimizer` draw their random numbers from `seed` and the step's number, and change no random state.
+    """Makes steps of `optimizer` draw random numbers from `seed` and the step's number, without changing any random state.
 
-    Stochastic rounding then rounds copies of a weight on several ranks alike, in a resumed run too. Shards draw numbers of their
-    own.
+    Stochastic rounding is then equal for copies of a weight on several ranks, also after a resume. Shards draw separate numbers.
     """
     run = optimizer.step
 
@@ -109,13 +108,13 @@ def seed_steps(optimizer: Optimizer, seed: int) -> None:
 
 @torch.no_grad()
 def settle_moments(optimizer: Any) -> None:
-    """Stores moments that a checkpoint of another optimizer brought as `optimizer` would: in a few bits, or plain."""
+    """Converts moments from another optimizer's checkpoint to the format of `optimizer`: low-bit or plain."""
     is_wanted = has_low_bit_moments(optimizer)
     for parameter, state in optimizer.state.items():
         for name in _MOMENTS.keys() & state.keys():
             value: Any = local_shard(state[name])
             if not is_wanted:
-                # shards of another optimizer are read as plain ones
+                # shards of another optimizer are read as plain tensors
                 state[name] = value.dequantize().to(value.dtype) if is_low_bit(value) else state[name]
                 continue
             stored = _stored_like(optimizer, name, torch.empty_like(parameter, dtype=state[name].dtype))
@@ -123,7 +122,7 @@ def settle_moments(optimizer: Any) -> None:
             if not is_same or stored.dtype != state[name].dtype:
                 local_shard(stored).copy_(value.dequantize() if is_low_bit(value) and not is_same else value)
                 state[name] = stored
-    # schedules of torchao's optimizers change a tensor, which others may not take
+    # schedules of torchao's optimizers change a tensor, which other optimizers may not accept
     takes_tensor = isinstance(optimizer.defaults.get("lr"), Tensor)
     for group in optimizer.param_groups:
         if is_wanted:
@@ -134,9 +133,9 @@ def settle_moments(optimizer: Any) -> None:
 
 @torch.no_grad()
 def own_moment(optimizer: Any, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard, like that of `parameter`, of a whole moment in a few bits, for an optimizer of any kind.
+    """Returns this rank's shard, like that of `parameter`, of a whole low-bit moment, for any optimizer.
 
-    A shard of whole blocks keeps its codes and scales; other ones are rounded anew.
+    A shard of whole blocks keeps codes and scales; others are rounded again.
     """
     value: Any = whole
     if not isinstance(parameter, DTensor):
@@ -153,7 +152,7 @@ def own_moment(optimizer: Any, name: str, whole: Tensor, parameter: Tensor) -> T
 
 
 def _stored_like(optimizer: Any, name: str, value: Tensor) -> Tensor:
-    """A moment of zeros with the shape, type and shards of `value`, stored as `optimizer` does."""
+    """Makes a moment of zeros with the shape, dtype and shards of `value`, in the format of `optimizer`."""
     stored: Tensor = optimizer._new_buffer(value, _MOMENTS[name])
     return stored
 

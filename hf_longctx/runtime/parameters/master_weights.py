@@ -1,16 +1,16 @@
-"""Updates weights through fp32 copies, so that small steps are not rounded away, and optimizer states may lie on the host.
+"""Updates weights through fp32 copies, so that small updates are not rounded away; states may be on the host.
 
-A bf16 number has 8 significant bits, so an update below 1/512 of a weight rounds to nothing: most updates do at a learning rate
-of 1e-5. The optimizer therefore updates an fp32 copy of every weight, the master weight, and the model gets it rounded. The
-optimizer's moments are then fp32, too. See Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740, section 3.1).
+A bf16 number has 8 significant bits, so an update below 1/512 of a weight rounds to nothing, as most do at a learning rate of
+1e-5. The optimizer therefore updates an fp32 copy of every weight, the master weight, and the model gets it rounded. The
+optimizer's moments are then fp32 too. See Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740, section 3.1).
 
-Copies and moments may lie in host memory, where the CPU then runs the optimizer, as in ZeRO-Offload (Ren et al., arXiv
-2101.06840). Each step sends gradients to the host and weights both ways, since something else may have changed these; copies and
-updates overlap (`host_steps.py`) for optimizers of torch that update each weight by itself.
+Copies and moments may be in host memory, where the CPU then runs the optimizer, as in ZeRO-Offload (Ren et al., arXiv
+2101.06840). Each step copies gradients to the host and weights both ways, since weights may have been changed elsewhere; copies
+and updates overlap (`host_steps.py`) for optimizers of torch that update each weight independently.
 
-`keep_master_weights` serves any optimizer of `torch.optim` and any subclass that keeps its states in `state`. Outside `step` the
-optimizer's groups and states belong to the model's own parameters, with the master weight as one more state. So checkpoints hold
-it under the weight's name, whether weights are whole, in shards, or in pipeline stages.
+`keep_master_weights` works for any optimizer of `torch.optim` and any subclass that keeps its states in `state`. Outside `step`
+the optimizer's groups and states belong to the model's own parameters, with the master weight as one more state. So checkpoints
+hold it under the weight's name, whether weights are whole, in shards, or in pipeline stages.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hf_longctx.runtime.parameters.host_steps import HomeOf, HostSteps, updates_
 
 # name of the state that is a weight's fp32 copy
 MASTER_WEIGHT = "master_weight"
-# name of the attribute by which an optimizer holds its master weights
+# attribute of an optimizer: its master weights
 _KEPT = "longctx_master_weights"
 
 
 def why_no_master_weights(optimizer: Optimizer) -> str:
-    """Reason why the weights of `optimizer` cannot be updated in fp32 copies; empty if they can."""
+    """Describes why the weights of `optimizer` cannot be updated in fp32 copies; empty if they can."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         return f"{name} is not a torch.optim.Optimizer"
@@ -52,11 +52,10 @@ def keep_master_weights(
 ) -> None:
     """Makes `optimizer` update fp32 copies of its half-precision weights, and round them into the weights; does so once.
 
-    The copies are made in the first step: 4 bytes per parameter, and as many again for each moment. A weight that something other
-    than the optimizer changed since the last step goes on from its new value. on_host: copies of all weights, those in fp32
-    included, their gradients and all states lie in host memory, some of it pinned at once. copies: the engine for copies between
-    device and host (default: that of the weights' device). home_of: see `HostSteps`. Raises ValueError for an optimizer that
-    `why_no_master_weights` gives a reason against.
+    The copies are made in the first step: 4 bytes per parameter, and as many again for each moment. A weight that was changed
+    elsewhere since the last step continues from its new value. on_host: keep copies of all weights, also those in fp32, their
+    gradients and all states in host memory, some of it pinned now. copies: engine for copies between device and host (default:
+    that of the weights' device). home_of: see `HostSteps`. Raises ValueError if `why_no_master_weights` gives a reason.
     """
     if reason := why_no_master_weights(optimizer):
         raise ValueError(f"no fp32 copies of weights can be kept: {reason}; use another optimizer such as torch.optim.AdamW")
@@ -73,7 +72,7 @@ def has_master_weights(optimizer: Any) -> bool:
 
 
 def copied_dtypes(in_fp32: bool, on_host: bool) -> tuple[torch.dtype, ...]:
-    """Dtypes of weights of which fp32 copies are kept, if those of half precision are (`in_fp32`), or all on the host."""
+    """Returns the dtypes of weights with fp32 copies: half precision (`in_fp32`), or all if states are on the host."""
     return (*HALF_DTYPES, torch.float32) if on_host else HALF_DTYPES if in_fp32 else ()
 
 
@@ -83,30 +82,30 @@ def has_half_weights(optimizer: Optimizer) -> bool:
 
 
 def drop_master_weights(optimizer: Optimizer) -> None:
-    """Removes the fp32 copies that a checkpoint brought to an optimizer that keeps none."""
+    """Removes fp32 copies from a checkpoint's states if the optimizer keeps none."""
     if not has_master_weights(optimizer):
         for state in optimizer.state.values():
             state.pop(MASTER_WEIGHT, None)
 
 
 def host_state(optimizer: Optimizer, value: Tensor) -> Tensor:
-    """The tensor, or a copy of it in host memory if the optimizer's states lie there."""
+    """Returns the tensor, or a copy of it in host memory if the optimizer's states are there."""
     kept = vars(optimizer).get(_KEPT)
     return kept.wide(value) if kept is not None and kept.on_host else value
 
 
 def host_steps_of(optimizer: Any) -> HostSteps | None:
-    """Mover of weights and gradients between device and host, for the optimizer's steps in parts; None if there are none."""
+    """Returns the `HostSteps` of an optimizer whose steps run in parts on the host; None for others."""
     return vars(optimizer)[_KEPT].host if has_master_weights(optimizer) else None
 
 
 def has_host_states(optimizer: Any) -> bool:
-    """Whether the optimizer's states lie in host memory."""
+    """Whether the optimizer's states are in host memory."""
     return has_master_weights(optimizer) and bool(vars(optimizer)[_KEPT].on_host)
 
 
 def _step_with(kept: _MasterWeights, optimizer: Optimizer) -> MethodType:
-    """A step that runs on master weights, which leave their place even if it fails; a method, as schedulers expect it."""
+    """Makes a step that runs on master weights and takes them out even if it fails; a method, as schedulers expect."""
     run, name = optimizer.step, type(optimizer).__name__
 
     def step(optimizer: Optimizer, closure: Any = None) -> Any:
@@ -137,26 +136,26 @@ def _step_with(kept: _MasterWeights, optimizer: Optimizer) -> MethodType:
 
 
 class _MasterWeights:
-    """Puts master weights in the place of an optimizer's parameters during `step` and `load_state_dict`."""
+    """Replaces an optimizer's parameters by master weights during `step` and `load_state_dict`."""
 
     def __init__(self, optimizer: Optimizer, on_host: bool, host: HostSteps | None) -> None:
         self.on_host, self.host = on_host, host
-        # the parameter of every master weight that is in its place now
+        # master weight in use -> the parameter that it replaces
         self._replaced: dict[Tensor, nn.Parameter] = {}
-        # how often each such parameter had been changed when its master weight took its place
+        # torch's version counter of each such parameter when it was replaced
         self._versions: dict[nn.Parameter, int] = {}
-        # the method of the instance, since torch calls hooks twice where a subclass's step calls that of its parent
+        # set on the instance, since torch calls hooks twice if a subclass's step calls its parent's
         optimizer.step = _step_with(self, optimizer)  # type: ignore[method-assign]
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
         if optimizer.state:
-            # states that were made before, such as those of Adagrad, get the dtype of master weights
+            # existing states, such as Adagrad's, get the dtype of master weights
             self._put_in(optimizer, lambda parameter: True)
             self._take_out(optimizer)
 
     @torch.no_grad()
     def put_in(self, optimizer: Optimizer) -> None:
-        """Puts the master weights of parameters with a gradient in their place, with that gradient."""
+        """Replaces parameters with a gradient by their master weights, with that gradient."""
         self._put_in(optimizer, lambda parameter: parameter.grad is not None)
         for master, parameter in self._replaced.items():
             assert parameter.grad is not None
@@ -165,7 +164,7 @@ class _MasterWeights:
 
     @torch.no_grad()
     def step_in_parts(self, optimizer: Optimizer, host: HostSteps, run: Callable[[], Any]) -> None:
-        """Updates one part of the weights with `run` while others travel; the optimizer sees nothing but the part meanwhile."""
+        """Updates part after part of the weights with `run` while others are copied; the optimizer then has only that part."""
         groups = list(optimizer.param_groups)
         held = [group["params"] for group in groups]
         group_of = {parameter: place for place, parameters in enumerate(held) for parameter in parameters}
@@ -201,19 +200,19 @@ class _MasterWeights:
             local_shard(parameter.detach()).copy_(local_shard(master))
 
     def take_out(self, optimizer: Optimizer) -> None:
-        """Puts the parameters back into their place."""
+        """Puts the parameters back in place of master weights."""
         for master in self._replaced:
             master.grad = None
         self._take_out(optimizer)
 
     def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
-        # states get the dtype of the parameter in whose place the master weight is
+        # states get the dtype of the master weight that replaces the parameter
         self._put_in(optimizer, lambda parameter: True)
 
     @torch.no_grad()
     def _after_load(self, optimizer: Optimizer) -> None:
         for master in self._replaced:
-            # the first step makes master weights for which nothing was loaded
+            # the first step makes master weights that were not loaded
             if master in optimizer.state and (loaded := optimizer.state[master].pop(MASTER_WEIGHT, None)) is not None:
                 master.copy_(loaded)
         self._take_out(optimizer, is_loaded=True)
@@ -228,14 +227,14 @@ class _MasterWeights:
         is_wanted: Callable[[nn.Parameter], bool],
         arrived: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """arrived: this rank's weights where they have been copied to already."""
+        """Replaces wanted parameters by master weights. arrived: weights of this rank that are already on the host."""
         wanted = [
             parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
             if self._has_master(parameter) and is_wanted(parameter)
         ]
-        # made before anything is replaced, since memory may run out
+        # allocate before anything is replaced, since memory may run out
         masters = {parameter: self._master_of(optimizer, parameter, (arrived or {}).get(parameter)) for parameter in wanted}
         for group in optimizer.param_groups:
             group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
@@ -250,7 +249,7 @@ class _MasterWeights:
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
         for master, parameter in self._replaced.items():
-            # after a step, an optimizer without states, such as plain SGD, has master weights all the same
+            # after a step, even an optimizer without states, such as plain SGD, has master weights
             if master in optimizer.state or not is_loaded:
                 optimizer.state[parameter] = {**optimizer.state.pop(master, {}), MASTER_WEIGHT: master}
         self._replaced.clear()
@@ -259,20 +258,20 @@ class _MasterWeights:
         return self.on_host or parameter.dtype in HALF_DTYPES
 
     def _master_of(self, optimizer: Optimizer, parameter: nn.Parameter, arrived: Tensor | None) -> Tensor:
-        """The parameter in fp32: with what its master weight knows beyond its own precision, unless something else changed it."""
+        """Returns the parameter in fp32: its master weight, unless the parameter was changed elsewhere."""
         master: Tensor | None = optimizer.state.get(parameter, {}).get(MASTER_WEIGHT)
         if master is None:
             return self.wide(parameter.detach() if arrived is None else _placed_like(parameter, arrived))
         kept = local_shard(master)
         own = local_shard(parameter.detach()).to(kept.device) if arrived is None else arrived
         is_kept = kept.to(own.dtype) == own
-        # for the CPU, looking is cheaper than writing; of a device, the host would have to wait for the answer
+        # on the CPU, comparing is cheaper than writing; on a device, the host would have to wait for the result
         if kept.device.type != "cpu" or not bool(is_kept.all()):
             kept.copy_(torch.where(is_kept, kept, own.to(kept.dtype)))
         return master
 
     def wide(self, value: Tensor) -> Tensor:
-        """A copy in at least fp32, on the host if master weights lie there; a shard stays one."""
+        """Copies a tensor in at least fp32, to the host if master weights are there; a shard stays a shard."""
         if not self.on_host:
             return _in_fp32(value, copy=True)
         return _placed_like(value, _in_fp32(local_shard(value).to("cpu", copy=True)))
@@ -284,12 +283,12 @@ class _MasterWeights:
 
 
 def _in_fp32(value: Tensor, copy: bool = False) -> Tensor:
-    """The tensor in at least fp32."""
+    """Returns the tensor in at least fp32."""
     return value.to(torch.float32 if value.dtype in HALF_DTYPES else value.dtype, copy=copy)
 
 
 def _placed_like(value: Tensor, own: Tensor) -> Tensor:
-    """This rank's part `own` of a tensor that is divided among ranks as `value` is; `own` itself if that is whole."""
+    """Returns `own` as this rank's part of a tensor with the placement of `value`; `own` itself if `value` is whole."""
     if not isinstance(value, DTensor):
         return own
     spec = replace(value._spec, tensor_meta=value._spec.tensor_meta._replace(dtype=own.dtype))  # type: ignore[union-attr]
@@ -297,7 +296,7 @@ def _placed_like(value: Tensor, own: Tensor) -> Tensor:
 
 
 def _laid_out_like(master: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in the memory layout of its weight, since fused optimizers read both in the order in which they lie there."""
+    """Returns the gradient in the memory layout of its weight, since fused optimizers read both in memory order."""
     if gradient.layout != torch.strided or has_strides(local_shard(gradient), local_shard(master).stride()):
         return gradient
     return torch.empty_like(master).copy_(gradient)

@@ -1,7 +1,7 @@
 """Muon for the matrices of layers, AdamW for everything else, as one optimizer.
 
 Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon) makes the momentum of a matrix orthogonal before it is subtracted.
-It is meant for the matrices inside of layers: embedding, head, norms and biases are trained with AdamW beside it.
+It is meant for matrices inside layers; embedding, head, norms and biases are trained with AdamW.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# name of the setting of a group that says who updates it
+# setting of a group: which of the two optimizers updates it
 _KIND = "kind"
 
 
 class MuonAdamW(Optimizer):
-    """One optimizer of `torch.optim.Muon` for some weights and `torch.optim.AdamW` for others."""
+    """An optimizer that runs `torch.optim.Muon` for some weights and `torch.optim.AdamW` for others."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[dict[str, Any]], muon: dict[str, Any]) -> None:
         """matrices: weights of two dimensions. others: groups of AdamW with their settings. muon: settings of Muon."""
@@ -32,7 +32,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Updates all weights; each part sees the groups and states as they are now, since checkpoints replace them."""
+        """Updates all weights; both parts get the current groups and states, since checkpoints replace them."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

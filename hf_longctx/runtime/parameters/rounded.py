@@ -1,11 +1,10 @@
-"""Gathers in bf16 those fp32 weights that autocast rounds to bf16 at every use, so that half of their bytes travel.
+"""Gathers fp32 weights in bf16 if autocast rounds them to bf16 at every use, which halves the bytes to send.
 
-FSDP2 gathers all weights of a unit in one dtype, by its policy for mixed precision. But autocast leaves the weights of norms and
-embeddings in fp32, and a layer holds both kinds. So each weight gets a dtype of its own here; FSDP2 still sends those of a unit
-in one message. Shards and the gradients of gathered weights stay in fp32.
+FSDP2 gathers all weights of a unit in one dtype, by its mixed-precision policy. But autocast leaves the weights of norms and
+embeddings in fp32, and a layer has both kinds. So each weight gets its own dtype here; FSDP2 still sends those of a unit in one
+message. Shards and the gradients of gathered weights stay in fp32.
 
-`hf` finds out which weights these are (`hf.self_test.rounded`), and notes them on the model, so that its copies and cut stages
-know them too.
+`hf.self_test.rounded` finds these weights and stores their names on the model, which copies and cut stages keep.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from torch import nn
 
 # dtype to which autocast rounds weights
 ROUNDED_DTYPE = torch.bfloat16
-# name of the attribute by which a model holds the names of its rounded weights
+# attribute of a model: the names of its rounded weights
 _ROUNDED = "longctx_rounded"
 
 
 def without_numbers(name: str) -> str:
-    """The name of a weight with `*` for the number of its layer, which is common to all layers."""
+    """Replaces layer numbers in a weight's name by `*`, so that the name is common to all layers."""
     return re.sub(r"\d+", "*", name)
 
 
 def note_rounded(model: nn.Module, names: Collection[str]) -> None:
-    """Notes on `model` which weights autocast rounds wherever they are read; names are those of `without_numbers`."""
+    """Stores on `model` the names (from `without_numbers`) of weights that autocast rounds at every use."""
     vars(model).pop(_ROUNDED, None)
     if names:
         setattr(model, _ROUNDED, frozenset(names))
 
 
 def noted_rounded(model: nn.Module) -> frozenset[str]:
-    """The names that were noted on `model`."""
+    """Returns the names stored on `model`."""
     noted: frozenset[str] = getattr(model, _ROUNDED, frozenset())
     return noted
 
 
 def rounded_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of `model` that are gathered in bf16, by name; a weight with several names only if all of them were noted."""
+    """Returns the weights of `model` to gather in bf16, by name; one with several names only if all of them were noted."""
     noted = noted_rounded(model)
     if not noted:
         return {}
@@ -52,7 +51,7 @@ def rounded_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def weight_groups(unit: Any) -> list[Any]:
-    """FSDP2's records of the weights that one of its units gathers together: one, or with torch 2.12 or later several."""
+    """Returns FSDP2's records of weights that a unit gathers together: one, or from torch 2.12 on several."""
     state = unit._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -61,7 +60,7 @@ def weight_groups(unit: Any) -> list[Any]:
 
 
 def gather_rounded(units: Collection[nn.Module], places: Collection[tuple[nn.Module, str]]) -> None:
-    """Lets FSDP2's `units` gather in bf16 the weights at `places`: modules, and the names of their own weights.
+    """Makes FSDP2's `units` gather in bf16 the weights at `places`: modules and names of their own weights.
 
     Call it before the first gather. FSDP2 has no public way to give weights of one unit different dtypes.
     """
@@ -74,7 +73,7 @@ def gather_rounded(units: Collection[nn.Module], places: Collection[tuple[nn.Mod
 
 
 def _round(weight: Any) -> None:
-    """Binds two methods of FSDP2's record of one weight: that which sets its dtypes, and that which makes the gathered weight."""
+    """Replaces two methods of FSDP2's record of one weight: those that set its dtypes and make the gathered weight."""
     set_dtypes, make_gathered = weight.init_dtype_attrs, weight.init_unsharded_param
 
     def init_dtype_attrs(policy: Any) -> None:
@@ -84,7 +83,7 @@ def _round(weight: Any) -> None:
 
     def init_unsharded_param() -> None:
         make_gathered()
-        # reduce-scatters take gradients of one dtype, and those of many chunks must add up in fp32
+        # reduce-scatters take gradients of one dtype, and gradients of many chunks must add up in fp32
         if weight.param_dtype == ROUNDED_DTYPE and weight._unsharded_param.grad_dtype != weight.orig_dtype:
             weight._unsharded_param.grad_dtype = weight.orig_dtype
 

@@ -3,10 +3,10 @@
 `hf` calls `shard_mesh` and `shard_model` at start-up; the executor drives `ShardedParameters`.
 
 Parameters are sharded over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), but never
-over a sequence group: a plan moves tokens and never weights. Within a micro-batch each rank accumulates unsharded gradients; the
-last backward reduce-scatters them as a sum. With HSDP the sums of the blocks are added once, after the last micro-batch of the
-step. FSDP2 would add them in every micro-batch, which can deadlock: blocks may run different numbers of micro-batches, and a
-block that has finished would wait in the shared group for one that is waiting for it elsewhere.
+over a sequence group: a plan moves tokens, not weights. Within a micro-batch each rank accumulates unsharded gradients; the last
+backward reduce-scatters them as a sum. With HSDP the sums of the blocks are added once, after the last micro-batch of the step.
+FSDP2 would add them in every micro-batch, which can deadlock: blocks may run different numbers of micro-batches, and a finished
+block would wait in the shared group for one that waits for it elsewhere.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weight
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
-# name of the attribute by which a sharded model holds the group of ranks with equal shards
+# attribute of a sharded model: the group of ranks with equal shards
 _COPIES = "longctx_copies"
-# name of the attribute by which it holds the shards that lie on the host while a step computes
+# attribute of a sharded model: shards that are on the host while a step computes
 _ON_HOST = "longctx_layer_shards"
 
 
 def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages: int = 1) -> DeviceMesh:
-    """Mesh over which parameters are sharded: blocks of `shard_ranks` consecutive ranks, with copies across a stage's blocks.
+    """Makes the mesh for sharding: blocks of `shard_ranks` consecutive ranks, with copies across a stage's blocks.
 
     Collective over all ranks, which create every group in the same order; call it before the sequence groups are made. The mesh
-    gets groups of its own, so that a rank that waits longer than `timeout_s` fails. Repeated calls with equal arguments return
-    the same mesh, because torch treats equal meshes as identical. Raises ValueError unless `shard_ranks` divides the number of
-    ranks of a stage.
+    has its own groups, so that a rank that waits longer than `timeout_s` fails. Repeated calls with equal arguments return the
+    same mesh, since torch treats equal meshes as identical. Raises ValueError unless `shard_ranks` divides the ranks of a stage.
     """
     num_ranks = dist.get_world_size()
     ranks_per_stage = num_ranks // num_stages
@@ -68,7 +67,7 @@ def _new_mesh(world: dist.ProcessGroup, device_type: str, shard_ranks: int, time
 
 
 def block_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks of `mesh` that share one copy of the parameters with this rank, as a mesh of one dimension."""
+    """Returns the ranks of `mesh` that share one copy of the parameters with this rank, as a 1-D mesh."""
     return mesh if mesh.ndim == 1 else mesh["shard"]
 
 
@@ -81,14 +80,13 @@ def shard_model(
 ) -> None:
     """Shards `model` in place over `mesh`: each module of a class in `layer_classes` as one unit, then the rest as another.
 
-    A module inside of another one belongs to the unit of that. A module that shares a parameter with the rest of the model, such
-    as a tied embedding, belongs to the last unit, so that the parameter remains one. `fp32_gradients`: gradients of
-    half-precision weights are accumulated, and summed over ranks, in fp32. Every rank's backward must reach the same parameters,
-    or FSDP2 silently adds up gradients of different ones; plans ensure it by sending at least one chunk per rank through the
-    whole model. Raises ValueError if no module belongs to one of the classes. Weights that are shards of a `DTensor` already,
-    such as those of experts that are spread over ranks, stay as they are. Weights that are noted as rounded by autocast
-    (`note_rounded`) are gathered in bf16. `layers_on_host`: shards of layers lie in host memory while forwards and backwards run
-    (`host_layers.py`); raises ValueError if blocks have one rank, whose shards are whole.
+    A nested module belongs to the outer one's unit. A module that shares a parameter with the rest of the model, such as a tied
+    embedding, belongs to the last unit, so that the parameter stays shared. Weights that are already shards of a `DTensor`, such
+    as spread experts, stay unchanged. Weights that autocast rounds (`note_rounded`) are gathered in bf16. Every rank's backward
+    must reach the same parameters, or FSDP2 silently adds gradients of different ones; plans send at least one chunk per rank
+    through the whole model. fp32_gradients: accumulate and sum gradients of half-precision weights in fp32. layers_on_host: keep
+    shards of layers in host memory while forwards and backwards run (`host_layers.py`). Raises ValueError if no module is of one
+    of the classes, or for `layers_on_host` with blocks of one rank, whose shards are whole.
     """
     if layers_on_host and block_mesh(mesh).size() == 1:
         raise ValueError(
@@ -114,15 +112,15 @@ def shard_model(
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half and fp32_gradients else None)
     dealt: set[nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    # looked up now, since shards are other objects
+    # look up modules now, since shards are other objects
     places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in rounded_weights(model)]
     for parameter in model.parameters():
-        # FSDP2 takes no transposed weight
+        # FSDP2 refuses transposed weights
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     for module in [*layers, model]:
         fully_shard(module, mesh=block_mesh(mesh), mp_policy=policy, ignored_params=dealt)
-    # `ShardedParameters` sums over the copies itself; FSDP2 does not know about them
+    # `ShardedParameters` sums over the copies itself, without FSDP2
     setattr(model, _COPIES, mesh.get_group("replicate") if mesh.ndim > 1 else None)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
@@ -135,19 +133,19 @@ def shard_model(
 
 
 def copies_group(model: object) -> dist.ProcessGroup | None:
-    """The ranks that have equal shards of a sharded model; None if no other rank has those of this one."""
+    """Returns the group of ranks with the same shards as this rank; None if there are no others."""
     found: dist.ProcessGroup | None = getattr(model, _COPIES, None)
     return found
 
 
 def layer_shards(model: object) -> LayerShards | None:
-    """Shards of a model's layers that lie on the host while a step computes; None if none do."""
+    """Returns the shards of a model's layers that are on the host while a step computes; None if there are none."""
     found: LayerShards | None = getattr(model, _ON_HOST, None)
     return found
 
 
 class ShardedParameters:
-    """Parameters of a model after `shard_model`, for plans whose `parameters` are "sharded" or "gathered_per_round".
+    """Parameters of a model after `shard_model`, for plans with `parameters` "sharded" or "gathered_per_round".
 
     sharded: every forward and backward gathers a layer and frees it afterwards; the unit of embedding and head stays gathered
     from forward to backward. gathered_per_round: the first forward of a micro-batch gathers each layer and its last backward
@@ -175,7 +173,7 @@ class ShardedParameters:
             )
 
     def computing(self) -> AbstractContextManager[None]:
-        """Context around all forwards and backwards of a plan, during which shards of layers may lie on the host."""
+        """Context around all forwards and backwards of a plan, during which shards of layers may be on the host."""
         return nullcontext() if self.on_host is None else self.on_host.away(self.model)
 
     def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> AbstractContextManager[None]:
@@ -204,12 +202,12 @@ class ShardedParameters:
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the step's gradient sum of each shard in its `.grad`; each micro-batch has already summed within blocks.
 
-        Collective over the ranks with equal shards, and for `tied` over the two stages that hold it, with equal shards too.
+        Collective over the ranks with equal shards and, for `tied`, over the two stages that hold it with equal shards.
         """
         self.gradients.reduce(self.copies, tied)
 
     def free(self) -> None:
-        """Frees the weights that forwards without a backward leave gathered."""
+        """Frees weights that are still gathered after forwards without a backward."""
         free_gathered(self.model)
 
 
@@ -219,13 +217,13 @@ def is_sharded(model: object) -> bool:
 
 
 def free_gathered(model: object) -> None:
-    """Frees gathered weights, so that the model's parameters are its shards again; does nothing for a model without shards."""
+    """Frees gathered weights, so that the model's parameters are shards again; does nothing for a model without shards."""
     for unit in _units(model):
         unit.reshard()
 
 
 def parameters_of(model: nn.Module, fp32_gradients: bool) -> ReplicatedParameters | ShardedParameters:
-    """The handler for the parameters of `model`: `ShardedParameters` if `shard_model` was applied to it."""
+    """Returns the handler of the model's parameters: `ShardedParameters` after `shard_model`, else `ReplicatedParameters`."""
     if isinstance(model, FSDPModule):
         return ShardedParameters(model, fp32_gradients)
     return ReplicatedParameters(model, fp32_gradients)

@@ -1,21 +1,16 @@
-"""Runs an optimizer on whole weights, although every rank holds a shard of each: every weight has one rank that updates it.
+"""Runs an optimizer on whole weights although every rank holds a shard of each: each weight has one rank that updates it.
 
 Many optimizers cannot run on shards. Adafactor takes means over rows and columns, Muon multiplies whole matrices, 8-bit moments
-share a scale in blocks, and code that calls kernels of its own knows no shards. Each would be silently wrong, or fail. So in a
-step every rank gets the shards of the weights that it owns, and of their gradients, by all-to-all; the optimizer updates these
-whole weights; and their shards go back. States of a weight are whole, and only on the rank that owns it, so that ranks share them
-out as they do shards. Steps are those of one process, bit by bit.
+share a scale in blocks, and custom kernels do not support shards. Each would fail or be silently wrong. So in a step every rank
+gets, by all-to-all, the shards of the weights that it owns and of their gradients; the optimizer updates these whole weights; and
+their shards go back. States of a weight are whole, and only on the rank that owns it. Steps are those of one process, bit by bit.
 
-That is right where the update of a weight depends on that weight alone. An optimizer that looks across weights, such as Prodigy,
-is refused by name, or by what it keeps after a step.
+This is correct if the update of a weight depends on that weight alone. An optimizer that looks across weights is refused by name,
+or by `Settings`: Prodigy and D-Adaptation take sums over all weights, so that each rank would get another step size; GrokAdamW
+counts weights with gradients. Optimizers keep such results in groups, attributes, or states that belong to no weight, which
+`Settings` compares over ranks after every step. If an optimizer keeps no such result, this is not detected.
 
-A step sends gradients once and weights twice, and for its length a rank holds the weights that it owns, whole, with gradients.
-
-Ends a run whose optimizer looks across weights, where every rank updates some of them and knows nothing of the others.
-
-Prodigy and D-Adaptation take sums over all weights, so that each rank would get another step size; GrokAdamW counts weights with
-gradients. What optimizers learn of that kind they keep in groups, attributes, or states that belong to no weight: `Settings`
-compares these over ranks after every step. An optimizer that looks across weights and keeps nothing of it goes unseen.
+A step sends gradients once and weights twice; during it, a rank holds the weights that it owns, whole, with gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from torch.optim import Optimizer
 
 from hf_longctx.runtime.parameters.gradients import local_shard
 
-# beginnings of the names of classes that look across weights, of which some keep nothing that tells
+# prefixes of classes that look across weights, some of which keep nothing that shows it
 _LOOK_ACROSS = ("Prodigy", "DAdapt", "GrokAdamW")
 _REMEDY = (
     "use optim='adamw_torch' or another optimizer whose update of a weight depends on that weight alone, or whole weights "
@@ -43,31 +38,31 @@ _REMEDY = (
 
 
 def looks_across_weights(optimizer: Optimizer) -> bool:
-    """Whether the class of the optimizer, or one that it derives from, is known to update a weight by what others are."""
+    """Whether an optimizer's class or a base class is known to update a weight depending on others."""
     return any(kind.__name__.startswith(_LOOK_ACROSS) for kind in type(optimizer).__mro__)
 
 
 def across_weights_problem(optimizer: Optimizer) -> str:
-    """The error about an optimizer that `looks_across_weights`."""
+    """Returns the error message for an optimizer that `looks_across_weights`."""
     return f"{type(optimizer).__name__} looks across weights, of which each rank updates only some under shards; {_REMEDY}"
 
 
 class Settings:
-    """Settings and numbers that an optimizer keeps beside states of weights: equal on the ranks of `group` after every step."""
+    """Settings and numbers that an optimizer keeps besides states of weights; must be equal on the ranks of `group`."""
 
     def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        # settings that hold tensors from the start are not learnt
+        # settings with tensors from the start are given, not learnt
         self.given = {name for name, value in _settings_of(optimizer).items() if _is_of_weights(value)}
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError on all ranks if settings differ, or hold what belongs to weights. Collective over the group."""
+        """Raises RuntimeError on all ranks if settings differ or contain values of weights. Collective over the group."""
         settings = _settings_of(optimizer)
         learnt = {name for name, value in settings.items() if _is_of_weights(value)} - self.given
         learnt |= {_state_name(key) for key in optimizer.state if not isinstance(key, Tensor)}
         described = {name: _described(value) for name, value in settings.items()}
         digest = int.from_bytes(hashlib.sha256(repr(sorted(described.items())).encode()).digest()[:7])
-        # the greatest and the smallest digest, and whether any rank has learnt something
+        # greatest and smallest digest, and whether any rank has learnt something
         extremes = torch.tensor([digest, -digest, len(learnt)], dtype=torch.int64, device=self.device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, self.group)
         most, least_negated, num_learnt = extremes.tolist()
@@ -79,7 +74,7 @@ class Settings:
 
 
 def _difference(found: list[tuple[dict[str, str], list[str]]]) -> str:
-    """The fault in the settings of all ranks, in the same words on each of them."""
+    """Describes the difference in the settings of all ranks, in the same words on each."""
     if learnt := sorted({name for _, names in found for name in names}):
         return f"{learnt[0]}, which is no number and no state of one weight, but under shards each rank updates only some weights"
     for name in sorted({name for described, _ in found for name in described}):
@@ -93,7 +88,7 @@ def _difference(found: list[tuple[dict[str, str], list[str]]]) -> str:
 
 
 def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Settings of all groups, and attributes that are numbers, by a name for errors."""
+    """Returns settings of all groups and numeric attributes, by a name for errors."""
     found = {
         f"{name!r} in its groups (number {place})": value
         for place, group in enumerate(optimizer.param_groups)
@@ -109,7 +104,7 @@ def _state_name(key: Any) -> str:
 
 
 def _is_of_weights(value: Any) -> bool:
-    """Whether the value holds tensors of several numbers, or anything by weight."""
+    """Whether the value contains tensors of several elements, or anything per weight."""
     if isinstance(value, dict):
         return any(isinstance(key, Tensor) for key in value) or any(map(_is_of_weights, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -118,7 +113,7 @@ def _is_of_weights(value: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    """Numbers and words in the value, and in a list or a mapping; of anything else only the class."""
+    """Describes a value by its numbers and words, also inside lists and mappings, and anything else by its class."""
     if isinstance(value, Tensor):
         return repr(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, dict):
@@ -128,16 +123,16 @@ def _described(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
 
 
-# name of the attribute by which an optimizer holds its `_WholeSteps`
+# attribute of an optimizer: its `_WholeSteps`
 _KEPT = "longctx_whole_steps"
 # optimizers of torch that need whole matrices; the others update element by element
 _OF_MATRICES = ("Muon", "Adafactor")
-# packages whose optimizers update shards as they would whole weights
+# packages whose optimizers update shards like whole weights
 _ELEMENTWISE = ("torch", "torchao")
 
 
 def needs_whole_weights(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may be wrong on shards: all are that neither torch nor torchao made, and those of whole matrices."""
+    """Whether an optimizer may be wrong on shards: those of other packages than torch and torchao, and of whole matrices."""
     kind = type(optimizer)
     return kind.__module__.split(".", 1)[0] not in _ELEMENTWISE or kind.__name__ in _OF_MATRICES
 
@@ -146,9 +141,8 @@ def step_on_whole_weights(optimizer: Optimizer) -> None:
     """Makes `optimizer` update whole weights, each on the rank that owns it; does so once.
 
     From then on `step`, and `train` and `eval` of schedule-free optimizers, are collective over the ranks that share a copy of
-    the weights; `step` raises RuntimeError on all of them, before it changes weights, if what the optimizer keeps beside states
-    differs over ranks. Raises ValueError for weights that are sharded otherwise than by rows, and for an optimizer that is known
-    to look across weights.
+    the weights; `step` raises RuntimeError on all of them, before it changes weights, if `Settings` differ over ranks. Raises
+    ValueError for weights that are not sharded by rows, and for an optimizer that is known to look across weights.
     """
     if not has_whole_steps(optimizer):
         vars(optimizer)[_KEPT] = _WholeSteps(optimizer)
@@ -160,13 +154,13 @@ def has_whole_steps(optimizer: Any) -> bool:
 
 
 def owns_weight(optimizer: Optimizer, place: int) -> bool:
-    """Whether this rank updates the weight at this place, counted through all groups; all ranks do where it is no shard."""
+    """Whether this rank updates the weight at this index over all groups; all ranks update a weight that is no shard."""
     kept: _WholeSteps = vars(optimizer)[_KEPT]
     return kept.owner(place) in (None, kept.rank)
 
 
 class _WholeSteps:
-    """Puts whole weights in the place of shards while an optimizer's own methods run."""
+    """Replaces shards by whole weights while an optimizer's own methods run."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         parameters = _parameters_of(optimizer)
@@ -186,11 +180,11 @@ class _WholeSteps:
                 setattr(optimizer, name, MethodType(_on_whole(self, own, name), optimizer))
 
     def owner(self, place: int) -> int | None:
-        """The rank of the group that updates the weight at this place; None for a weight that is whole on all ranks."""
+        """Returns the rank of the group that updates the weight at this index; None if it is whole on all ranks."""
         return self.owners.get(place)
 
     def _dealt(self, parameters: list[Tensor]) -> dict[int, int]:
-        """An owner for every shard, the largest first, each to the rank that owns the fewest elements so far."""
+        """Chooses an owner for every shard, largest first: the rank that owns the fewest elements so far."""
         loads = [0] * self.num_ranks
         owners = {}
         for place in sorted(self.sharded, key=lambda place: (-parameters[place].numel(), place)):
@@ -200,7 +194,7 @@ class _WholeSteps:
 
     @contextmanager
     def whole(self, optimizer: Optimizer, with_gradients: bool) -> Iterator[None]:
-        """Context in which the groups of the optimizer have whole weights where this rank owns them, and nothing elsewhere."""
+        """Context in which the optimizer's groups contain the whole weights that this rank owns, and no others."""
         parameters = _parameters_of(optimizer)
         moved = [place for place in self.sharded if not with_gradients or parameters[place].grad is not None]
         weights = {place: local_shard(parameters[place].detach()) for place in moved}
@@ -211,7 +205,7 @@ class _WholeSteps:
         stand_ins: dict[int, nn.Parameter] = {}
         for place in self.sharded:
             value = gathered.get(place)
-            # an empty weight without a gradient keeps the places of the others, which some optimizers count
+            # empty weights without gradients keep the indices of the others, which some optimizers count
             stand_ins[place] = nn.Parameter(parameters[place].new_empty(0).detach() if value is None else value)
             if place in gradients:
                 stand_ins[place].grad = gradients[place]
@@ -230,7 +224,7 @@ class _WholeSteps:
 
     def _swap_back(self, optimizer: Optimizer, parameters: list[Tensor], stand_ins: dict[int, nn.Parameter]) -> None:
         for place, stand_in in stand_ins.items():
-            # asking for the state of a weight that is not owned leaves an empty one
+            # reading the state of a weight that is not owned creates an empty one
             if state := optimizer.state.pop(stand_in, None):
                 optimizer.state[parameters[place]] = state
         _set_parameters(optimizer, parameters)
@@ -263,7 +257,7 @@ class _WholeSteps:
                     shards[turn[rank]].copy_(part.view_as(shards[turn[rank]]))
 
     def _turns(self, shards: dict[int, Tensor]) -> Iterator[dict[int, int]]:
-        """Deals weights into exchanges, in each of which a rank owns at most one weight: its rank -> the weight's place.
+        """Deals weights into exchanges {rank: index of its weight}, in which a rank owns at most one weight.
 
         Tensors of one exchange have one dtype.
         """
@@ -277,20 +271,20 @@ class _WholeSteps:
                 yield {rank: queue[number] for rank, queue in enumerate(queues) if number < len(queue)}
 
     def _shard_sizes(self, parameter: Tensor) -> list[int]:
-        """Elements of the weight on each rank; rows are dealt out as by torch.chunk."""
+        """Returns the elements of the weight on each rank; rows are divided as by torch.chunk."""
         num_rows = parameter.shape[0]
         most, width = -(-num_rows // self.num_ranks), parameter.numel() // max(1, num_rows)
         return [max(0, min(most, num_rows - rank * most)) * width for rank in range(self.num_ranks)]
 
 
 def _on_whole(kept: _WholeSteps, own: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A method of an optimizer that runs on whole weights; "train" and "eval" do nothing where groups are in that mode."""
+    """Makes a method of an optimizer run on whole weights; "train" and "eval" do nothing if groups are in that mode."""
 
     def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if name != "step" and all(group.get("train_mode") == (name == "train") for group in optimizer.param_groups):
             return None
         if name == "step" and callable(begin := getattr(optimizer, "check_overrides", None)):
-            # bitsandbytes looks for weights with settings of their own by identity
+            # bitsandbytes finds weights with their own settings by identity
             begin()
         with kept.whole(optimizer, name == "step"):
             result = own(*args, **kwargs)

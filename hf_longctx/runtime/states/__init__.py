@@ -1,1 +1,1 @@
-"""States along the sequence (linear attention, SSM, convolution) under plans: documents apart, slices in a row, heads spread."""
+"""Layers with a state along the sequence (linear attention, SSM, convolution) under plans."""

@@ -1,11 +1,11 @@
-"""Keys that an index chooses for every token of a chunk, from all earlier tokens of its document (DeepSeek sparse attention).
+"""Chooses keys for every token of a chunk by an index, among all earlier tokens of its document (DeepSeek sparse attention).
 
-An index scores the earlier tokens of a document by small keys of its own, one for each token and shared by all heads, and keeps
-the best. No gradient passes through the choice. Every rank scores its own tokens. For this it gets the index keys of all earlier
-tokens: from the ranks of its group that hold them, and for slices from the state book, where each slice leaves its index keys.
+An index scores the earlier tokens of a document by small index keys, one per token and shared by all heads, and keeps the best.
+No gradient passes through the choice. Every rank scores its own tokens. For this it gets the index keys of all earlier tokens:
+from the ranks of its group that hold them and, for slices, from the state book, where each slice leaves its index keys.
 
-Scores are computed for whole documents, so that two equal scores are told apart as they are without a plan: the choice among
-them depends on how many keys there are.
+Scores are computed for whole documents, so that the choice between equal scores, which depends on the number of keys, is the same
+as without a plan.
 
 Shapes: T tokens of this rank, D size of index keys, N tokens of a document, R rows of a block, K chosen keys of a token.
 
@@ -26,30 +26,29 @@ from hf_longctx.runtime.attention.kv_book import Slice
 from hf_longctx.runtime.states.book import check_not_lent, leave_state, slices_by_document
 from hf_longctx.runtime.states.passing import fetch_tokens
 
-# this rank's rows, index keys [1, N, D] of their document, which of these each row may see [1, R, N] -> chosen keys [1, R, K]
+# this rank's rows, index keys [1, N, D] of their document, mask of visible ones [1, R, N] -> chosen keys [1, R, K]
 Choose = Callable[[slice, Tensor, Tensor], Tensor]
 
 INDEX_KEYS = "index keys"
 # most scores of a block of rows, over all heads of the index
 BLOCK_SCORES = 2**25
-# more tokens than a document has
+# more tokens than any document has
 _ALL = 2**62
 
 
 @torch.no_grad()
 def choose_keys(keys_1TD: Tensor, most: int, num_heads: int, choose: Choose, layer: Hashable, context: GroupContext) -> Tensor:
-    """Positions in its document of the keys that each of this rank's tokens sees, [1, T, K] in int32; -1 where it sees fewer.
+    """Returns positions in the document of the keys chosen for this rank's tokens, [1, T, K] in int32; -1 for no key.
 
     keys_1TD: index keys of this rank's tokens. most: keys that `choose` returns for each row, or all if a document has fewer.
-    num_heads: heads of the index. Collective over the context's group. Raises ValueError for slices that are lent ranks of other
-    stages.
+    num_heads: heads of the index. Collective over the context's group. Raises ValueError for slices with lent ranks.
     """
     check_not_lent(context)
     slices, layout = slices_by_document(context), context.layout
     lengths = _lengths(slices, context)
     width = min(most, max(lengths.values()))
     going_on = [slice_ for slice_ in slices.values() if slice_.stop < slice_.end]
-    # no gradient reaches them, so the book holds them as they are
+    # no gradient reaches them, so the book stores them directly
     ranges_1DN, _ = fetch_tokens(keys_1TD.transpose(1, 2), _ALL, tuple(slice_.document for slice_ in going_on), layout)
     chosen = []
     for run, before_1DN in zip(layout.own, ranges_1DN, strict=False):
@@ -63,7 +62,7 @@ def choose_keys(keys_1TD: Tensor, most: int, num_heads: int, choose: Choose, lay
 
 
 def _lengths(slices: dict[int, Slice], context: GroupContext) -> dict[int, int]:
-    """Tokens of every document of the chunk, those in other chunks included."""
+    """Returns the tokens of every document of the chunk, including those in other chunks."""
     ends = {slice_.document: slice_.end for slice_ in slices.values()}
     lengths: dict[int, int] = {}
     for run in (run for runs in context.layout.runs for run in runs):
@@ -72,7 +71,7 @@ def _lengths(slices: dict[int, Slice], context: GroupContext) -> dict[int, int]:
 
 
 def _earlier(slice_: Slice | None, layer: Hashable, context: GroupContext) -> list[Tensor]:
-    """Index keys of the slices before this one, in order. Raises RuntimeError if some of them are not in the book."""
+    """Returns index keys of the slices before this one, in order. Raises RuntimeError if some are not in the book."""
     if slice_ is None or not slice_.start:
         return []
     found = sorted(
@@ -87,7 +86,7 @@ def _earlier(slice_: Slice | None, layer: Hashable, context: GroupContext) -> li
 
 
 def _of_run(run: Piece, first: int, whole_1ND: Tensor, num_heads: int, width: int, choose: Choose) -> list[Tensor]:
-    """Chosen keys [1, R, width] of the blocks of a run, whose first token is at position `first` of its document."""
+    """Returns chosen keys [1, R, width] of a run's blocks; its first token is at position `first` of its document."""
     num_keys = whole_1ND.shape[1]
     positions = torch.arange(num_keys, device=whole_1ND.device)
     num_rows, chosen = max(1, BLOCK_SCORES // (num_heads * num_keys)), []
@@ -95,7 +94,7 @@ def _of_run(run: Piece, first: int, whole_1ND: Tensor, num_heads: int, width: in
         stop = min(start + num_rows, run.num_tokens)
         row_positions = positions[first + start : first + stop].unsqueeze(1)
         found_1RK = choose(slice(run.first + start, run.first + stop), whole_1ND, (positions <= row_positions).unsqueeze(0))
-        # a token that sees fewer keys than are asked for gets later ones, too
+        # a token that sees fewer keys than requested also gets later ones
         seen_1RK = found_1RK.to(torch.int32).masked_fill(found_1RK > row_positions, -1)
         chosen.append(F.pad(seen_1RK, (0, width - seen_1RK.shape[2]), value=-1))
     return chosen

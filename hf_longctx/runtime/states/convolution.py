@@ -1,7 +1,7 @@
-"""A short causal convolution over the tokens of each document of a chunk, also where ranks or slices cut a document.
+"""Runs a short causal convolution within each document of a chunk, also if ranks or slices divide a document.
 
-A token reads the `width` - 1 tokens before it. At the start of a document these are zeros. A slice finds those of the slice
-before it in the state book. Where ranks of a group share a document, a rank gets the tokens before each of its own runs of tokens
+A token reads the `width` - 1 tokens before it. At the start of a document these are zeros. A slice reads those of the slice
+before from the state book. If ranks of a group share a document, a rank gets the tokens before each of its own runs of tokens
 from the ranks that hold them, which may be several; every rank also gets the last tokens of a slice, since the next slice may
 begin on any of them.
 
@@ -28,12 +28,10 @@ def convolve_documents(
     context: GroupContext,
     function: str = CONVOLUTION,
 ) -> Tensor:
-    """Outputs [1, C, T] of `convolve`, which reads zeros before the first token it gets, within each document of a chunk.
+    """Returns outputs [1, C, T] of `convolve` within each document; it must read zeros before the first token it gets.
 
-    function: tells several convolutions of one layer apart.
-
-    Every rank of the context's group must call it for the layers in the same order; backward repeats the exchange in reverse.
-    Raises ValueError for slices that are lent ranks of other stages.
+    function: distinguishes several convolutions of one layer. Every rank of the context's group must call it for layers in the
+    same order; backward repeats the exchange in reverse. Raises ValueError for slices with lent ranks.
     """
     check_not_lent(context)
     num_read, layout = width - 1, context.layout
@@ -55,16 +53,16 @@ def convolve_documents(
         output_1CT = leave_state(slice_, function, layer, context, after_1CK, output_1CT)
     if layout.num_ranks == 1:
         return output_1CT
-    # this rank may use neither what it received nor the states
+    # this rank may use neither the received tokens nor the states
     return with_backward_of(output_1CT, *received, *(state for state in earlier.values() if state is not None))
 
 
 def _end_state(end_1CN: Tensor, before_1CK: Tensor | None, num_read: int) -> Tensor:
-    """The last tokens of a slice that the next one reads; a shorter slice keeps some of those before it."""
+    """Returns the last tokens of a slice that the next one reads; a short slice keeps some of those before it."""
     zeros = end_1CN.new_zeros(*end_1CN.shape[:2], num_read) if before_1CK is None else before_1CK
     return _last(torch.cat([zeros, end_1CN], dim=-1), num_read)
 
 
 def _last(x_1CN: Tensor, num_tokens: int) -> Tensor:
-    """The last tokens of `x_1CN`, or all if it has fewer."""
+    """Returns the last tokens of `x_1CN`, or all if it has fewer."""
     return x_1CN[..., max(0, x_1CN.shape[-1] - num_tokens) :]

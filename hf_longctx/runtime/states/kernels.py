@@ -1,20 +1,17 @@
-"""Scans all documents of a row in one call of a package's kernel, where one is installed and proves correct.
+"""Scans all documents of a row in one call of a package's kernel, if one is installed and proves correct.
 
 On CUDA, transformers' torch code of a scan starts some ten small kernels per tile and document. Packages have kernels that take
 the boundaries of documents: `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, `mamba_chunk_scan_combined` of
 mamba_ssm. Their numbers and signatures change between releases. So a kernel is used only after its outputs, last state and all
-gradients for a small row of documents have been compared with a scan token by token in fp32 (`by_token`), once per device
-capability, dtype and sizes of heads. A package that is not installed is skipped; one that differs or fails is left out, with a
-warning in the log that names its version and what differs.
+gradients for a small row of documents have been compared with a slow, obvious scan token by token in fp32 (`by_token`), once per
+device capability, dtype and sizes of heads. A package that is not installed is skipped; one that differs or fails is not used,
+with a warning in the log that names its version and the difference.
 
-Only a row's first document may go on from a state, and only its last may leave one; `recurrence` cuts rows accordingly.
+Only a row's first document may start from a state, and only its last may leave one; `recurrence` cuts rows accordingly.
 
-Shapes: T tokens of a row, H heads with a state, K and E sizes of a head, N documents.
-
-Scans token by token: slow, obvious, and what kernels of packages are checked against (`kernels`).
-
-Inputs, weights and states are those of `recurrence.scan_documents`. Shapes: N tokens of one document, G heads of queries and
-keys, H heads with a state (a multiple of G; neighbouring heads share a query and a key), K size of a key, E size of a value.
+Inputs, weights and states are those of `recurrence.scan_documents`. Shapes: T tokens of a row, N documents of it, or tokens of
+one document, G heads of queries and keys, H heads with a state (a multiple of G; neighbouring heads share a query and a key), K
+size of a key, E size of a value.
 """
 
 from __future__ import annotations
@@ -39,31 +36,30 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# largest difference, as root mean square of a document, relative to that of the whole result: kernels multiply matrices in the
-# dtype of their inputs; in fp32 this refuses products of TF32
+# largest difference, as root mean square over a document, relative to that of the whole result: kernels multiply matrices in
+# the dtype of their inputs; in fp32 this refuses products of TF32
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-5}
 
-# rows whose boundaries stay on the device: a chunk has as many as its scan has blocks
+# rows whose boundaries are kept on the device: a chunk has as many as its scan has blocks
 _KEPT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """Sizes of a scan's heads, which decide what code a kernel runs.
+    """Sizes of a scan's heads, on which a kernel's code depends."""
 
-    key, value: elements of a head's queries and keys, and of its values. readers: heads with a state that share a query and a
-    key. tile: tokens that are computed at once.
-    """
-
+    # elements of a head's queries and keys, and of its values
     key: int
     value: int
+    # heads with a state that share a query and a key
     readers: int
+    # tokens that are computed at once
     tile: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Documents of one call: their boundaries, from 0 to T. goes_on: the state after the last one is wanted."""
+    """Boundaries of the documents of one call, from 0 to T. goes_on: whether the state after the last one is needed."""
 
     boundaries: tuple[int, ...]
     goes_on: bool
@@ -73,29 +69,30 @@ class Row:
         return len(self.boundaries) - 1
 
 
-# dtype, sizes of heads, capability of the device and settings of the scan
+# (dtype, sizes of heads, capability of the device, settings of the scan)
 _Key = tuple[torch.dtype, HeadSizes, tuple[int, int], tuple[Any, ...]]
 
 
 @dataclass
 class ScanKernel(ABC):
-    """A package's function that scans the documents of a row.
+    """A package's function that scans the documents of a row."""
 
-    package: name of the distribution, for messages. module, name: where the function is. arguments: those it must have by name.
-    device_type: where it runs. verdicts: for all that a check depends on why the function is not used, empty if it is.
-    """
-
+    # name of the distribution, for messages
     package: str
+    # module that defines the function
     module: str
     name: str
+    # keyword arguments that the function must take
     arguments: tuple[str, ...]
+    # device type on which it runs
     device_type: str = "cuda"
+    # why the function is not used, or "", by everything that a check depends on
     verdicts: dict[_Key, str] = field(default_factory=dict)
     _boundaries: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=OrderedDict)
 
     @abstractmethod
     def sizes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> HeadSizes:
-        """Sizes of the heads of a scan's tensors."""
+        """Returns the sizes of the heads of a scan's tensors."""
 
     @abstractmethod
     def in_kernel_format(self, tensors: Sequence[Tensor]) -> bool:
@@ -105,25 +102,25 @@ class ScanKernel(ABC):
     def call(
         self, tensors: Sequence[Tensor], state: Tensor | None, row: Row, settings: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs [1, T, H, E] of the kernel, and the state after the last document if `row.goes_on`."""
+        """Runs the kernel; returns outputs [1, T, H, E], and the state after the last document if `row.goes_on`."""
 
     @abstractmethod
     def by_token(self, tensors: Sequence[Tensor], state: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """Outputs and last state of one document, token by token."""
+        """Computes outputs and last state of one document, token by token."""
 
     @abstractmethod
     def drawn(self, sizes: HeadSizes, num_tokens: int, settings: tuple[Any, ...]) -> dict[str, Tensor]:
-        """Random tensors of a scan on the CPU by name, each in fp32 or, if its dtype is the model's, in bf16; and a state."""
+        """Draws tensors of a scan by name, on the CPU, in bf16 if their dtype is the model's, else in fp32; and a state."""
 
     def takes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> bool:
-        """Whether the kernel is installed and right for a scan of such tensors; the first call for such tensors checks it."""
+        """Whether the kernel is installed and correct for a scan of such tensors; the first call for such tensors checks it."""
         x = tensors[0]
         if x.device.type != self.device_type or x.dtype not in _TOLERANCES or not self.in_kernel_format(tensors):
             return False
         return not self.problem(x.device, x.dtype, self.sizes(tensors, settings), settings)
 
     def problem(self, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, settings: tuple[Any, ...]) -> str:
-        """Why the kernel is not used for such scans; empty if it is used. The first call for all this checks, and warns."""
+        """Describes why the kernel is not used for such scans; empty if it is. The first call for them checks, and warns."""
         if device.type != self.device_type:
             return f"it runs on {self.device_type}"
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -139,22 +136,22 @@ class ScanKernel(ABC):
 
     @property
     def is_installed(self) -> bool:
-        """Whether the package is found; nothing is imported."""
+        """Whether the package is found, without importing it."""
         try:
             return importlib.util.find_spec(self.module.partition(".")[0]) is not None
         except ValueError:
-            # a module that someone put together by hand
+            # a module that was made by hand
             return True
 
     @property
     def label(self) -> str:
-        """Name of the function, and of its package with the version."""
+        """Name of the function, and name and version of its package."""
         versions = [each.version for each in importlib.metadata.distributions(name=self.package)]
         return f"{self.name} of {self.package} {versions[0] if versions else '(version unknown)'}"
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """The function. Raises ImportError or AttributeError without it, TypeError if it lacks arguments."""
+        """Imports the function. Raises ImportError or AttributeError if missing, TypeError if it lacks arguments."""
         found: Callable[..., Any] = getattr(import_module(self.module), self.name)
         known = inspect.signature(found).parameters
         if missing := [name for name in self.arguments if name not in known]:
@@ -163,7 +160,7 @@ class ScanKernel(ABC):
         return found
 
     def boundaries(self, row: Row, device: torch.device) -> Tensor:
-        """Boundaries of documents as `marks` on the device; those of the last rows are kept, since every layer asks for them."""
+        """Returns `marks` of a row on the device; those of the last rows are cached, since every layer needs them."""
         key = (row.boundaries, device)
         known = self._boundaries.pop(key, None)
         if known is None:
@@ -176,7 +173,7 @@ class ScanKernel(ABC):
         return known
 
     def marks(self, row: Row) -> Tensor:
-        """Boundaries of documents as the kernel wants them, on the CPU."""
+        """Returns the boundaries of documents in the kernel's format, on the CPU."""
         return torch.tensor(row.boundaries)
 
     def _checked(self, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, settings: tuple[Any, ...]) -> str:
@@ -184,7 +181,7 @@ class ScanKernel(ABC):
             return f"{self.package} is not installed"
         try:
             worst, error = worst_error(self, device, dtype, sizes, settings)
-        # the package is left out whatever its function raises
+        # the package is not used, whatever its function raises
         except Exception as problem:
             return f"its check failed with {type(problem).__name__}: {problem}"
         # written so that NaN fails too
@@ -196,10 +193,10 @@ class ScanKernel(ABC):
 def worst_error(
     kernel: ScanKernel, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, settings: tuple[Any, ...]
 ) -> tuple[str, float]:
-    """The result of a kernel that differs most from a scan token by token, and by how much; NaN stays NaN.
+    """Returns the kernel's result that differs most from a scan token by token, and the difference; NaN stays NaN.
 
-    Rows with and without a first and a last state are compared. The difference is the root mean square over a document, the
-    largest of all documents, relative to that of the result for all documents.
+    Rows with and without a first and a last state are compared. The difference is the largest root mean square over a document,
+    relative to that of the result over all documents.
     """
     tile = sizes.tile
     lengths = (tile + 3, 1, tile, 5, tile // 2, tile + 2)
@@ -244,16 +241,16 @@ def worst_error(
 def _results(
     inputs: dict[str, Tensor], scan: Callable[[list[Tensor], Tensor | None], tuple[Tensor, Tensor | None]]
 ) -> dict[str, Tensor]:
-    """Outputs, the last state if there is one, and gradients of all inputs, for random gradients of both."""
+    """Returns outputs, the last state if there is one, and gradients of all inputs for random gradients of both."""
     device = next(iter(inputs.values())).device
-    # the first scan may run inside of a model's forward: under autocast, without gradients, with hooks on saved tensors
+    # the first scan may run inside a model's forward: under autocast, without gradients, with hooks on saved tensors
     untouched = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), untouched:
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
         output, after = scan([x for name, x in leaves.items() if name != "first state"], leaves.get("first state"))
         made = {"output": output} if after is None else {"output": output, "last state": after}
         generator = torch.Generator().manual_seed(1)
-        # rounded for all dtypes alike
+        # rounded in the same way for all dtypes
         given = [torch.randn(x.shape, generator=generator).bfloat16().to(x) for x in made.values()]
         gradients = torch.autograd.grad(list(made.values()), list(leaves.values()), given)
     named = {f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}
@@ -268,17 +265,17 @@ class KernelScan:
     settings: tuple[Any, ...]
 
     def takes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the kernel is installed and right for a scan of such tensors."""
+        """Whether the kernel is installed and correct for a scan of such tensors."""
         return self.kernel.takes(tensors, self.settings)
 
     def __call__(self, tensors: Sequence[Tensor], state: Tensor | None, row: Row) -> tuple[Tensor, Tensor | None]:
-        """Outputs [1, T, H, E], and the state after the last document if `row.goes_on`."""
+        """Returns outputs [1, T, H, E], and the state after the last document if `row.goes_on`."""
         return self.kernel.call(tensors, state, row, self.settings)
 
 
 @dataclass
 class DeltaKernel(ScanKernel):
-    """A gated delta rule; settings: whether it normalizes queries and keys. by_channel: decays have one number per channel."""
+    """A gated delta rule; settings: whether it normalizes queries and keys. by_channel: decays have a number per channel."""
 
     by_channel: bool = False
 
@@ -288,7 +285,7 @@ class DeltaKernel(ScanKernel):
         return HeadSizes(k.shape[-1], v.shape[-1], v.shape[2] // k.shape[2])
 
     def in_kernel_format(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether queries, keys, values and strengths are of one dtype, and decays are of fp32, one or one per channel."""
+        """Whether queries, keys, values and strengths have one dtype, and decays are in fp32, one per head or per channel."""
         q, k, v, decay, strength = tensors
         is_uniform = q.dtype == k.dtype == v.dtype == strength.dtype and decay.dtype == torch.float32
         return is_uniform and (decay.dim() == 4) == self.by_channel
@@ -296,7 +293,7 @@ class DeltaKernel(ScanKernel):
     def call(
         self, tensors: Sequence[Tensor], state: Tensor | None, row: Row, settings: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs and last state [1, H, K, E] of flash-linear-attention's rule."""
+        """Runs flash-linear-attention's rule; returns outputs and last state [1, H, K, E]."""
         q, k, v, decay, strength = tensors
         # the other documents start from zeros
         states = None if state is None else F.pad(state, (0, 0, 0, 0, 0, 0, 0, row.num_documents - 1))
@@ -316,7 +313,7 @@ class DeltaKernel(ScanKernel):
         return delta_rule(tensors, state, normalize=settings[0])
 
     def drawn(self, sizes: HeadSizes, num_tokens: int, settings: tuple[Any, ...]) -> dict[str, Tensor]:
-        """Two heads of queries and keys; decays of heads from 0.98 to 0.2 per token."""
+        """Draws two heads of queries and keys, with decays of heads from 0.98 to 0.2 per token."""
         generator, heads = torch.Generator().manual_seed(0), 2 * sizes.readers
         q, k = (torch.randn(1, num_tokens, 2, sizes.key, generator=generator) for _ in range(2))
         # keys that are not normalized by the rule have a length of about one
@@ -341,19 +338,19 @@ class MambaKernel(ScanKernel):
         return HeadSizes(into.shape[-1], x.shape[-1], x.shape[2] // into.shape[2], settings[0])
 
     def in_kernel_format(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether all inputs are of one dtype; weights are cast."""
+        """Whether all inputs have one dtype; weights are cast."""
         into, out, x, step, *_ = tensors
         return into.dtype == out.dtype == x.dtype == step.dtype
 
     def marks(self, row: Row) -> Tensor:
-        """Number of the document of each token [1, T]."""
+        """Returns the document number of each token [1, T]."""
         lengths = torch.tensor(row.boundaries).diff()
         return torch.arange(row.num_documents, dtype=torch.int32).repeat_interleave(lengths).unsqueeze(0)
 
     def call(
         self, tensors: Sequence[Tensor], state: Tensor | None, row: Row, settings: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs and last state [1, H, E, K] of mamba_ssm's scan, whose first state is that of the first document."""
+        """Runs mamba_ssm's scan, whose first state is the first document's; returns outputs and last state [1, H, E, K]."""
         into, out, x, step, decay, bias, past = tensors
         tile, softplus, limits = settings
         found = self.function(
@@ -374,7 +371,7 @@ class MambaKernel(ScanKernel):
         return mamba2(tensors, state, softplus=settings[1], limits=settings[2])
 
     def drawn(self, sizes: HeadSizes, num_tokens: int, settings: tuple[Any, ...]) -> dict[str, Tensor]:
-        """Two groups of heads; decays of heads from 0.99 to 0.3 per token for steps of about 0.1."""
+        """Draws two groups of heads, with decays of heads from 0.99 to 0.3 per token for steps of about 0.1."""
         generator, heads = torch.Generator().manual_seed(0), 2 * sizes.readers
         into, out = (torch.randn(1, num_tokens, 2, sizes.key, generator=generator) * sizes.key**-0.5 for _ in range(2))
         x = torch.randn(1, num_tokens, heads, sizes.value, generator=generator)
@@ -402,11 +399,11 @@ MAMBA2_SCAN = MambaKernel(
 
 
 def delta_rule(tensors: Sequence[Tensor], state_1HKE: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Outputs [1, N, H, E] and last state of a gated delta rule (Yang et al. 2025, arXiv:2412.06464, equation 10).
+    """Returns outputs [1, N, H, E] and last state of a gated delta rule (Yang et al. 2025, arXiv:2412.06464, equation 10).
 
-    A state decays with every token, and then what it holds for the token's key moves towards the token's value. tensors: queries
-    and keys [1, N, G, K], values [1, N, H, E], logarithms of decays [1, N, H] or [1, N, H, K], strengths [1, N, H]. normalize:
-    queries and keys are divided by their length first.
+    A state decays with every token; then its value for the token's key moves towards the token's value. tensors: queries and
+    keys [1, N, G, K], values [1, N, H, E], logarithms of decays [1, N, H] or [1, N, H, K], strengths [1, N, H]. normalize:
+    whether to divide queries and keys by their length first.
     """
     q_1NGK, k_1NGK, v_1NHE, decay, strength_1NH = tensors
     if normalize:
@@ -428,10 +425,11 @@ def delta_rule(tensors: Sequence[Tensor], state_1HKE: Tensor | None, normalize: 
 def mamba2(
     tensors: Sequence[Tensor], state_1HEK: Tensor | None, softplus: bool, limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [1, N, H, E] and last state of a Mamba 2 scan (Dao and Gu 2024, arXiv:2405.21060, section 2).
+    """Returns outputs [1, N, H, E] and last state of a Mamba 2 scan (Dao and Gu 2024, arXiv:2405.21060, section 2).
 
-    tensors: what takes tokens into the state and out of it [1, N, G, K], tokens [1, N, H, E], steps [1, N, H]; for each head its
-    decay, what is added to steps, and how much of a token passes by the state. softplus: steps are activated. limits: of steps.
+    tensors: input and output projections of the state [1, N, G, K], tokens [1, N, H, E], steps [1, N, H]; for each head its
+    decay, the bias of steps, and the share of a token that skips the state. softplus: whether steps are activated. limits: of
+    steps.
     """
     into_1NGK, out_1NGK, x_1NHE, step_1NH, decay_H, bias_H, past_H = tensors
     step_1NH = step_1NH + bias_H

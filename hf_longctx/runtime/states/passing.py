@@ -1,24 +1,21 @@
-"""A recurrence over documents that ranks share: every rank scans its own tokens at once, and then learns the states before them.
+"""Runs a recurrence over documents that ranks share: every rank scans its own tokens, then adds the effect of earlier ones.
 
-A rank that holds tokens from the middle of a document scans them without knowing the state S before them, and finds besides
-outputs and state for S = 0 what S changes in both. Most scans are linear in S: `state after = carry * S + after`.
-One exchange tells each rank `carry` and `after` of all earlier tokens of its documents. It folds them into its own S, and adds
-what S adds to its outputs. No rank waits in line, and backward is one exchange too, in which a rank gets the sum of what others
-made of its `carry` and `after`. All of this is in at least fp32.
+A rank with tokens from the middle of a document scans them without the state S before them. Besides outputs and state for S = 0
+it computes the effect of S on both. Most scans are linear in S: `state after = carry * S + after`.
 
-A slice's first tokens start from the state in the book. Every rank finds the state after the slice and leaves it in its book;
-only the rank with the next slice's first tokens reads it there, and the gradients of the copies are summed by the exchange.
+In one exchange each rank gets `carry` and `after` of all earlier tokens of its documents. It combines them into its own S and
+adds the effect of S to its outputs. No rank waits in line. Backward is one exchange too, in which a rank gets the summed
+gradients of its `carry` and `after`. All of this is in at least fp32.
 
-Shapes: H heads with a state of their own, T tokens of this rank, N tokens of one run, E size of a head.
+A slice's first tokens start from the state in the book. Every rank computes the state after the slice and leaves it in its book;
+only the rank with the next slice's first tokens reads it, and the gradients of the copies are summed by the exchange.
 
-Exchanges among all ranks of a sequence group, differentiable: backward sends the gradients back along the same paths.
+Exchanges are differentiable: backward sends gradients back along the same paths. A block of ranks runs one all-to-all on its own
+process group. The ranks of a ring have none, so they send messages on the group of all ranks, as in ring attention, and only if
+the receiver needs something. State maps (`DeltaRule`, `Decay`, ...) describe the effect of S for known kinds of scans.
 
-A block of ranks has a process group of its own and runs one all-to-all on it. The ranks of a ring have none, so they send each
-other messages on the group of all ranks, as the ring's attention does; nothing is sent where both ends know of no need.
-
-How scans of known kinds depend on the state before their tokens, for `passing.scan_runs`.
-
-Shapes: H heads with a state of their own, G heads that several of them read, N tokens, K and E sizes of a head's state.
+Shapes: H heads with their own state, G heads that several of them read, T tokens of this rank, N tokens of one run, K and E sizes
+of a head's state.
 """
 
 from __future__ import annotations
@@ -39,10 +36,10 @@ from hf_longctx.runtime.states.book import LayerScan, leave_state, slices_by_doc
 
 
 def exchange(sends: Sequence[Tensor], receive_sizes: Sequence[int], inputs: Sequence[Tensor], layout: GroupLayout) -> Tensor:
-    """Elements that all ranks send this rank, in the order of ranks.
+    """Returns the elements that all ranks send to this rank, in rank order.
 
-    sends: a flat tensor for each rank, of one dtype. receive_sizes: elements that come from each rank. inputs: what the sent
-    tensors may be made of; if any of them has a gradient, this rank takes part in the backward, also if it sends nothing.
+    sends: a flat tensor for each rank, of one dtype. receive_sizes: elements from each rank. inputs: tensors from which the sent
+    ones may be computed; if any has a gradient, this rank takes part in the backward, even if it sends nothing.
     """
     anchor = next((x for x in inputs if x.requires_grad), inputs[0])
     sizes = [send.numel() for send in sends], list(receive_sizes)
@@ -65,7 +62,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _swap(send: Tensor, send_sizes: list[int], receive_sizes: list[int], layout: GroupLayout) -> Tensor:
-    """Sends each rank its part of `send`, and returns what the ranks send this one."""
+    """Sends each rank its part of `send`; returns what this rank receives."""
     received = send.new_empty(sum(receive_sizes))
     if layout.is_block:
         dist.all_to_all_single(received, send.contiguous(), receive_sizes, send_sizes, group=layout.process_group)
@@ -86,9 +83,9 @@ def _swap(send: Tensor, send_sizes: list[int], receive_sizes: list[int], layout:
 
 
 def with_backward_of(output: Tensor, *others: Tensor) -> Tensor:
-    """`output`, whose backward also runs that of `others`, with gradients of zero from here.
+    """Returns `output`, whose backward also runs that of `others`, with zero gradients from here.
 
-    For tensors whose backward must run although this rank may use nothing of them: states, and what collectives received.
+    For tensors whose backward must run even if this rank does not use them: states and results of collectives.
     """
     waiting = [other for other in others if other.requires_grad]
     if not waiting:
@@ -112,9 +109,9 @@ class _WithBackward(torch.autograd.Function):
 def fetch_tokens(
     x_1CT: Tensor, num_read: int, going_on: tuple[int, ...], layout: GroupLayout
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Up to `num_read` tokens before each run of this rank and the last ones of the documents `going_on`, each [1, C, N].
+    """Returns up to `num_read` tokens before each run of this rank, and the last ones of documents `going_on`, each [1, C, N].
 
-    Also returns what an exchange received. Collective over the group.
+    Also returns the received tensors. Collective over the group.
     """
     channels = x_1CT.shape[1]
     fetch = layout.fetch_before(num_read, going_on)
@@ -132,38 +129,36 @@ def fetch_tokens(
     return [torch.cat([parts[place] for place in places], dim=-1) if places else nothing_1CN for places in fetch.order], received
 
 
-# takes the tokens of one document or slice and the weights of its heads, and the state before the tokens (None: zeros); returns
-# outputs and the state after them
+# (tokens of one document or slice, with weights of its heads; state before them, None: zeros) -> outputs, state after them
 Scan = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The effect of tokens on a state S before them that is not known yet.
+    """The effect of tokens on a state S before them that is still unknown."""
 
-    after: the state after the tokens if S is zero. carry: what S becomes, see `StateMap.joined`. output: their outputs
-    [1, N, H, E], for S.
-    """
-
+    # the state after the tokens if S is zero
     after: Tensor
+    # effect of the tokens on S, see `StateMap.joined`
     carry: Tensor
+    # S to outputs of the tokens [1, N, H, E]
     output: Callable[[Tensor], Tensor]
 
 
 class StateMap(Protocol):
-    """How a kind of scan depends on the state before its tokens."""
+    """Effect of the state before the tokens, for one kind of scan."""
 
     def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Inputs and first state with which the scan also finds what a state before the tokens would add."""
+        """Returns inputs and first state with which the scan also computes the effect of a state before the tokens."""
 
     def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
-        """The effect of tokens. output, after: what the scan made of the widened inputs."""
+        """Returns the effect of tokens. output, after: the scan's results for the widened inputs."""
 
     def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
-        """Shape of the carry that belongs to states of this shape."""
+        """Returns the shape of the carry for states of this shape."""
 
     def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
-        """The state after the tokens of `carry` and `after`, if it was `state` before them."""
+        """Returns the state after the tokens of `carry` and `after`, if it was `state` before them."""
 
 
 # effect of a run on states: (carry, state after it); no carry at the start of a document
@@ -178,9 +173,9 @@ def scan_runs(
     of: LayerScan,
     context: GroupContext,
 ) -> Tensor:
-    """Outputs [1, T, H, E] of `scan` over each document of a chunk, for this rank's tokens, with all heads on every rank.
+    """Returns outputs [1, T, H, E] of `scan` over each document of a chunk, for this rank's tokens and all heads.
 
-    Every rank of the context's group must call it for the layers in the same order; backward repeats the exchange in reverse.
+    Every rank of the context's group must call it for layers in the same order; backward repeats the exchange in reverse.
     """
     layout, slices = context.layout, slices_by_document(context)
     going_on = tuple(slice_.document for slice_ in slices.values() if slice_.stop < slice_.end)
@@ -198,7 +193,7 @@ def scan_runs(
             effects[place] = effect = state_map.effect(mine, weights_H, *scan([*wide, *weights_H], first))
             steps.append((_wide(effect.carry), _wide(effect.after)))
     chains = layout.chains(going_on)
-    # products of states are not rounded by autocast
+    # autocast must not round products of states
     with torch.autocast(inputs_1THX[0].device.type, enabled=False):
         known, received = _exchanged(steps, (*inputs_1THX, *weights_H), chains, state_map, layout)
         ends: dict[int, Tensor] = {}
@@ -207,7 +202,7 @@ def scan_runs(
             for rank, place in chain:
                 if rank == layout.index and state is not None:
                     outputs[place] = effects[place].output(state)
-                # runs behind this rank's last one
+                # runs after this rank's last one
                 if (rank, place) not in known:
                     break
                 carry, after = known[rank, place]
@@ -217,7 +212,7 @@ def scan_runs(
     output = outputs[0] if len(outputs) == 1 else torch.cat([outputs[place] for place in range(len(outputs))], dim=1)
     for document in going_on:
         output = leave_state(slices[document], of.function, of.layer, context, ends[document], output)
-    # this rank may use neither what it received nor the states
+    # this rank may use neither the received steps nor the states
     return with_backward_of(output, received, *(state for state in earlier.values() if state is not None))
 
 
@@ -228,9 +223,9 @@ def _wide(x: Tensor) -> Tensor:
 def _exchanged(
     steps: Sequence[Step], inputs: Sequence[Tensor], chains: Chains, state_map: StateMap, layout: GroupLayout
 ) -> tuple[dict[tuple[int, int], Step], Tensor]:
-    """Steps of own runs and of those that others told of, by (rank, index of the run); and all that was received.
+    """Returns steps of own and received runs by (rank, index of the run), and the received tensor.
 
-    steps: those of own runs. inputs: tensors of which these may be made.
+    steps: steps of own runs. inputs: tensors from which they may be computed.
     """
     state = steps[0][1]
     carry_shape = state_map.carry_shape(state.shape)
@@ -260,23 +255,23 @@ def _exchanged(
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """Delta rules, with states [1, H, K, E], a row for each element of a key; inputs: queries, keys, values, and others.
+    """State map of delta rules, with states [1, H, K, E], a row per element of a key; inputs: queries, keys, values, others.
 
-    Columns of the state do not read each other. So K more columns, whose values are zero and whose first state is one, hold the
-    matrix that a token's output and the last state multiply a state before the tokens with.
+    Columns of the state do not read each other. So K more columns, with values of zero and a first state of one, give the
+    matrices by which a token's output and the last state multiply a state before the tokens.
     """
 
     def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Inputs with K more columns of values, and their first state."""
+        """Returns inputs with K more columns of values, and their first state."""
         q, k, v, *others = inputs_1NHX
         key_size, value_size, num_heads = k.shape[-1], v.shape[-1], v.shape[2]
         wide = torch.promote_types(v.dtype, torch.float32)
         one = torch.eye(key_size, dtype=wide, device=v.device).expand(1, num_heads, key_size, key_size)
-        # outputs have the format of queries; what adds up to an output is rounded once, after that
+        # outputs have the dtype of queries; the terms of an output are rounded once, after their sum
         return (q.to(wide), k, F.pad(v, (0, key_size)), *others), F.pad(one, (value_size, 0))
 
     def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
-        """The effect of tokens, from the columns that the rule made."""
+        """Returns the effect of tokens, from the added columns."""
         value_size, dtype = inputs_1NHX[2].shape[-1], inputs_1NHX[0].dtype
         own_1NHE, reads_1NHK = output[..., :value_size], output[..., value_size:]
 
@@ -287,20 +282,20 @@ class DeltaRule:
         return Effect(after[..., :value_size], after[..., value_size:], output_for)
 
     def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
-        """A K x K matrix for each head."""
+        """Returns the shape of a K x K matrix for each head."""
         return (*state[:-1], state[-2])
 
     def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
-        """The matrix times the state, and what the tokens added."""
+        """Returns the matrix times the state, plus what the tokens added."""
         return carry @ state + after
 
 
 @dataclass(frozen=True, slots=True)
 class Decay:
-    """Mamba 2, with states [1, H, E, K] that decay by one number for each token and head.
+    """State map of Mamba 2, with states [1, H, E, K] that decay by one number per token and head.
 
-    log_decays: takes inputs and weights of the scan; the logarithm of these numbers [1, N, H]. reads: takes the inputs; for each
-    token and group of heads what takes a state to the output [1, N, G, K].
+    log_decays: inputs and weights of the scan to the logarithms of these numbers [1, N, H]. reads: inputs to the factors from a
+    state to the output, for each token and group of heads [1, N, G, K].
     """
 
     log_decays: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -311,9 +306,9 @@ class Decay:
         return inputs_1NHX, None
 
     def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
-        """The effect of tokens."""
+        """Returns the effect of tokens."""
         decays_1NH = self.log_decays(inputs_1NHX, weights_H)
-        # in 16 bits, the sum would stall after some hundred tokens
+        # in 16 bits, the sum would stop growing after some hundred tokens
         left_1NH = decays_1NH.to(torch.promote_types(decays_1NH.dtype, torch.float32)).cumsum(dim=1).exp()
         reads_1NGK = self.reads(inputs_1NHX).to(left_1NH.dtype)
 
@@ -327,7 +322,7 @@ class Decay:
         return Effect(after, left_1NH[:, -1, :, None, None], output_for)
 
     def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
-        """One number for each head."""
+        """Returns the shape of one number for each head."""
         return (*state[:2], 1, 1)
 
     def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
@@ -337,15 +332,13 @@ class Decay:
 
 @dataclass(frozen=True, slots=True)
 class ChannelDecay:
-    """Mamba 1, with states [1, H, K] of which every element decays by a number of its own; every channel is a head.
+    """State map of Mamba 1, with states [1, H, K] whose elements each have their own decay; every channel is a head."""
 
-    steps: takes inputs and weights of the scan; by how much each token lets each head decay [1, N, H]. decays: takes the weights;
-    the logarithm of what is left of each element after a step of one, [H, K]. reads: takes the inputs; what takes a state to the
-    outputs of all heads [1, N, K].
-    """
-
+    # inputs and weights of the scan to the decay of each head by each token [1, N, H]
     steps: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+    # weights to the logarithm of what a step of one leaves of each element, [H, K]
     decays: Callable[[Sequence[Tensor]], Tensor]
+    # inputs to the factors from a state to the outputs of all heads [1, N, K]
     reads: Callable[[Sequence[Tensor]], Tensor]
 
     def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -353,7 +346,7 @@ class ChannelDecay:
         return inputs_1NHX, None
 
     def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
-        """The effect of tokens; outputs are [1, N, H, 1]."""
+        """Returns the effect of tokens; outputs are [1, N, H, 1]."""
         decays_HK, reads_1NK = self.decays(weights_H), self.reads(inputs_1NHX)
         passed_1NH = self.steps(inputs_1NHX, weights_H).to(decays_HK.dtype).cumsum(dim=1)
 
@@ -365,7 +358,7 @@ class ChannelDecay:
         return Effect(after, torch.exp(decays_HK * passed_1NH[:, -1].unsqueeze(-1)), output_for)
 
     def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
-        """One number for each element of the state."""
+        """Returns the shape of one number for each element of the state."""
         return tuple(state)
 
     def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:

@@ -1,24 +1,21 @@
-"""A recurrence over the tokens of each document of a chunk: states start anew, or from the state book, and heads are spread.
+"""Runs a recurrence over each document of a chunk, starting from zero or from the state book, with heads divided among ranks.
 
-The functions in `hf.models.states` call it in place of a mixer's own scan, and pass that scan as `scan`; a package's kernel may
-run all documents in one call instead (`kernels`). States are set to zero at the start of a document. A slice goes on from the
-state that the slice before it left in the book, and leaves its own.
+The functions in `hf.models.states` call it in place of a mixer's own scan, which they pass as `scan`; a package's kernel may
+run all documents in one call instead (`kernels`). States are zero at the start of a document. A slice starts from the state that
+the slice before left in the book, and leaves its own.
 
 Heads do not read each other's states. So in a Ulysses group every rank runs all tokens of some heads, as in attention, and the
 book holds the states of these heads. In rings, and in groups of more ranks than heads, every rank runs its own tokens with all
 heads, and ranks pass states on (`passing`).
 
-Shapes: H heads with a state of their own, G heads that several of them read, T tokens of this rank, S tokens of its block,
-X and E sizes of a head, h heads that this rank computes.
+A scan runs in blocks of tokens, as one autograd node that saves the scan's inputs and the states between blocks. Transformers'
+torch code of a scan saves many tensors for backward, such as fp32 matrices of every tile. Kernels of packages save less, but
+their backward makes a state and its gradient for every tile of a row at once. Backward therefore runs each block forward and
+backward, the last block first, so that these tensors exist for one block at a time, at the cost of one more forward. Blocks end
+at ends of tiles, so they compute the same numbers as one scan.
 
-Runs a scan in blocks of tokens, as one autograd node that saves the scan's inputs and the states between blocks.
-
-Transformers' torch code of a scan saves many tensors for backward, fp32 matrices of every tile among them. Kernels of packages
-save less, but their backward makes a state and its gradient for every tile of a row at once. Backward therefore runs each block
-forward and backward, the last block first, so that these tensors live for one block only. The price is one more forward of the
-scan. Blocks end where tiles of the scan end, so they compute the same numbers as a scan in one piece.
-
-Shapes: H heads, N tokens of one document or slice, X and E sizes of a head.
+Shapes: H heads with their own state, G heads that several of them read, T tokens of this rank, S tokens of its block, N tokens of
+one document or slice, X and E sizes of a head, h heads that this rank computes.
 """
 
 from __future__ import annotations
@@ -41,15 +38,15 @@ from hf_longctx.runtime.states.book import LayerScan, check_not_lent, leave_stat
 from hf_longctx.runtime.states.kernels import KernelScan, Row
 from hf_longctx.runtime.states.passing import Scan, StateMap, scan_runs
 
-# like `Scan`, but returns None if nothing goes on from the state after the tokens
+# like `Scan`, but returns None in place of a state that is not needed
 RowScan = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def in_blocks(scan: Scan, num_inputs: int, num_tokens: int, block_tokens: int) -> Scan:
-    """`scan` in blocks of `block_tokens` tokens, each recomputed in backward; `scan` itself for a chunk that has no more.
+    """Returns `scan` in blocks of `block_tokens` tokens, each recomputed in backward; unchanged for a chunk of one block.
 
-    num_inputs: tensors [1, N, H, X] of tokens that the scan takes, before weights of the heads. num_tokens: tokens of the chunk.
-    block_tokens: whole tiles of the scan.
+    num_inputs: number of the scan's tensors of tokens [1, N, H, X], which come before weights of heads. num_tokens: tokens of the
+    chunk. block_tokens: whole tiles of the scan.
     """
     if num_tokens <= block_tokens:
         return scan
@@ -63,10 +60,10 @@ def in_blocks(scan: Scan, num_inputs: int, num_tokens: int, block_tokens: int) -
 
 
 def row_in_blocks(kernel: KernelScan, row: Row, num_inputs: int, num_tokens: int, block_tokens: int, tile_tokens: int) -> RowScan:
-    """`kernel` over the documents of a row, in blocks that backward recomputes; in one piece for a chunk that has no more tokens.
+    """Returns `kernel` over a row's documents in blocks that backward recomputes; in one piece for a chunk of one block.
 
     A document of more than `block_tokens` tokens is cut, and shorter ones share blocks, in which each counts as whole tiles of
-    `tile_tokens` tokens. The other arguments are those of `in_blocks`.
+    `tile_tokens` tokens. Other arguments: see `in_blocks`.
     """
 
     def of(part: Row) -> RowScan:
@@ -87,7 +84,7 @@ def row_in_blocks(kernel: KernelScan, row: Row, num_inputs: int, num_tokens: int
 
 
 def row_blocks(row: Row, block_tokens: int, tile_tokens: int) -> list[Row]:
-    """Blocks of a row, each a row of its own with no more tiles than `block_tokens` has: whole documents, or parts of one."""
+    """Splits a row into rows of at most as many tiles as `block_tokens` has: whole documents, or parts of one."""
     cuts, num_tiles = [0], 0
     for start, stop in pairwise(row.boundaries):
         for first in range(start, stop, block_tokens):
@@ -106,7 +103,7 @@ def row_blocks(row: Row, block_tokens: int, tile_tokens: int) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Tokens that run at once, and what scans them; it returns a state if the next block goes on from it."""
+    """Tokens that run at once, and their scan, which returns a state if the next block starts from it."""
 
     tokens: slice
     scan: RowScan
@@ -167,23 +164,21 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _zeros(x: Tensor, is_weight: bool) -> Tensor:
-    """Where gradients of `x` are collected: in at least fp32 for a weight, to which every block adds."""
+    """Makes a tensor for gradients of `x`: in at least fp32 for a weight, to which every block adds."""
     dtype = torch.promote_types(x.dtype, torch.float32) if is_weight else x.dtype
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 
 @dataclass(frozen=True, slots=True)
 class MixerScan:
-    """A mixer's scan, and the facts about it that plans need.
-
-    size: the bytes that it saves, which decide how many tokens run at once (`blocks`). state_map: how it depends on the state
-    before its tokens, for groups that pass states on; None if that is not known. kernel: what runs in its place where it is
-    installed and right, on ranks that do not pass states on; None if no package has it.
-    """
+    """A mixer's scan, with the facts that plans need."""
 
     run: Scan
+    # bytes that the scan saves, from which follows how many tokens run at once (`blocks`)
     size: ScanSize
+    # dependence on the state before the tokens, for groups that pass states on; None if unknown
     state_map: StateMap | None = None
+    # faster kernel, used if installed and correct, on ranks that do not pass states on; None if no package has one
     kernel: KernelScan | None = None
 
 
@@ -195,14 +190,14 @@ def scan_documents(
     of: LayerScan,
     context: GroupContext,
 ) -> Tensor:
-    """Outputs [1, T, H, E] of `scan` over each document of a chunk, for this rank's tokens.
+    """Returns outputs [1, T, H, E] of `scan` over each document of a chunk, for this rank's tokens.
 
     own_1THX: inputs with H heads; X may be missing. read_1TGX: inputs with G heads, each read by H / G neighbouring heads.
     weights_H: weights of each head. `scan` gets the tensors of `read_1TGX`, `own_1THX` and `weights_H`, in this order.
-    of: the layer that scans.
+    of: the scanning layer.
 
-    Every rank of the context's group must call it for the layers in the same order; backward repeats the exchanges in reverse.
-    Raises ValueError for slices that are lent ranks of other stages, and for groups in which the scan cannot run.
+    Every rank of the context's group must call it for layers in the same order; backward repeats the exchanges in reverse.
+    Raises ValueError for slices with lent ranks, and for groups in which the scan cannot run.
     """
     check_not_lent(context)
     num_ranks = context.block.num_ranks
@@ -228,7 +223,7 @@ def scan_documents(
     inputs = [x_hS.transpose(0, 1).unsqueeze(0) for x_hS in spread]
     read = inputs[: len(read_1TGX)]
     if num_read > 1:
-        # neighbouring ranks may share a head that is read; what all heads read is not copied for each of them
+        # neighbouring ranks may share a read head; a head that all heads read is not copied for each of them
         readers = context.readers(share, num_heads // num_read, own_1THX[0].device)
         read = [readers.expand(x_1Sg, 2) for x_1Sg in read]
     weights_h = [weight_H[share.q_start : share.q_stop] for weight_H in weights_H]
@@ -239,9 +234,9 @@ def scan_documents(
 def _scanned(
     inputs: Sequence[Tensor], weights_h: Sequence[Tensor], scan: MixerScan, of: LayerScan, context: GroupContext
 ) -> Tensor:
-    """Outputs [1, S, h, E] of all documents of the block for the heads in `inputs`."""
+    """Returns outputs [1, S, h, E] of all documents of the block for the heads in `inputs`."""
     documents, num_tokens = documents_of(context.cu_seqlens, context.slices), inputs[-1].shape[1]
-    # a rank with some of the heads runs more tokens at once
+    # a rank with fewer heads runs more tokens at once
     block_tokens = scan.size.block_tokens(inputs[-1].shape[2])
     cut = in_blocks(scan.run, len(inputs), num_tokens, block_tokens)
     kernel = scan.kernel if scan.kernel is not None and scan.kernel.takes([*inputs, *weights_h]) else None
@@ -260,7 +255,7 @@ def _scanned(
 
 
 def rows_of(documents: Sequence[Document]) -> list[list[Document]]:
-    """Documents in as few rows as possible, of which the first alone goes on from a state, and the last alone leaves one."""
+    """Groups documents into as few rows as possible, in which only the first starts from a state and only the last leaves one."""
     rows: list[list[Document]] = []
     for document in documents:
         starts_late = document.as_slice is not None and document.as_slice.start > 0

@@ -1,38 +1,26 @@
-"""A recurrence whose state decays element by element: each state is `kept` times the one before, plus what its token adds.
+"""Scans of mixers whose code in transformers runs token by token, or in blocks from an empty state only.
 
-Transformers' torch code of such scans (Mamba 1, RG-LRU) runs token by token, and its backward copies gradients of all tokens for
-every token. Here the tokens of a block are combined by doubling, for all blocks at once, and the ends of blocks by the same
-function again. Only products of what is kept are formed, no quotients and no logarithms, so nothing overflows.
+`diagonal_scan` (Mamba 1, RG-LRU): each state is `kept` times the one before, plus what its token adds. The backward of
+transformers' code copies gradients of all tokens for every token. Here the tokens of a block are combined by doubling, for all
+blocks at once, and the ends of blocks by the same function again. Only products of `kept` are formed, no quotients and no
+logarithms, so nothing overflows.
 
-Shapes: N tokens, X any further sizes, B tokens of a block, M blocks.
+`lightning_blocks` (lightning attention): linear attention whose state decays at a fixed rate for each head, in blocks of tokens
+from any state. `hf.models.states` gives it the model's decays, in the model's dtype.
 
-Lightning attention: linear attention whose state decays at a fixed rate for each head, computed in blocks of tokens.
+`weighted_means` (RWKV): outputs are means of values over the tokens so far, with weights that decay at a fixed rate for each
+channel. A token's weight is the exponential of its key, with a bonus for its own output. Weights of long documents fit no format,
+so sums are never formed: the state is the mean of all values so far and the logarithm of the sum of their weights. (In
+transformers it is numerator, denominator and largest logarithm, which is equivalent.)
 
-transformers computes a sequence in blocks from an empty state, and token by token from a state that is given. This function runs
-blocks from any state. `hf.models.states` gives it the decays that the model holds, in the model's dtype.
+`MatrixMemory` (mLSTM layers of xLSTM): a token adds the product of its key and value, times the exponential of its input gate, to
+a memory that decays by the sigmoid of its forget gate. A second memory adds up keys alone. An output is what a query reads from
+the first, divided by what it reads from the second, or by one if that is larger. Both memories are stored times exp(-m), where m
+is the largest logarithm of a weight so far, or zero, that of the first memory. A small number is added to the divisor after that,
+so outputs depend on m. The memory of keys is stored as one more column of that of values.
 
-Shapes: H heads, N tokens of a document or slice, D = E = K head size, B tokens of a block.
-
-RWKV's attention: outputs are means of values over the tokens so far, whose weights decay at a fixed rate for each channel.
-
-A token's weight is the exponential of its key. It decays by a constant factor with every later token, and the token that is
-computed has a bonus for itself. Weights of long documents fit no format, so sums are never formed: the state holds the mean of
-all values so far and the logarithm of the sum of their weights. transformers runs this token by token, from a state of numerator,
-denominator and the largest logarithm, which says the same.
-
-Shapes: H channels, each with a state of its own; N tokens of a document, slice or part of one; B tokens of a block.
-
-The recurrence of xLSTM's mLSTM layers: a matrix memory with exponential gates, and outputs normalised by what it holds.
-
-A token adds the product of its key and value, times the exponential of its input gate, to a memory that decays by the sigmoid of
-its forget gate. A second memory adds up keys alone. An output is what a query reads from the first, divided by what it reads
-from the second, or by one if that is more. Both memories are kept times exp(-m), where m is the largest logarithm of a weight so
-far, or that of the first memory, which is zero. A small number is added to the divisor after that, so outputs depend on m.
-
-transformers runs blocks of tokens and then single ones, both of which compute these same outputs; its blocks take no rest.
-
-Shapes: H heads, N tokens of a document, slice or part of one, B tokens of a block, K and E sizes of a key and a value. The memory
-of keys is one more column of that of values.
+Shapes: N tokens of a document, slice or part of one, X any further sizes, B tokens of a block, M blocks, H heads or channels with
+their own state, D, K and E sizes of a query, key and value.
 """
 
 from __future__ import annotations
@@ -51,7 +39,7 @@ _BLOCK = 16
 
 
 def diagonal_scan(kept_NX: Tensor, added_NX: Tensor, before_X: Tensor | None) -> Tensor:
-    """States [N, X] after each token, in the tensors' dtype; before_X: the state before the first token (None: zeros)."""
+    """Returns states [N, X] after each token, in the tensors' dtype; before_X: state before the first token (None: zeros)."""
     states: Tensor = _DiagonalScan.apply(kept_NX, added_NX, before_X)
     return states
 
@@ -79,13 +67,13 @@ def _states(kept: Tensor, added: Tensor, before: Tensor | None) -> Tensor:
     block = min(_BLOCK, num_tokens)
     num_blocks = -(-num_tokens // block)
     shape = (num_blocks * block, *kept.shape[1:])
-    # tokens behind the last one change nothing that is read
+    # tokens after the last one change nothing that is read
     left, states = kept.new_zeros(shape), added.new_zeros(shape)
     left[:num_tokens], states[:num_tokens] = kept, added
     left, states = (x.view(num_blocks, block, *kept.shape[1:]) for x in (left, states))
     reach = 1
     while reach < block:
-        # each token now stands for `reach` tokens that end with it, or for all from the start of its block
+        # each entry now combines the `reach` tokens that end with it, or all from the start of its block
         states[:, reach:] += left[:, reach:] * states[:, :-reach]
         left[:, reach:] = left[:, reach:] * left[:, :-reach]
         reach *= 2
@@ -99,22 +87,21 @@ def _states(kept: Tensor, added: Tensor, before: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Decays:
-    """Decays of some heads.
+    """Decays of some heads."""
 
-    slope_H11: what a state's logarithm loses with every token. query_HB1, key_HB1: decay from a block's start to each of its
-    tokens, and from each token to its end. diagonal_HBB: decay from key to query in a block, 0 for later keys.
-    """
-
+    # decrease of a state's logarithm per token
     slope_H11: Tensor
+    # decay from the start of a block to each token, and from each token to its end
     query_HB1: Tensor
     key_HB1: Tensor
+    # decay from key to query in a block; 0 for later keys
     diagonal_HBB: Tensor
 
 
 def lightning_blocks(
     q_1NHD: Tensor, k_1NHD: Tensor, v_1NHD: Tensor, decays: Decays, state_1HEK: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [1, N, H, D], and the state [1, H, E, K] after the last token: products of values and keys."""
+    """Returns outputs [1, N, H, D], and the state [1, H, E, K] after the last token: products of values and keys."""
     block = decays.query_HB1.shape[1]
     q_1HND, k_1HND, v_1HND = (x.transpose(1, 2) for x in (q_1NHD, k_1NHD, v_1NHD))
     num_tokens, head_dim = q_1HND.shape[2:]
@@ -139,11 +126,10 @@ _NOTHING = -1e38
 def weighted_means(
     k_1NH: Tensor, v_1NHE: Tensor, decay_H: Tensor, bonus_H: Tensor, state_1H2: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Means [1, N, H, E], and the state [1, H, 2] after the last token in at least fp32: mean, and logarithm of the weight.
+    """Returns means [1, N, H, E], and the state [1, H, 2] after the last token in at least fp32: mean, logarithm of weight.
 
-    v_1NHE: values, E = 1. With a second column, which is not read, outputs are in at least fp32 too, and have the logarithm of
-    the summed weights there.
-    decay_H: what the logarithm of a weight loses with every token, negative. bonus_H: what a token's own weight has more.
+    v_1NHE: values, E = 1. With a second column, which is not read, outputs are in at least fp32 too and have the logarithm of
+    the summed weights there. decay_H: change of a weight's logarithm per token, negative. bonus_H: bonus of a token's own weight.
     """
     k_NH, v_NH, decay_H, bonus_H = (wide(x) for x in (k_1NH[0], v_1NHE[0, :, :, 0], decay_H, bonus_H))
     if state_1H2 is None:
@@ -153,7 +139,7 @@ def weighted_means(
     outputs = []
     for k_BH, v_BH in zip(k_NH.split(BLOCK_TOKENS), v_NH.split(BLOCK_TOKENS), strict=True):
         count = k_BH.shape[0]
-        # a row for each token, and one for what comes after the block; a column for the state, and one for each token
+        # a row for each token and one for the state after the block; a column for the state before it and one for each token
         row, column = torch.arange(count + 1, device=k_BH.device)[:, None, None], torch.arange(count, device=k_BH.device)[:, None]
         is_self, is_later = row == column, column > row
         logs = k_BH + torch.where(is_self, bonus_H, decay_H * (row - 1 - column))
@@ -169,15 +155,15 @@ def weighted_means(
 
 @dataclass(frozen=True, slots=True)
 class MeansMap:
-    """How `weighted_means` depends on the state before its tokens; its weights are decays and bonuses of the channels."""
+    """State map of `weighted_means`; its weights are decays and bonuses of the channels."""
 
     def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Inputs with a second column of values, for which outputs have the logarithms of weights."""
+        """Returns inputs with a second column of values, for which outputs have the logarithms of weights."""
         k, v = inputs_1NHX
         return (k, F.pad(v, (0, 1))), None
 
     def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
-        """The effect of tokens: the more an earlier state weighs, the nearer the outputs are to its mean."""
+        """Returns the effect of tokens: the larger the weight of an earlier state, the nearer outputs are to its mean."""
         num_tokens, decay_H, dtype = output.shape[1], wide(weights_H[0]), inputs_1NHX[1].dtype
         own_1NH1, logs_1NH1 = output.split(1, dim=-1)
         left_1NH1 = (decay_H * torch.arange(num_tokens, device=output.device)[:, None])[None, :, :, None]
@@ -190,11 +176,11 @@ class MeansMap:
         return Effect(after, (decay_H * num_tokens)[None, :, None], output_for)
 
     def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
-        """One number for each channel."""
+        """Returns the shape of one number for each channel."""
         return (*state[:-1], 1)
 
     def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
-        """The mean of both, by their weights."""
+        """Returns the weighted mean of both."""
         mean, log = state.split(1, dim=-1)
         own, own_log = after.split(1, dim=-1)
         log = log + carry
@@ -203,7 +189,7 @@ class MeansMap:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in at least fp32."""
+    """Returns `x` in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -212,17 +198,17 @@ def wide(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MatrixMemory:
-    """The recurrence for values of `value_size` elements, `block_tokens` at once; `eps` is added to divisors."""
+    """Recurrence of mLSTM for values of `value_size` elements, `block_tokens` at once; `eps` is added to divisors."""
 
     value_size: int
     block_tokens: int
     eps: float
 
     def scan(self, inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs [1, N, H, E], and the state after the last token (`_packed`) in at least fp32.
+        """Returns outputs [1, N, H, E], and the state after the last token (`_packed`) in at least fp32.
 
         inputs: queries and keys [1, N, H, K], values [1, N, H, E], input gates and forget gates [1, N, H]. For values with two
-        more columns, which are not read, outputs are numerator, divisor and m, in at least fp32, before they are divided.
+        more columns, which are not read, outputs are numerator, divisor and m, in at least fp32, without the division.
         """
         is_open, dtype = inputs[2].shape[-1] > self.value_size, inputs[2].dtype
         q_HNK, k_HNK, v_HNE, gate_HN, kept_HN = (wide(x[0]).transpose(0, 1) for x in inputs)
@@ -252,18 +238,18 @@ class MatrixMemory:
         return output if is_open else output.to(dtype), _packed(memory_HKE, m_H)[None]
 
     def divided(self, read: Tensor, most: Tensor) -> Tensor:
-        """Outputs of what queries read, with the divisor in the last column; most: m of each token."""
+        """Divides what queries read, whose last column is the divisor. most: m of each token."""
         values, divisor = read.split([self.value_size, 1], dim=-1)
         return values / (torch.maximum(divisor.abs(), torch.exp(-most)) + self.eps)
 
     def widened(self, inputs_1NHX: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Inputs for which `scan` does not divide, and a state that weighs nothing."""
+        """Returns inputs for which `scan` does not divide, and a state of zero weight."""
         q, k, v, *gates = inputs_1NHX
         none = v.new_zeros(v.shape[2], k.shape[-1], self.value_size + 1, dtype=wide(v[:, :0]).dtype)
         return (q, k, F.pad(v, (0, 2)), *gates), _packed(none, none.new_full((len(none),), _NOTHING))[None]
 
     def effect(self, inputs_1NHX: Sequence[Tensor], weights_H: Sequence[Tensor], output: Tensor, after: Tensor) -> Effect:
-        """The effect of tokens; their outputs are divided here, by what queries read from both memories."""
+        """Returns the effect of tokens, whose outputs are divided here, by what queries read from both memories."""
         dtype, q_NHK = inputs_1NHX[2].dtype, _scaled(wide(inputs_1NHX[0][0]))
         decay_NH1 = F.logsigmoid(wide(inputs_1NHX[-1][0])).cumsum(dim=0).unsqueeze(-1)
         own_NHE, own_m = output[0].split([self.value_size + 1, 1], dim=-1)
@@ -279,11 +265,11 @@ class MatrixMemory:
         return Effect(after, decay_NH1[None, -1, :, :, None], output_for)
 
     def carry_shape(self, state: torch.Size) -> tuple[int, ...]:
-        """One number for each head."""
+        """Returns the shape of one number for each head."""
         return (*state[:2], 1, 1)
 
     def joined(self, carry: Tensor, state: Tensor, after: Tensor) -> Tensor:
-        """The sum of both memories, each times what its m differs from that of both."""
+        """Returns the sum of both memories, each scaled to the larger m."""
         (memory, m), (own, own_m) = _unpacked(state[0]), _unpacked(after[0])
         m = m + carry.view(-1)
         most = torch.maximum(m, own_m)
@@ -296,7 +282,7 @@ def _scaled(q: Tensor) -> Tensor:
 
 
 def _packed(memory_HKE: Tensor, m_H: Tensor) -> Tensor:
-    """One tensor [H, K + 1, E + 1] for both memories and m, which fills the last row."""
+    """Packs both memories and m, which fills the last row, into one tensor [H, K + 1, E + 1]."""
     return torch.cat([memory_HKE, m_H[:, None, None].expand(-1, 1, memory_HKE.shape[-1])], dim=1)
 
 

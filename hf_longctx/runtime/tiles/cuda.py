@@ -1,17 +1,17 @@
 """Computes tiles with torch's own attention operators for CUDA: cuDNN and FlashAttention 2, called without autograd.
 
-Traps of cuDNN behind torch 2.11 to 2.13, each guarded here:
+Problems of cuDNN in torch 2.11 to 2.13, each avoided here:
 
-- torch caches a plan for each layout of queries, keys and values, and a backward plan also remembers how the output and its
+- torch caches a plan for each layout of queries, keys and values, and a backward plan also fixes how the output and its
   gradient lay in memory at its first call, without comparing that later. So both are always given in the queries' layout.
-- Versions up to 9.15.0 compute lengths wrongly that 128 does not divide; torch itself refuses them.
-- Making a plan takes some 50 ms, so lengths and layouts recur. Causal tiles and the queries of other tiles are filled up
+- Versions up to 9.15.0 are wrong for lengths that are not multiples of 128; torch itself refuses them.
+- Making a plan takes some 50 ms, so few lengths and layouts are used. Causal tiles and the queries of other tiles are padded
   with zeros to one of 32 lengths between two powers of two. Tokens at the end change nothing: no other token sees their keys, and
-  their own gradients are zero. Keys that all queries see cannot be filled up, so `attention.rows` splits such tiles: the first
+  their own gradients are zero. Keys that all queries see cannot be padded, so `attention.rows` splits such tiles: the first
   `planned_keys` go to cuDNN, the others, at most a sixteenth, to an operator without plans. Such an operator also computes
   tiles of fewer pairs of queries and keys than repay a plan. Heads of one tile lie side by side, or tokens do: their distance in
   memory would else depend on the other tokens of a chunk, and plans with it.
-- TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 in the environment changes the layout of the LSE, so cuDNN is left out.
+- TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 in the environment changes the layout of the LSE, so cuDNN is not used then.
 
 Shapes are those of `tiles.plain`.
 """
@@ -29,30 +29,30 @@ from hf_longctx.runtime.core.host_copies import dense_channels, dense_strides, l
 from hf_longctx.runtime.tiles.plain import TileInputs
 
 _HALF = (torch.bfloat16, torch.float16)
-# last version of cuDNN whose results are wrong for some lengths; majors of the compute capabilities that torch prefers it on
+# last version of cuDNN with wrong results for some lengths; major compute capabilities on which torch prefers cuDNN
 _LAST_BAD_CUDNN, _CUDNN_MAJORS = 91500, (9, 10)
 _RAGGED = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
-# lengths of keys that plans have between two powers of two, where no mask hides some
+# number of key lengths of plans between two powers of two, for tiles without a mask
 _KEYS_PER_OCTAVE = 16
-# pairs of queries and keys that repay a plan: those of a causal tile of 2048 tokens; where no mask hides some, both lengths vary,
-# and plans are used less often
+# pairs of queries and keys that repay a plan: those of a causal tile of 2048 tokens; without a mask both lengths vary, and plans
+# are used less often
 _LEAST_CAUSAL, _LEAST_PAIRS = 2**21, 2**25
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a device; (0, 0) without CUDA."""
+    """Returns the compute capability of a device; (0, 0) without CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return (0, 0)
     return torch.cuda.get_device_capability(device)
 
 
 def cudnn_version() -> int:
-    """The version of cuDNN as one number, such as 91600 for 9.16.0; 0 without it."""
+    """Returns the version of cuDNN as one number, such as 91600 for 9.16.0; 0 without it."""
     return torch.backends.cudnn.version() or 0
 
 
 def takes_cudnn(device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether cuDNN computes such tiles; `head_dim`: the larger of the head sizes of queries and values."""
+    """Whether cuDNN computes such tiles. head_dim: the larger of the head sizes of queries and values."""
     # AMD devices report capabilities from 9.0 on too; torch's own attention also refuses cuDNN under these two conditions
     is_offered = torch.version.hip is None and torch.backends.cuda.cudnn_sdp_enabled()
     if not is_offered or torch.are_deterministic_algorithms_enabled() or os.environ.get(_RAGGED, "0") not in ("", "0"):
@@ -72,26 +72,26 @@ def is_half(dtype: torch.dtype, head_dim: int, largest_head: int) -> bool:
 
 
 def planned_tokens(num_tokens: int) -> int:
-    """Number of tokens to which cuDNN's tiles are filled up: of many tokens, at most a thirty-second more."""
+    """Returns the number of tokens to which cuDNN's tiles are padded: for many tokens, at most a thirty-second more."""
     step = sharding.length_step(num_tokens)
     return num_tokens if num_tokens <= sharding.LEAST_LENGTH_STEP else -(-num_tokens // step) * step
 
 
 def planned_keys(num_keys: int) -> int:
-    """Number of keys, at most `num_keys`, for which cuDNN plans a tile without a mask: all but a sixteenth of many; 0 for few."""
+    """Returns the keys, at most `num_keys`, of cuDNN's plan for a tile without a mask: at least 15/16 of many, 0 of few."""
     step = sharding.length_step(num_keys + 1, _KEYS_PER_OCTAVE)
     return num_keys // step * step
 
 
 def repays_plan(num_queries: int, num_keys: int, causal: bool) -> bool:
-    """Whether a plan of cuDNN for these lengths is used often enough, or for long enough, to repay its making."""
+    """Whether a plan of cuDNN for these lengths saves more time than it takes to make."""
     if causal:
         return num_queries * num_keys // 2 >= _LEAST_CAUSAL
     return num_queries * num_keys >= _LEAST_PAIRS and planned_keys(num_keys) == num_keys
 
 
 def cudnn_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a tile; the output lies in memory as the queries do."""
+    """Returns output and LSE of a tile; the output has the memory layout of the queries."""
     num_tokens, tile = tile.q.shape[1], _filled_tile(tile)
     out, lse = _cudnn_forward(tile)
     return _first(out, num_tokens), _first(lse, num_tokens)
@@ -106,7 +106,7 @@ def cudnn_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor)
 
 
 def _filled_tile(tile: TileInputs) -> TileInputs:
-    """A tile with tokens of zeros at the end of its queries, and of its keys if it is causal, as many as its plan needs."""
+    """Pads a tile's queries, and its keys if it is causal, with tokens of zeros to the lengths of its plan."""
     num_queries = planned_tokens(tile.q.shape[1])
     num_keys = num_queries if tile.causal else tile.k.shape[1]
     q, k, v = _filled(tile.q, num_queries), _filled(tile.k, num_keys), _filled(tile.v, num_keys)
@@ -114,7 +114,7 @@ def _filled_tile(tile: TileInputs) -> TileInputs:
 
 
 def _filled(x: Tensor, num_tokens: int) -> Tensor:
-    """`x` [H, T, ...] with tokens of zeros at its end, which lies in memory as before."""
+    """Pads `x` [H, T, ...] with tokens of zeros, in the same memory layout."""
     if x.shape[1] == num_tokens:
         return x
     is_tokens_first = x.dim() == 3 and x.stride(1) > x.stride(0)
@@ -127,7 +127,7 @@ def _filled(x: Tensor, num_tokens: int) -> Tensor:
 
 
 def _side_by_side(x_HTD: Tensor) -> Tensor:
-    """The tensor without a gap between two heads, if each head is in one piece."""
+    """Returns the tensor without gaps between heads, if each head is contiguous."""
     is_tokens_first = x_HTD.stride(1) > x_HTD.stride(0)
     return x_HTD if is_tokens_first or x_HTD.stride(0) == x_HTD.shape[1] * x_HTD.stride(1) else x_HTD.contiguous()
 

@@ -1,21 +1,17 @@
-"""Computes tiles with the packages flash-attn (FlashAttention 2) and flash-attn-4, if they are installed and prove correct.
+"""Computes tiles with the packages flash-attn (FlashAttention 2) and flash-attn-4, and with a FlashAttention active in torch.
 
-`tiles.tile` lists both among its backends. A backward from merged results needs private functions of these packages, which change
+`tiles.tile` lists both packages among its backends. A backward from merged results needs private functions of them, which change
 between releases. So a package is used only after its results for small tiles (with and without a mask, with and without a
 softcap, forward and backward) have been compared with those of `tiles.plain`, once per device, dtype and head size. A package
-that is not installed is skipped; one that differs or fails is left out, with a warning in the log.
+that is not installed is skipped; one that differs or fails is not used, with a warning in the log. The packages' own support for
+windows and sinks is not used, since both are built from tiles and their LSE.
 
-The packages' own support for windows and sinks is not used: this package builds both from tiles and their LSE. Shapes are those
-of `tiles.plain`.
+With `torch.nn.attention.activate_flash_attention_impl` a user can replace FlashAttention 2 in torch's operators, for the whole
+process, by FlashAttention 3 ("FA3"), 4 ("FA4") or any other registered implementation. Its results are compared in the same way,
+once per activation, device, dtype and head size. One that differs or fails is refused by name, since torch's own attention would
+use it too. Such operators make no plans, so they get the tiles that cuDNN would get otherwise.
 
-Checks the FlashAttention that a user has put under torch's own operators, before tiles or packs are given to it.
-
-`torch.nn.attention.activate_flash_attention_impl` replaces FlashAttention 2 in torch's operators, for the whole process, by
-FlashAttention 3 ("FA3"), 4 ("FA4") or any other implementation that is registered. This package activates none. It compares the
-results of the one that is active with those of `tiles.plain`, forward and backward, once for each activation, device, dtype and
-head size. One that differs or fails is refused by its name: torch's own attention would use it, too.
-
-Such operators make no plans, so they get the tiles that cuDNN would get otherwise.
+Shapes are those of `tiles.plain`.
 """
 
 from __future__ import annotations
@@ -39,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 
 _LARGEST_HEAD = 256
-# largest allowed difference relative to the largest element: outputs and inner softmax weights are rounded to bf16
+# largest difference allowed, relative to the largest element: outputs and softmax weights are rounded to bf16
 TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class PackageTiles:
-    """One package as a tile backend. verdicts: results of the check, filled by `takes`, with all they depend on as key."""
+    """One package as a tile backend. verdicts: results of checks, filled by `takes`, by everything they depend on."""
 
     name: str
     least_capability: tuple[int, int]
@@ -59,7 +55,7 @@ class PackageTiles:
             return False
         key = (capability, dtype, head_dim, torch.are_deterministic_algorithms_enabled())
         if key not in self.verdicts:
-            # looking for a package searches the disk, so it is part of the verdict
+            # finding a package searches the disk, so it is part of the verdict
             self.verdicts[key] = self.is_installed and self.is_right(torch.device("cuda"), dtype, head_dim)
         return self.verdicts[key]
 
@@ -72,7 +68,7 @@ class PackageTiles:
         """Whether small tiles agree with `plain`; warns in the log if not."""
         try:
             error = worst_error(self.forward, self.backward, device, dtype, head_dim)
-        # the package is left out whatever its function raises
+        # the package is not used, whatever its function raises
         except Exception as problem:
             logger.warning(
                 "attention of package %s is not used for heads of %d in %s: its check failed with %s: %s",
@@ -97,7 +93,7 @@ def worst_error(
     head_dim: int,
     softcaps: tuple[float, ...] = (0.0, 1.0),
 ) -> float:
-    """Largest difference from `plain` over several small tiles, relative to each result's largest element; NaN stays NaN."""
+    """Returns the largest difference from `plain` over small tiles, relative to a result's largest element; NaN stays NaN."""
     worst = torch.zeros((), device=device)
     for (num_keys, causal), softcap in product(((130, True), (70, False)), softcaps):
         generator = torch.Generator().manual_seed(num_keys)
@@ -108,7 +104,7 @@ def worst_error(
         scores = Scores(head_dim**-0.5, softcap)
         tile, wide_tile = (TileInputs(q.to(like), k.to(like), v.to(like), scores, causal) for like in (dtype, torch.float32))
         out, lse = plain_forward(wide_tile)
-        # pretend that another tile has been merged in
+        # as if another tile had been merged in
         merged_out, merged_lse = (out * 0.7 + 0.1).to(dtype), lse + 0.3
         expected = (out, lse, *plain_backward(gradient.float(), wide_tile, merged_out.float(), merged_lse))
         found = (*forward(tile), *backward(gradient, tile, merged_out, merged_lse))
@@ -121,7 +117,7 @@ def worst_error(
 
 
 def _tokens_first(x_HTD: Tensor) -> Tensor:
-    """Turns [H, T, D] into [1, T, H, D] with a dense last dimension, the layout of these packages; copies only if it must."""
+    """Turns [H, T, D] into [1, T, H, D] with a dense last dimension, the packages' layout; copies only if necessary."""
     x = x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()
     return x.transpose(0, 1).unsqueeze(0)
 
@@ -131,7 +127,7 @@ def _heads_first(x_1THD: Tensor) -> Tensor:
 
 
 def _flash_2_settings(scores: Scores, causal: bool) -> dict[str, Any]:
-    """Arguments that forward and backward share."""
+    """Returns the arguments that forward and backward share."""
     return {
         "dropout_p": 0.0,
         "softmax_scale": scores.scale,
@@ -168,7 +164,7 @@ def _flash_2_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tens
 
 
 def _flash_4_settings(tile: TileInputs) -> dict[str, Any]:
-    """Arguments that forward and backward share."""
+    """Returns the arguments that forward and backward share."""
     return {"softmax_scale": tile.scores.scale, "causal": tile.causal, "softcap": tile.scores.softcap}
 
 
@@ -195,31 +191,30 @@ _CUDA = torch.device("cuda")
 
 
 def active_flash() -> str:
-    """Name of the implementation that is active in place of torch's own FlashAttention 2; empty if none is."""
-    # versions of torch before the registry have no such function
+    """Returns the name of the implementation active in place of torch's own FlashAttention 2; empty if there is none."""
+    # older versions of torch have no such function
     current = getattr(attention, "current_flash_attention_impl", None)
     return (current() if current is not None else None) or ""
 
 
 @dataclass
 class RegisteredFlash:
-    """Verdicts on implementations.
+    """Results of checks of active implementations."""
 
-    what: name of the calls. error: (device, dtype, head size) -> largest difference from `plain`, relative to the largest
-    element. activation: the activation that `problems` hold for, as torch keeps it; a later one clears them.
-    """
-
+    # name of the calls
     what: str
+    # (device, dtype, head size) -> largest difference from `plain`, relative to the largest element
     error: Callable[[torch.device, torch.dtype, int], float]
+    # torch's record of the activation to which `problems` belong; a later one clears them
     activation: Any = None
     problems: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def problem(self, dtype: torch.dtype, head_dim: int) -> str:
-        """Says how the active implementation is wrong, and what to do; empty if it is right or none is active."""
+        """Describes how the active implementation is wrong, and what to do; empty if it is correct or none is active."""
         name = active_flash()
         if not name:
             return ""
-        # torch makes a new object at every activation, also of one that was registered again under its name
+        # torch makes a new object at every activation, also for an implementation registered again under its name
         activation = getattr(getattr(attention, "_registry", None), "_FLASH_ATTENTION_ACTIVE", None) or name
         if activation is not self.activation:
             self.activation = activation
@@ -244,11 +239,11 @@ class RegisteredFlash:
     def _found(self, name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         try:
             error = self.error(device, dtype, head_dim)
-        # it is refused whatever its functions raise
+        # refused whatever its functions raise
         except Exception as failure:
             found = f"fails with {type(failure).__name__}: {failure}".split("\n")[0]
         else:
-            # written so that NaN is a difference, too
+            # written so that NaN fails too
             if error <= TOLERANCE:
                 return ""
             found = f"differs from plain matrices by {error:.1e} (limit {TOLERANCE:.1e})"

@@ -1,7 +1,7 @@
 """Computes attention of several documents side by side in one call: torch's FlashAttention 2 for CUDA with document boundaries.
 
-One call for all short documents of a pack costs one launch, and no plan for each new length, as cuDNN makes one. The kernel takes
-fewer KV heads than query heads and windows, and returns the LSE without gaps, [H, S], on NVIDIA devices.
+One call for all short documents of a pack costs one launch, and no plan for each new length as with cuDNN. The kernel supports
+windows and fewer KV heads than query heads, and returns the LSE without gaps, [H, S], on NVIDIA devices.
 
 Shapes: H query heads, G KV heads (H is a multiple of G), S tokens of all documents, D head size of queries and keys, E of values.
 """
@@ -21,21 +21,21 @@ from hf_longctx.runtime.tiles.cuda import device_capability, takes_flash
 from hf_longctx.runtime.tiles.packages import REGISTERED_TILES, RegisteredFlash
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
 
-# capabilities with little shared memory, on which torch's own attention takes no larger heads for training
+# capabilities with little shared memory, and the largest heads for training that torch's own attention takes there
 _SMALL, _LARGEST_ON_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1)), 192
-# the longest document is rounded up to whole blocks of the kernel. The result does not depend on it, and documents of one token
-# each, which torch would hand to a kernel for decoding, stay like any others
+# the longest document is rounded up to whole blocks of the kernel. This does not change the result, and prevents that torch
+# passes documents of one token to a kernel for decoding
 _BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class PackBounds:
-    """Boundaries of documents on the device, int32 [documents + 1], each made once. known: they, by the boundaries' values."""
+    """Boundaries of documents on the device, int32 [documents + 1], each made once. known: cache by values."""
 
     known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def on_device(self, lengths: Sequence[int], device: torch.device) -> Tensor:
-        """Boundaries of documents with these lengths, from 0 to their sum."""
+        """Returns the boundaries of documents with these lengths, from 0 to their sum."""
         key = tuple(accumulate(lengths, initial=0))
         if key not in self.known:
             # the host does not wait for a copy from pinned memory
@@ -48,7 +48,7 @@ class PackBounds:
 class PackInputs:
     """Documents side by side: q [H, S, D], k [G, S, D], v [G, S, E].
 
-    In each document query i sees keys 0 to i, or the last `window` of them if that is not 0. bounds: see `PackBounds`. longest:
+    In each document query i sees keys 0 to i, or the last `window` of them if that is not 0. bounds: from `PackBounds`. longest:
     tokens of the longest document.
     """
 
@@ -67,7 +67,7 @@ class PackInputs:
 
     @property
     def windows(self) -> dict[str, int]:
-        """The window as arguments of the operators: how many tokens before and after its own a query sees; -1 for all."""
+        """The window as operator arguments: numbers of tokens that a query sees before and after its own; -1 for all."""
         return {"window_size_left": self.window - 1, "window_size_right": 0} if 0 < self.window < self.longest else {}
 
 
@@ -85,7 +85,7 @@ def takes_packs(device: torch.device, dtype: torch.dtype, head_dim: int, is_capp
 
 
 def flash_problems(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Problems of the FlashAttention that the user has activated in torch, if plans would use it for such heads."""
+    """Lists problems of the FlashAttention that the user has activated in torch, if plans would use it for such heads."""
     if not takes_flash(device.type, device_capability(device), dtype, head_dim):
         return []
     problems = (checked.problem(dtype, head_dim) for checked in (REGISTERED_TILES, _REGISTERED_PACKS))
@@ -93,7 +93,7 @@ def flash_problems(device: torch.device, dtype: torch.dtype, head_dim: int) -> l
 
 
 def pack_forward(pack: PackInputs) -> tuple[Tensor, Tensor]:
-    """Output [H, S, E] and LSE [H, S] in at least fp32."""
+    """Returns output [H, S, E], and LSE [H, S] in at least fp32."""
     wide = _of_one_width(pack)
     q_SHD, k_SGD, v_SGD = (_tokens_first(x) for x in (wide.q, wide.k, wide.v))
     # no dropout, causal, no mask returned for debugging
@@ -106,7 +106,7 @@ def pack_forward(pack: PackInputs) -> tuple[Tensor, Tensor]:
 
 
 def pack_backward(gradient_HSE: Tensor, pack: PackInputs, out_HSE: Tensor, lse_HS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given the output and LSE, into which more keys may have been merged."""
+    """Returns gradients of q, k and v, given output and LSE, into which more keys may have been merged."""
     wide = _of_one_width(pack)
     gradient, out = (_widened(x, wide.v.shape[2]) for x in (gradient_HSE, out_HSE))
     inputs = [_tokens_first(x) for x in (gradient, wide.q, wide.k, wide.v, out)]
@@ -122,7 +122,7 @@ def pack_backward(gradient_HSE: Tensor, pack: PackInputs, out_HSE: Tensor, lse_H
 
 
 def _of_one_width(pack: PackInputs) -> PackInputs:
-    """The documents with columns of zeros where queries and values differ in head size."""
+    """Returns the documents, padded with columns of zeros if queries and values differ in head size."""
     width = max(pack.q.shape[2], pack.v.shape[2])
     return replace(pack, q=_widened(pack.q, width), k=_widened(pack.k, width), v=_widened(pack.v, width))
 
@@ -140,7 +140,7 @@ def _tokens_first(x_HSD: Tensor) -> Tensor:
 
 
 def pack_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """Largest difference of three documents in one call from `tiles.plain`, with and without a window; NaN stays NaN."""
+    """Returns the largest difference from `tiles.plain` of three documents, with and without a window; NaN stays NaN."""
     lengths, worst = (1, 70, 130), torch.zeros((), device=device)
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(sum(lengths), heads, head_dim, generator=generator).to(device, dtype) for heads in (4, 4, 2, 2)]
@@ -159,7 +159,7 @@ def pack_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float
 
 
 def _plain_results(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, ...]:
-    """Output, LSE and gradients of one document by matrices."""
+    """Returns output, LSE and gradients of one document, computed by matrices."""
     seen = None
     if window:
         places = torch.arange(q.shape[1], device=q.device)

@@ -1,7 +1,7 @@
 """Attention patterns (causal, windows, chunks), cut into tiles that are either fully visible or causal squares.
 
-`attention.rows` asks a pattern for the tiles of its rows; `tiles.tile` then computes each tile exactly. Only causal squares
-compute scores that are masked.
+`attention.rows` gets the tiles of its rows from a pattern; `tiles.tile` then computes each tile exactly. Masked scores are
+computed in causal squares only.
 
 Query i sees key j of its document if j <= i. With a window W, j > i - W must hold too; with attention chunks of C, both i and j
 must lie between the same two multiples of C. The band of a window is cut into causal squares on the diagonal, squares on the far
@@ -22,9 +22,9 @@ Mask = Literal["full", "causal", "reversed"]
 
 @dataclass(frozen=True, slots=True)
 class PatternTile:
-    """A tile's queries (`rows`), its keys, and the mask that says which keys the queries see; tiles with a mask are square.
+    """A tile's queries (`rows`), its keys, and its mask; tiles with a mask are square.
 
-    With several blocks, `rows` and `keys` are those of the first; each further block starts `stride` tokens after the one before.
+    `rows` and `keys` are those of the first block; each further block starts `stride` tokens after the one before.
     """
 
     rows: slice
@@ -35,7 +35,7 @@ class PatternTile:
 
     @property
     def num_rows(self) -> int:
-        """Query rows of one block."""
+        """Number of query rows of one block."""
         return int(self.rows.stop - self.rows.start)
 
 
@@ -59,13 +59,13 @@ class AttentionPattern:
             raise ValueError(f"{self} has a negative setting; use 0 for no window or no chunks")
 
     def first_seen(self, position: int) -> int:
-        """First key that the query at `position` in its document sees; later queries see no earlier key."""
+        """Returns the first key that the query at `position` in its document sees; later queries see no earlier key."""
         if self.chunk:
             return position - position % self.chunk
         return max(0, position - self.window + 1) if self.window else 0
 
     def tiles(self, start: int, num_tokens: int, first_key: int, num_keys: int) -> tuple[PatternTile, ...]:
-        """Tiles of `num_tokens` queries from position `start` with `num_keys` keys from position `first_key`; may be empty.
+        """Returns tiles of `num_tokens` queries from position `start` with `num_keys` keys from position `first_key`, or none.
 
         The keys are either those of the queries' own tokens, or all of them come before the queries.
         """
@@ -74,7 +74,7 @@ class AttentionPattern:
         return self.front_tiles(start, num_tokens, first_key, num_keys)
 
     def own_tiles(self, start: int, num_tokens: int) -> tuple[PatternTile, ...]:
-        """Tiles of `num_tokens` queries from position `start` with their own keys. The first tile of every row is causal."""
+        """Returns tiles of `num_tokens` queries from position `start` with their own keys; every row's first tile is causal."""
         size = self.window or self.chunk
         # windows are cut from the first row on, attention chunks at their boundaries
         head = min(num_tokens, -start % self.chunk) if self.chunk else 0
@@ -98,7 +98,7 @@ class AttentionPattern:
         return tuple(tiles)
 
     def front_tiles(self, start: int, num_tokens: int, first_key: int, num_keys: int) -> tuple[PatternTile, ...]:
-        """Tiles of `num_tokens` queries from position `start` with `num_keys` keys from `first_key`, all before `start`."""
+        """Returns tiles of `num_tokens` queries from position `start` with `num_keys` earlier keys from `first_key` on."""
         if not num_keys:
             return ()
         stop = first_key + num_keys

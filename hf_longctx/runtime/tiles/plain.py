@@ -1,23 +1,18 @@
 """Computes a tile by matrix products in at least fp32 (fp64 for fp64), block by block of queries.
 
-This is the last backend of `tiles.tile`, correct for every head size and every kind of score, and the reference that
-`tiles.packages` checks others against.
+This is the last backend of `tiles.tile`, correct for every head size and every kind of score, and the reference for checks in
+`tiles.packages`.
 
-A block has as many query rows as the matrix of scores over all heads can hold in 2^25 elements, and at least one row. At most
-three such matrices exist at once: 384 MiB in fp32, and a mask of a byte for each element where weights are dropped.
+A block has as many query rows as fit into a matrix of scores over all heads with 2^25 elements, but at least one. At most three
+such matrices exist at once: 384 MiB in fp32, plus a mask of one byte per element if weights are dropped.
+
+Dropout masks depend on query, key and head of a weight, not on its tile. Scores and their log-sum-exp are those without dropout.
+The output sums only the weights that stay, times 1 / (1 - rate). So outputs of tiles are merged as usual, and the gradient of a
+score is weight * (mask * (dO . v) / (1 - rate) - dO . O) with the merged output O: summed over all keys, the weighted first term
+is dO . O, as without dropout. A mask is drawn for one block of queries at a time, forward and again backward, and never kept.
 
 Shapes: H query heads, G KV heads (H is a multiple of G; neighbouring query heads read one KV head), T query tokens, U key tokens,
 R = H/G * T query rows per KV head, D head size of queries and keys, E of values.
-
-Dropout of the attention weights of a tile: which query, key and head each weight belongs to, whatever tile it is in.
-
-Scores, their log-sum-exp and so the weights are those without dropout. The output sums only the weights that stay, times
-1 / (1 - rate). So outputs of tiles are merged as ever, and the gradient of a score is weight * (mask * (dO . v) / (1 - rate) -
-dO . O) with the merged output O: the sum over all keys of the first term's weighted part is dO . O, as without dropout.
-
-A mask is drawn for one block of queries at a time, in the forward and again in the backward, and never kept.
-
-Shapes: H query heads of a tile, R rows and U keys of it.
 """
 
 from __future__ import annotations
@@ -34,28 +29,30 @@ from hf_longctx.runtime.tiles.patterns import PatternTile
 
 @dataclass(frozen=True, slots=True)
 class WeightDropout:
-    """Dropout of the weights of one layer in one chunk, and the rows of one document to which it is applied.
+    """Dropout of attention weights of one layer in one chunk, for rows of one document."""
 
-    rate: share of the weights that are dropped. key: 64 bits of the layer and the seed. step: optimizer step. numbers: those of
-    the chunk's documents among the sequences of the step. first_head, num_heads: this rank's query heads among the layer's.
-    document: index of the rows' document in the chunk. first_row: position of the first row in its document.
-    """
-
+    # share of the weights that are dropped
     rate: float
+    # 64 bits of the layer and the seed
     key: int
+    # optimizer step
     step: int
+    # numbers of the chunk's documents among the sequences of the step
     numbers: tuple[int, ...]
+    # this rank's query heads among the layer's
     first_head: int
     num_heads: int
+    # index of the rows' document in the chunk
     document: int = 0
+    # position of the first row in its document
     first_row: int = 0
 
     def of_rows(self, document: int, first_row: int) -> WeightDropout:
-        """Dropout of rows from position `first_row` of a document of the chunk."""
+        """Returns the dropout of rows from position `first_row` of a document of the chunk."""
         return replace(self, document=document, first_row=first_row)
 
     def of_tile(self, tile: PatternTile, first_key: int) -> TileDropout:
-        """Dropout of a tile of these rows and of keys whose first one is at position `first_key` of the document."""
+        """Returns the dropout of a tile of these rows and of keys from position `first_key` of the document on."""
         first_row, first_key = self.first_row + tile.rows.start, first_key + tile.keys.start
         sizes = tile.num_rows, tile.keys.stop - tile.keys.start
         return TileDropout(self, first_row, first_key, *sizes, tile.num_blocks, tile.stride, tile.mask == "reversed")
@@ -68,21 +65,21 @@ class WeightDropout:
 
 @dataclass(frozen=True, slots=True)
 class TileDropout:
-    """Dropout of the weights of a tile.
-
-    first_row, first_key: positions in the document of its first query and key. num_blocks: blocks that are computed as if each
-    were a set of heads, which start `stride` tokens apart. num_rows, num_keys: of each block. is_reversed: its tokens are in
-    reverse order. first: the first of the tile's heads and blocks that this part of it has.
-    """
+    """Dropout of attention weights of one tile."""
 
     dropout: WeightDropout
+    # positions in the document of its first query and key
     first_row: int
     first_key: int
+    # rows and keys of each block
     num_rows: int
     num_keys: int
+    # blocks that are computed as if each were a set of heads; they start `stride` tokens apart
     num_blocks: int = 1
     stride: int = 0
+    # tokens are in reverse order
     is_reversed: bool = False
+    # the first of the tile's heads and blocks in this part of the tile
     first: int = 0
 
     @property
@@ -91,13 +88,13 @@ class TileDropout:
         return self.dropout.scale
 
     def of_heads(self, heads: slice) -> TileDropout:
-        """Dropout of some of the tile's heads."""
+        """Returns the dropout of some of the tile's heads."""
         return replace(self, first=self.first + heads.start)
 
     def mask(self, rows: slice, keys: slice, num_heads: int, device: torch.device) -> Tensor:
-        """True for weights that are dropped, [H, R, U], of a range of the tile's rows and keys."""
+        """Returns the mask [H, R, U] of a range of rows and keys; True for dropped weights."""
         drop = self.dropout
-        # dummy tokens are further documents, without a number
+        # dummy tokens are further documents without numbers
         number = drop.numbers[drop.document] if drop.document < len(drop.numbers) else -1
         first, skipped = divmod(self.first, drop.num_heads)
         blocks = range(first, -(-(self.first + num_heads) // drop.num_heads))
@@ -108,7 +105,7 @@ class TileDropout:
         return dropped[skipped:][:num_heads]
 
     def _positions(self, first: int, count: int, blocks: range, device: torch.device) -> Tensor:
-        """Positions in the document of the tokens of some blocks, in the order of the tile."""
+        """Returns positions in the document of the tokens of some blocks, in the order of the tile."""
         tokens = torch.arange(count, device=device)
         starts = first + self.stride * torch.arange(blocks.start, blocks.stop, device=device)
         return starts.unsqueeze(1) + (tokens.flip(0) if self.is_reversed else tokens)
@@ -120,7 +117,7 @@ _BLOCK_VALUES = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Formula for scores of queries and keys: s = scale * (q . k); with a softcap c it is c * tanh(s / c) (c = 0: none)."""
+    """Formula of scores: s = scale * (q . k); with a softcap c it is c * tanh(s / c) (c = 0: none)."""
 
     scale: float
     softcap: float = 0.0
@@ -130,8 +127,8 @@ class Scores:
 class TileInputs:
     """One tile: q [H, T, D], k [G, U, D], v [G, U, E]. A `causal` tile is square: query i sees keys 0 to i; others see all.
 
-    chosen: integers [T, K]; every query sees only the keys with these numbers, of those that it would see otherwise. Numbers
-    outside of [0, U) choose no key of this tile. None: no such choice. dropout: of attention weights; None: all of them stay.
+    chosen: key numbers [T, K]; every query sees only these of its visible keys. Numbers outside of [0, U) choose no key of this
+    tile. None: no choice. dropout: of attention weights; None: all of them stay.
     """
 
     q: Tensor
@@ -155,13 +152,13 @@ Backward = Callable[[Tensor, TileInputs, Tensor, Tensor], tuple[Tensor, Tensor, 
 
 
 def plain_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
-    """Output [H, T, E] and LSE [H, T] of a tile; zeros and -inf for queries that see none of its keys."""
+    """Returns output [H, T, E] and LSE [H, T] of a tile; zeros and -inf for queries that see none of its keys."""
     q, k, v = tile.q, tile.k, tile.v
     outs, lses = [], []
     for rows, keys in _blocks(q, k, tile.causal):
         raw, _ = _scored(tile, rows, keys)
         lse = raw.logsumexp(-1)
-        # -inf minus -inf would be no number
+        # -inf minus -inf would be NaN
         weights = raw.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
         if tile.dropout is not None:
             weights.masked_fill_(_dropped(tile, rows, keys), 0.0).mul_(tile.dropout.scale)
@@ -175,7 +172,7 @@ def plain_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
 
 
 def plain_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in at least fp32, from the merged output and LSE."""
+    """Returns gradients of q, k and v in at least fp32, from the merged output and LSE."""
     q, k, v, scores = tile.q, tile.k, tile.v, tile.scores
     per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q, dtype=wide)
@@ -204,7 +201,7 @@ def plain_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor)
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """(queries, keys) of every block: a range of queries, and the range of keys that at least one of these queries sees."""
+    """Yields (range of queries, range of keys that at least one of them sees) for every block."""
     num_rows = max(1, _BLOCK_VALUES // max(1, q.shape[0] * k.shape[1]))
     for start in range(0, q.shape[1], num_rows):
         stop = min(start + num_rows, q.shape[1])
@@ -212,7 +209,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]
 
 
 def _scored(tile: TileInputs, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
-    """Scores of a block of queries [G, H/G * rows, U], and the derivative of the softcap by the raw scores (None: no cap)."""
+    """Returns scores [G, H/G * rows, U] of a block of queries, and the softcap's derivative by raw scores (None: no cap)."""
     q, k, scores = tile.q[:, rows], tile.k[:, keys], tile.scores
     per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
     found = (as_queries(q, per_kv).to(wide) @ k.to(wide).transpose(1, 2)).mul_(scores.scale)
@@ -230,15 +227,15 @@ def _scored(tile: TileInputs, rows: slice, keys: slice) -> tuple[Tensor, Tensor 
 
 
 def _dropped(tile: TileInputs, rows: slice, keys: slice) -> Tensor:
-    """Weights of a block of queries that are dropped, [G, H/G * rows, U]."""
+    """Returns the mask of dropped weights of a block of queries, [G, H/G * rows, U]."""
     assert tile.dropout is not None
     num_heads, num_kv = tile.q.shape[0], tile.k.shape[0]
     return as_queries(tile.dropout.mask(rows, keys, num_heads, tile.q.device), num_heads // num_kv)
 
 
 def _is_chosen(chosen_RK: Tensor, num_keys: int) -> Tensor:
-    """Which keys every query chooses, [R, num_keys]."""
-    # one column more for numbers outside of the tile
+    """Returns the mask of keys chosen by each query, [R, num_keys]."""
+    # one more column for numbers outside of the tile
     places_RK = chosen_RK.long().where((chosen_RK >= 0) & (chosen_RK < num_keys), num_keys)
     seen = torch.zeros(chosen_RK.shape[0], num_keys + 1, dtype=torch.bool, device=chosen_RK.device)
     return seen.scatter_(1, places_RK, True)[:, :num_keys]

@@ -2,7 +2,7 @@
 
 `attention.rows` and `attention.chunk` compose every attention of a plan from tiles. Merging tiles needs a function that torch's
 autograd does not expose: the gradient of one tile, given the merged output and LSE of all tiles of its queries. `BACKENDS` lists
-the operators that offer it, the fastest first; the first that accepts a tile computes it, forward and backward:
+operators that provide it, fastest first; the first that accepts a tile computes it, forward and backward:
 
     cudnn              bf16 and fp16 on CUDA of compute capability 9 and 10, head sizes of 8, 16 ... 128, two keys or more; it
                        plans for every new length, so tiles that do not repay this go to the next backend that takes them
@@ -13,11 +13,11 @@ the operators that offer it, the fastest first; the first that accepts a tile co
     cpu_flash          any float dtype on CPU
     plain              matrices over blocks of queries (`tiles.plain`), correct everywhere; capped scores, chosen keys, dropout
 
-The two packages take part where they are installed and agree with `plain` (`tiles.packages`).
+The two packages are used if they are installed and agree with `plain` (`tiles.packages`).
 
-Every backend returns its LSE as a natural logarithm, so results of different backends can be merged. Values may have a head size
-other than that of queries and keys: for a backend that needs one size, the narrower tensors are padded with columns of zeros,
-which do not change the result.
+Every backend returns its LSE as a natural logarithm, so results of different backends can be merged. Values may differ from
+queries and keys in head size: for a backend that needs one size, narrower tensors are padded with columns of zeros, which do not
+change the result.
 
 Shapes: H query heads, G KV heads (H is a multiple of G; neighbouring query heads read one KV head), T query tokens, U key tokens,
 D head size of queries and keys, E of values; inside the backends' own functions E = D.
@@ -50,29 +50,29 @@ from hf_longctx.runtime.tiles.plain import Backward, Forward, TileInputs, as_hea
 # device type, compute capability ((0, 0) without CUDA), dtype, head size -> whether the backend computes such tiles
 Takes = Callable[[str, tuple[int, int], torch.dtype, int], bool]
 
-# most heads of one call: the grids of CUDA kernels count heads in a dimension of 16 bits
+# most heads of one call: grids of CUDA kernels count heads in a dimension of 16 bits
 MOST_HEADS = 2**16 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TileBackend:
-    """One operator that computes tiles.
-
-    groups_heads: several query heads may read one KV head; other backends get KV heads repeated, one per query head. min_keys:
-    fewest keys of a tile that the operator accepts. caps: it supports a softcap. any_width: it accepts values whose head size
-    differs from that of queries and keys. masks: it leaves out single weights, by chosen keys or dropout. plans: it makes a plan
-    for every new length and layout, which takes long.
-    """
+    """One operator that computes tiles."""
 
     name: str
     takes: Takes
     forward: Forward
     backward: Backward
+    # several query heads may read one KV head; for other backends KV heads are repeated, one per query head
     groups_heads: bool = False
+    # fewest keys of a tile that the operator accepts
     min_keys: int = 1
+    # supports a softcap
     caps: bool = False
+    # accepts values whose head size differs from that of queries and keys
     any_width: bool = False
+    # can leave out single weights, by chosen keys or dropout
     masks: bool = False
+    # makes a plan for every new length and layout, which takes long
     plans: bool = False
 
 
@@ -85,7 +85,7 @@ def accepting(
     is_capped: bool = False,
     is_masked: bool = False,
 ) -> Iterator[TileBackend]:
-    """Backends that accept a tile with these properties. head_dim: the larger of the head sizes of queries and values."""
+    """Returns backends that accept such a tile. head_dim: the larger of the head sizes of queries and values."""
     for backend in BACKENDS:
         is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped) and (backend.masks or not is_masked)
         if is_possible and backend.takes(device_type, capability, dtype, head_dim):
@@ -93,10 +93,10 @@ def accepting(
 
 
 def first_of(backends: Iterable[TileBackend], is_planned: bool = True) -> TileBackend:
-    """First of the backends that accept a tile.
+    """Chooses among the backends that accept a tile: the first, except as follows.
 
-    is_planned: a plan for the tile's lengths repays its making; if not, a backend that plans is taken only where no other is but
-    the last one. A FlashAttention that the user has activated comes before such a backend, too.
+    is_planned: whether a plan for the tile's lengths is worth making; if not, a backend that plans is chosen only if there is no
+    other but the last. A FlashAttention that the user has activated also comes before such a backend.
     """
     spare: TileBackend | None = None
     for backend in backends:
@@ -117,12 +117,12 @@ def choose_backend(
     is_capped: bool = False,
     is_masked: bool = False,
 ) -> TileBackend:
-    """First backend that accepts a tile with these properties, if its lengths repay a plan; see `accepting`."""
+    """Returns the first backend that accepts such a tile, if its lengths are worth a plan; see `accepting`."""
     return first_of(accepting(device_type, capability, dtype, head_dim, num_keys, is_capped, is_masked))
 
 
 def plan_keys(tile: TileInputs) -> int:
-    """Number of keys at the front of a tile to give to a call of their own, so that a plan fits them; 0 for no such call."""
+    """Returns the number of a tile's first keys to run in a separate call, so that a plan fits them; 0 for no such call."""
     num_queries, num_keys = tile.q.shape[1], tile.k.shape[1]
     front = 0 if tile.causal else planned_keys(num_keys)
     if front in (0, num_keys) or not repays_plan(num_queries, front, causal=False):
@@ -136,12 +136,12 @@ def plan_keys(tile: TileInputs) -> int:
 def attention_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False, is_masked: bool = False
 ) -> str:
-    """Name of the backend for tiles of queries of this dtype and head size; tiles with a single key may need another one."""
+    """Returns the name of the backend for this dtype and head size; tiles with a single key may need another one."""
     return choose_backend(device.type, device_capability(device), dtype, head_dim, is_capped=is_capped, is_masked=is_masked).name
 
 
 def tile_forward(tile: TileInputs, backend: str = "") -> tuple[Tensor, Tensor]:
-    """Output [H, T, E] and LSE [H, T] of one tile.
+    """Returns output [H, T, E] and LSE [H, T] of one tile.
 
     backend: name of the backend to use, for tests and measurements; by default the first that accepts the tile.
     """
@@ -153,7 +153,7 @@ def tile_forward(tile: TileInputs, backend: str = "") -> tuple[Tensor, Tensor]:
 def tile_backward(
     gradient_HTE: Tensor, tile: TileInputs, out_HTE: Tensor, lse_HT: Tensor, backend: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one tile's q, k and v, given the merged output and LSE of all tiles of these queries.
+    """Returns gradients of one tile's q, k and v, given the merged output and LSE of all tiles of these queries.
 
     Gradients of k and v are summed over the query heads that read a KV head, in at least fp32 unless the backend itself sums.
     Long tiles run a few heads at a time (`heads_at_once`).
@@ -173,7 +173,7 @@ def tile_backward(
 def _backward_by_heads(
     gradient_HTE: Tensor, tile: TileInputs, out_HTE: Tensor, lse_HT: Tensor, backend: str, at_once: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a tile, `at_once` query heads after the other; those of a KV head add up over parts of its readers."""
+    """Returns gradients of a tile, `at_once` query heads at a time; those of a KV head add up over parts of its readers."""
     per_kv = tile.q.shape[0] // tile.k.shape[0]
     sums: list[Tensor] = []
     for start in range(0, tile.q.shape[0], at_once):
@@ -182,7 +182,7 @@ def _backward_by_heads(
         part = _of_heads(tile, heads, kv)
         found = tile_backward(gradient_HTE[heads], part, out_HTE[heads], lse_HT[heads], backend)
         if not sums:
-            # parts of one group of readers add up in at least fp32
+            # parts of a KV head's readers add up in at least fp32
             wide = torch.promote_types(tile.k.dtype, torch.float32) if at_once < per_kv else found[1].dtype
             dtypes = found[0].dtype, wide, wide
             sums = [torch.empty_like(x, dtype=dtype) for x, dtype in zip((tile.q, tile.k, tile.v), dtypes, strict=True)]
@@ -197,7 +197,7 @@ def _backward_by_heads(
 
 
 def _of_one_width(backend: TileBackend, tile: TileInputs) -> TileInputs:
-    """The tile with q, k and v padded to one head size, if the backend needs that."""
+    """Pads q, k and v to one head size, if the backend needs that."""
     if backend.any_width or tile.q.shape[-1] == tile.v.shape[-1]:
         return tile
     width = max(x.shape[-1] for x in (tile.q, tile.k, tile.v))
@@ -205,7 +205,7 @@ def _of_one_width(backend: TileBackend, tile: TileInputs) -> TileInputs:
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """Copy of `x` with columns of zeros appended up to `width`; `x` itself if it has that width."""
+    """Pads `x` with columns of zeros up to `width`; returns `x` itself if it has that width."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
@@ -214,7 +214,7 @@ def _narrowed(x: Tensor, width: int) -> Tensor:
 
 
 def _forward(backend: TileBackend, tile: TileInputs) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a tile, with KV heads repeated or query heads folded for backends that do not group heads."""
+    """Returns output and LSE of a tile, with KV heads repeated or query heads folded for backends that do not group heads."""
     per_kv = tile.q.shape[0] // tile.k.shape[0]
     if tile.q.shape[0] > MOST_HEADS:
         found = [_forward(backend, part) for _, part in _parts(tile)]
@@ -230,7 +230,7 @@ def _forward(backend: TileBackend, tile: TileInputs) -> tuple[Tensor, Tensor]:
 def _backward(
     backend: TileBackend, gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a tile, with KV heads repeated or query heads folded as in `_forward`."""
+    """Returns gradients of a tile, with KV heads repeated or query heads folded as in `_forward`."""
     per_kv = tile.q.shape[0] // tile.k.shape[0]
     if tile.q.shape[0] > MOST_HEADS:
         found = [_backward(backend, gradient[heads], part, out[heads], lse[heads]) for heads, part in _parts(tile)]
@@ -247,7 +247,7 @@ def _backward(
 
 
 def _parts(tile: TileInputs) -> list[tuple[slice, TileInputs]]:
-    """The tile cut by heads into as few parts as `MOST_HEADS` allows, each with the range of its query heads."""
+    """Cuts the tile by heads into as few parts as `MOST_HEADS` allows, each with the range of its query heads."""
     per_kv, num_kv = tile.q.shape[0] // tile.k.shape[0], tile.k.shape[0]
     most_kv = max(1, MOST_HEADS // per_kv)
     parts = []
@@ -259,13 +259,13 @@ def _parts(tile: TileInputs) -> list[tuple[slice, TileInputs]]:
 
 
 def _of_heads(tile: TileInputs, heads: slice, kv: slice) -> TileInputs:
-    """The part of a tile with some query heads and the KV heads that they read."""
+    """Returns the part of a tile with some query heads and the KV heads that they read."""
     dropout = None if tile.dropout is None else tile.dropout.of_heads(heads)
     return replace(tile, q=tile.q[heads], k=tile.k[kv], v=tile.v[kv], dropout=dropout)
 
 
 def _backend_for(tile: TileInputs, name: str) -> TileBackend:
-    """The backend of this name; for an empty name the first that accepts the tile."""
+    """Returns the backend with this name, or for an empty name the first that accepts the tile."""
     is_capped, is_masked = tile.scores.softcap > 0, tile.is_masked
     if not name:
         device, head_dim = tile.q.device, max(tile.q.shape[-1], tile.v.shape[-1])
@@ -285,7 +285,7 @@ def _backend_for(tile: TileInputs, name: str) -> TileBackend:
 
 
 def _with_repeated_kv(tile: TileInputs, per_kv: int) -> TileInputs:
-    """The tile with every KV head repeated for each query head that reads it."""
+    """Repeats every KV head for each query head that reads it."""
     return replace(tile, k=tile.k.repeat_interleave(per_kv, 0), v=tile.v.repeat_interleave(per_kv, 0))
 
 
@@ -320,10 +320,10 @@ def _cpu_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) 
 BACKENDS = (
     TileBackend("cudnn", takes_cudnn, cudnn_forward, cudnn_backward, groups_heads=True, min_keys=2, plans=True),
     TileBackend("flash_attention_2", REGISTERED_TILES.takes, flash_forward, flash_backward, groups_heads=True),
-    # the packages come after torch's own operators, so they compute capped scores only, until they have been measured
+    # the packages come after torch's own operators, and so compute only capped scores, until they have been measured
     TileBackend("flash_attn_4", FLASH_4.takes, FLASH_4.forward, FLASH_4.backward, groups_heads=True, caps=True),
     TileBackend("flash_attn_2", FLASH_2.takes, FLASH_2.forward, FLASH_2.backward, groups_heads=True, caps=True),
-    # groups_heads is off: the operator would sum over the query heads of a KV head in the keys' dtype, `_summed` is wider
+    # groups_heads is off: the operator would sum over the query heads of a KV head in the keys' dtype, narrower than `_summed`
     TileBackend("cpu_flash", _takes_cpu, _cpu_forward, _cpu_backward),
     TileBackend("plain", _takes_all, plain_forward, plain_backward, groups_heads=True, caps=True, any_width=True, masks=True),
 )
