@@ -19,19 +19,18 @@ from hf_longctx.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The predicted run of a plan.
-
-    once_s: seconds of the optimizer and of everything else that is not part of a chunk. events: computation of each F and B,
-    followed by its communication as an event of kind "exchange". peak_bytes, host_bytes: predicted memory of every rank, on its
-    device and on the host. weights: gathers of sharded weights and sums of gradients, which `step_s` does not contain.
-    """
+    """The predicted run of a plan."""
 
     step_s: float
+    # seconds of the optimizer and of everything else that is not part of a chunk
     once_s: float
     ranks: tuple[RankUse, ...]
+    # computation of each F and B, followed by its communication as an event of kind "exchange"
     events: tuple[TimelineEvent, ...]
+    # predicted memory of every rank, on its device and on the host
     peak_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
+    # gathers of sharded weights and sums of gradients, which `step_s` does not contain
     weights: WeightSeconds
 
     def share(self, seconds: str) -> float:

@@ -54,23 +54,23 @@ class DegreeUse:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Everything that the report says. Without lengths there are no steps, but memory and the longest sequence are known.
-
-    alternatives: other degrees and methods for the first step. remedies: changes that would allow longer sequences. longest: the
-    longest sequence for each setting of the activation engine. context_limit: length of sequence that every step of a run must
-    hold if all steps use one degree. ablation: the first step as each of the four systems alone would plan it, if asked for.
-    at_limit: a step with one sequence of `scenario.longest_tokens`, without baselines.
-    """
+    """Everything that the report says. Without lengths there are no steps, but memory and the longest sequence are known."""
 
     scenario: Scenario
     workload: Workload | None
     seed: int
     steps: tuple[StepForecast, ...]
+    # other degrees and methods for the first step
     alternatives: tuple[Choice, ...]
+    # changes that would allow longer sequences
     remedies: tuple[Remedy, ...]
+    # the longest sequence for each setting of the activation engine
     longest: tuple[LongestRow, ...]
+    # a step with one sequence of `scenario.longest_tokens`, without baselines
     at_limit: StepForecast
+    # sequence length that every step of a run must hold if all steps use one degree
     context_limit: int = 0
+    # the first step as each of the four systems alone would plan it, if asked for
     ablation: tuple[AblationRow, ...] = ()
 
     @property

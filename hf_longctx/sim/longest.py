@@ -60,20 +60,20 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class _Switches:
-    """Switches of the activation engine for one row.
-
-    tile: tokens per tile of MLP and norms; loss_tile: tokens per tile of the loss (0: no tiles). host_bytes, keeps_attention,
-    reruns: see `lean_policy`. head_pieces: see `LayerPolicy`. keeps_everything: nothing is recomputed, like Hugging Face without
-    checkpointing.
-    """
+    """Switches of the activation engine for one row."""
 
     name: str
+    # tokens per tile of MLP and norms
     tile: int = 0
+    # tokens per tile of the loss (0: no tiles)
     loss_tile: int = 0
+    # see `lean_policy`
     host_bytes: int = 0
     keeps_attention: bool = False
     reruns: bool = False
+    # nothing is recomputed, like Hugging Face without checkpointing
     keeps_everything: bool = False
+    # see `LayerPolicy`
     head_pieces: int = 1
 
     def policy(self, costs: CostModel, num_tokens: int) -> ActivationPolicy:

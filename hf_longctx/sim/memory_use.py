@@ -20,25 +20,26 @@ from hf_longctx.sim.execution import Execution
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Counts of groups with sequences by how they treat saved tensors, and bytes of the fullest rank.
+    """Counts of groups with sequences by how they treat saved tensors, and bytes of the fullest rank."""
 
-    num_kept, num_tiled, num_chosen: numbers of groups that keep everything, that keep everything but the logits, and that have
-    layers under policies. num_sliced: groups under policies that cut a sequence; most_slices: most slices of one sequence.
-    recomputed: share of each tensor class that groups under policies recompute; on_host: share of their saved bytes that waits on
-    the host. peak_bytes, host_bytes: bytes of the fullest rank. added_s: seconds that policies add to forward and backward of all
-    their groups. reason: why the fullest group keeps, offloads and recomputes as it does.
-    """
-
+    # groups that keep everything, that keep everything but the logits, and that have layers under policies
     num_kept: int
     num_tiled: int
     num_chosen: int
+    # groups under policies that cut a sequence
     num_sliced: int
+    # most slices of one sequence
     most_slices: int
+    # share of each tensor class that groups under policies recompute
     recomputed: tuple[tuple[str, float], ...]
+    # share of their saved bytes that waits on the host
     on_host: float
+    # bytes of the fullest rank
     peak_bytes: int
     host_bytes: int
+    # seconds that policies add to forward and backward of all their groups
     added_s: float
+    # why the fullest group keeps, offloads and recomputes as it does
     reason: str
 
     @property

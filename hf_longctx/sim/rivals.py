@@ -49,20 +49,19 @@ _NEARLY_FULL = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Another way to run the same sequences: its mean seconds per step, or (step_s 0) the reason why it cannot run.
-
-    degree: the degree of all groups, if the choice fixes it, else 0. checkpointing: what the run does with saved tensors; empty
-    where nobody recomputes. most_s: mean seconds with gathers of weights, sums and the optimizer, none of them hidden.
-    used_bytes: most bytes of a rank beside the states (0: they were not counted).
-    """
+    """Another way to run the same sequences: its mean seconds per step, or (step_s 0) the reason why it cannot run."""
 
     name: str
     step_s: float = 0.0
     layout: str = ""
     detail: str = ""
+    # degree of all groups, if the choice fixes it, else 0
     degree: int = 0
+    # treatment of saved tensors; empty if nothing is recomputed
     checkpointing: str = ""
+    # mean seconds with gathers of weights, sums and the optimizer, none of them hidden
     most_s: float = 0.0
+    # most bytes of a rank beside the states (0: they were not counted)
     used_bytes: int = 0
 
     @property

@@ -182,19 +182,17 @@ _LEAVE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """Says what to measure, and until when.
+    """Says what to measure, and until when."""
 
-    model: a name in the catalogue, a config.json, or a folder with one; "" means a small Llama.
-    precision: "float32", "bfloat16" or "autocast"; "" means float32 on CPU, and float32 weights under bf16 autocast on CUDA.
-    stop_at_s: wall-clock time (`time.time()`) at which to stop, so ranks that start late measure less.
-    repeats: runs of every chunk that count; fewer leave time for longer chunks (0: as many as a noisy machine needs).
-    compile_layers: norms, gated MLPs and rotary embeddings run as kernels, as under a run's setting of this name.
-    """
-
+    # a name in the catalogue, a config.json, or a folder with one; "" means a small Llama
     model: str = ""
+    # "float32", "bfloat16" or "autocast"; "" means float32 on CPU, and float32 weights under bf16 autocast on CUDA
     precision: str = ""
+    # wall-clock time (`time.time()`) at which to stop; ranks that start late measure less
     stop_at_s: float = 0.0
+    # counted runs per chunk; fewer leave time for longer chunks (0: as many as a noisy machine needs)
     repeats: int = 0
+    # run norms, gated MLPs and rotary embeddings as kernels, like the run setting of this name
     compile_layers: bool | None = None
 
 

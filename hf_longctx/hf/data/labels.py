@@ -37,17 +37,17 @@ _TAIL = 64
 
 @dataclass(frozen=True)
 class HeadTask:
-    """The labels of a run.
+    """The labels of a run."""
 
-    kind: what the head predicts. num_labels: outputs of a head that classifies. problem: the loss of a document, under the name
-    that transformers gives it. pad_token_id: the token that a head for documents leaves out at their ends; None: it leaves out
-    none. marks: every token that the head reads has the label 0, whatever label its row has, if it has one.
-    """
-
+    # kind of prediction
     kind: HeadKind = "next_token"
+    # number of outputs of a classifying head
     num_labels: int = 0
+    # loss per document, by its name in transformers
     problem: Problem = "single_label_classification"
+    # token that a document head skips at the end of a document; None: it skips none
     pad_token_id: int | None = None
+    # label every token that the head reads with 0 and ignore labels of rows
     marks: bool = False
 
     @property

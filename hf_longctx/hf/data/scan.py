@@ -72,20 +72,18 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class DatasetScan:
-    """Result of one pass over a dataset: tokens per row, a hash of all tokens and labels, and the problems found.
-
-    documents: tokens per document, row by row, if rows are packed; None if every row is one document. first_labels: the place of
-    every document's first label that counts; see the function of that name. padding: what was left out of the rows.
-    row_digests: a hash of every row, in 8 bytes, if the dataset runs code to make its rows; None for Arrow datasets, whose rows
-    cannot change.
-    """
+    """Result of one pass over a dataset: tokens per row, a hash of all tokens and labels, and the problems found."""
 
     lengths: IntArray
     digest: str
     problems: list[str]
+    # 8-byte hash of every row if the dataset makes rows by code; None for Arrow datasets, whose rows cannot change
     row_digests: NDArray[np.uint64] | None = None
+    # tokens per document, row by row, if rows are packed; None if every row is one document
     documents: IntArray | None = None
+    # position of every document's first label that counts; see the function `first_labels`
     first_labels: IntArray | None = None
+    # tokens left out of the rows
     padding: Padding = field(default_factory=Padding)
 
     @property

@@ -88,16 +88,15 @@ class ScoredModel:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of all ranks under one plan.
-
-    rows_n2: token id and label of the next token, of all ranks' documents in order, on the host. firsts: number of the first
-    token of each document. own: this rank's tokens among them.
-    """
+    """The rows of all ranks under one plan."""
 
     plan: StepPlan
     documents: LocalDocuments
+    # token id and label of the next token, of all ranks' documents in order, on the host
     rows_n2: Tensor
+    # number of the first token of each document
     firsts: list[int]
+    # this rank's tokens among them
     own: slice
 
     def chunks(self, rank: int, weights_n: Tensor | None = None) -> list[list[ChunkInputs]]:

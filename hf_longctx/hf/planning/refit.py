@@ -47,16 +47,15 @@ Samples = dict[ChunkKey, ChunkSample]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """Measurements of one plan on one rank.
-
-    measured_s: seconds of the whole plan. reduce_s: seconds of its gradient reduction, negative if it had none.
-    error: predicted / measured - 1, or None without a prediction.
-    """
+    """Measurements of one plan on one rank."""
 
     plan: StepPlan
     samples: Samples
+    # seconds of the whole plan
     measured_s: float
+    # seconds of the gradient reduction; negative if there was none
     reduce_s: float
+    # predicted / measured - 1, or None without a prediction
     error: float | None
 
 

@@ -80,22 +80,22 @@ _MASKED_SHARE = 0.2
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Everything that the test takes from the model before the model is cut into stages or placed.
+    """Everything that the test takes from the model before the model is cut into stages or placed."""
 
-    original: the model itself, which must not run. exact: copy in fp64 or fp32. working: copy in the run's own precision, if that
-    differs. is_packed: whether the model has four-bit weights, which the exact copy holds unpacked. rope_limit: length of the
-    longest document whose rotary frequencies are not scaled; 0 if they do not depend on length.
-    """
-
+    # the model itself, which must not run
     original: Any
+    # copy of the model in fp64 or fp32
     exact: ReducedCopy
+    # copy in the run's own precision, if that differs
     working: ReducedCopy | None
     setup: RunSetup
     lengths: tuple[int, ...]
     dtype: torch.dtype
     is_autocast: bool
     name: str
+    # whether the model has four-bit weights, which the exact copy holds unpacked
     is_packed: bool
+    # length of the longest document whose rotary frequencies are not scaled; 0 if they do not depend on length
     rope_limit: int = 0
 
     @classmethod

@@ -49,24 +49,25 @@ _WRAPPED_FORWARD = "_original_forward"
 
 @dataclass
 class ReducedCopy:
-    """The copy of a model, with its layers by their numbers in the whole model.
-
-    patterns: what each layer attends to, in words. windows: the most tokens that each layer's attention sees; 0: all.
-    num_token_ids: token ids below this number may be used. whole_layers: number of layers of the whole model. was_shortened:
-    whether windows or choices of keys are shorter than the model's. most_chosen: keys that an index chooses for a token.
-    attention_calls: attention calls in one forward. is_cut: false if the copy has all layers, because the model cannot run
-    without some of them.
-    """
+    """The copy of a model, with its layers by their numbers in the whole model."""
 
     model: Any
     layers: dict[int, nn.Module]
+    # description of each layer's attention pattern
     patterns: dict[int, str]
+    # the most tokens that each layer's attention sees; 0: all
     windows: dict[int, int]
+    # token ids below this number may be used
     num_token_ids: int
+    # number of layers of the whole model
     whole_layers: int
+    # whether windows or choices of keys are shorter than the model's
     was_shortened: bool
+    # most keys that an index chooses for a token
     most_chosen: int
+    # attention calls in one forward
     attention_calls: int
+    # false if the copy has all layers, because the model cannot run without some of them
     is_cut: bool
 
     def give_up(self) -> None:

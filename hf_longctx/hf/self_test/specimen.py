@@ -223,22 +223,23 @@ class MeasuredErrors:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where and how a run's model is placed; a copy of the model is placed and run in the same way.
-
-    mesh: the ranks over which parameters are sharded; None if they are not. fp32_gradients: gradients of weights in half
-    precision add up in fp32. count: sums a number over all ranks. token_loss: the run's loss of a token; None for cross-entropy.
-    task: the labels of the copy's rows; they are classes. value_loss: the run's loss if its own labels are numbers, else None.
-    fused: kernels of layers, with which the copy runs under plans, and not when it runs plainly.
-    """
+    """Where and how a run's model is placed; a copy of the model is placed and run in the same way."""
 
     pool: GroupPool
+    # the ranks over which parameters are sharded; None if they are not
     mesh: DeviceMesh | None
     device: torch.device
+    # gradients of weights in half precision add up in fp32
     fp32_gradients: bool
+    # sums a number over all ranks
     count: Callable[[int], int]
+    # the run's loss of a token; None for cross-entropy
     token_loss: TokenLoss | None = None
+    # the labels of the copy's rows, which are classes
     task: HeadTask = NEXT_TOKEN
+    # the run's loss if its own labels are numbers, else None
     value_loss: ValueLoss | None = None
+    # layer kernels for runs under plans; plain runs do not use them
     fused: FusedLayers | None = None
 
     def labels_of(self, row: Mapping[str, list[int]]) -> list[int]:

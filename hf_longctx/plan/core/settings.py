@@ -28,16 +28,15 @@ _NODE_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class ActivationBudget:
-    """Memory of one rank for saved activations and workspace, after weights, gradients and optimizer states.
+    """Memory of one rank for saved activations and workspace, after weights, gradients and optimizer states."""
 
-    kept_tokens: a rank with at most this many tokens keeps all activations if they fit with their workspace; with more, layers
-    are recomputed or offloaded. device_bytes, host_bytes: memory of one rank (host_bytes 0: nothing is offloaded). tile_tokens:
-    chunks with more tokens than this run norms, MLP and loss in tiles of so many (0: untiled).
-    """
-
+    # up to this many tokens, a rank keeps all activations if they and their workspace fit; with more, layers are recomputed
+    # or offloaded
     kept_tokens: int
+    # memory of one rank (host_bytes 0: nothing is offloaded)
     device_bytes: int
     host_bytes: int = 0
+    # tokens per tile of norms, MLP and loss, for chunks with more tokens than that (0: untiled)
     tile_tokens: int = 2048
 
     def __post_init__(self) -> None:
@@ -49,35 +48,36 @@ class ActivationBudget:
 class PlannerConfig:
     """Limits that a plan must keep, and how hard the planner searches within them.
 
-    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. longest_tokens: most
-    tokens of a sequence that is alone in a group of the largest degree, if that is more (`longest_alone` finds it); 0: no more
-    than others. It holds where chunks may be cut into slices: on one stage, with `activations`. degrees: allowed sizes of
-    sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best one). micro_batch_trials: how many
-    numbers of micro-batches are tried, starting at the fewest that fit. one_micro_batch: put everything into one micro-batch or
-    fail, for a caller that makes one forward per plan. solver_time_limit_s: seconds that solvers "lp" and "milp" may take for one
-    step, not counting the greedy layout that they start from. activations: memory that decides which activations are recomputed
-    or offloaded (None: all are kept). stages: layer ranges of every pipeline stage, one range for each model part (empty: no
-    pipeline). lend_stages: idle stages may lend their ranks to others, for which every rank must hold the weights of all stages.
-
-    Three extensions of FlexSP can be switched off. time_aware: cut micro-batches by time as well as by tokens, and move
-    sequences between them to fill idle time. nested: where parameters allow it, ranks change groups inside a step and wait
-    for the partners of their next group only. node_aligned: a group that fits into a node stays inside one. The fourth
-    extension, degrees that are not powers of two, is chosen by `degrees`.
+    Three extensions of FlexSP can be switched off: `time_aware`, `nested` and `node_aligned`.
     """
 
+    # most tokens a rank holds at once, so a group of d ranks takes at most d times as many
     tokens_per_rank: int
+    # allowed sizes of sequence groups, ascending
     degrees: tuple[int, ...]
     solver: Solver = "auto"
+    # degree of solver "static" (0: the best one)
     static_degree: int = 0
+    # how many numbers of micro-batches are tried, starting at the fewest that fit
     micro_batch_trials: int = 5
+    # put all sequences into one micro-batch or fail, for callers that run one forward per plan
     one_micro_batch: bool = False
+    # cut micro-batches by time as well as by tokens, and move sequences between them to fill idle time
     time_aware: bool = True
+    # if parameters allow it, let ranks change groups inside a step, waiting only for the partners of their next group
     nested: bool = True
+    # keep a group that fits into a node inside one
     node_aligned: bool = True
+    # seconds that solvers "lp" and "milp" may take per step, besides the greedy layout from which they start
     solver_time_limit_s: float = 10.0
+    # memory that decides which activations are recomputed or offloaded (None: all are kept)
     activations: ActivationBudget | None = None
+    # layer ranges of every pipeline stage, one range for each model part (empty: no pipeline)
     stages: tuple[tuple[LayerRange, ...], ...] = ()
+    # let idle stages lend their ranks to others; every rank must then hold the weights of all stages
     lend_stages: bool = False
+    # most tokens of a sequence alone in a group of the largest degree (from `longest_alone`), if more than that of others;
+    # 0: no more. Used if chunks may be cut into slices: on one stage, with `activations`
     longest_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -151,16 +151,7 @@ def all_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "auto") ->
 
 @dataclass(frozen=True, slots=True)
 class HardwareSpec:
-    """One rank's device, its links to other ranks of its node, and its share of the network. Rates are sustained, not peak.
-
-    message_s: fixed seconds of one exchange, whatever its bytes. kernel_s: seconds to start one kernel. backward_matmul,
-    backward_attention: time of the backward pass divided by that of the forward, for the same tokens. copy_bytes_per_s: copies
-    between device and host. host_bytes: host memory available to each rank (0: unknown). exchange_bytes_per_s: measured
-    all-to-alls as (number of ranks, rate); rates for other numbers of ranks follow from link and network. source: where the
-    numbers come from; empty for a guess. memory_bytes_per_s: reads and writes of the device's own memory (0: unknown).
-    elementwise_bytes_per_s: what operations without products read and write (0: matmul_flops_per_s counts their seconds in).
-    tile_keys: keys that attention computes at once, hidden ones included; 0: only pairs that are seen count.
-    """
+    """One rank's device, its links to other ranks of its node, and its share of the network. Rates are sustained, not peak."""
 
     name: str
     matmul_flops_per_s: float
@@ -168,16 +159,26 @@ class HardwareSpec:
     device_bytes: int
     link_bytes_per_s: float
     network_bytes_per_s: float
+    # fixed seconds of one exchange, for any number of bytes
     message_s: float
+    # seconds to start one kernel
     kernel_s: float = 1e-5
+    # time of the backward pass divided by that of the forward, for the same tokens
     backward_matmul: float = 2.0
     backward_attention: float = 2.5
+    # copies between device and host
     copy_bytes_per_s: float = 1e10
+    # host memory available to each rank (0: unknown)
     host_bytes: int = 0
+    # measured rates of all-to-alls as (number of ranks, rate); others follow from link and network
     exchange_bytes_per_s: tuple[tuple[int, float], ...] = ()
+    # source of the numbers; empty for a guess
     source: str = ""
+    # reads and writes of the device's own memory (0: unknown)
     memory_bytes_per_s: float = 0.0
+    # reads and writes of operations without matrix products (0: matmul_flops_per_s includes their seconds)
     elementwise_bytes_per_s: float = 0.0
+    # keys that attention computes at once, masked ones included (0: count visible pairs only)
     tile_keys: int = 0
 
 

@@ -292,20 +292,19 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Predicted time and memory of a plan, and how the plan was found. Not part of the plan's digest.
+    """Predicted time and memory of a plan, and how the plan was found. Not part of the plan's digest."""
 
-    step_s: seconds without gathers of sharded weights. gathers_s: those that the choice of the plan counted for them on top.
-    lower_bound_s: of both together, for every plan. `cost_source`: where the cost coefficients come from ("default" until
-    something was measured).
-    """
-
+    # seconds without gathers of sharded weights
     step_s: float = 0.0
+    # no plan of these sequences takes fewer seconds, gathers included
     lower_bound_s: float = 0.0
     peak_bytes: int = 0
     host_bytes: int = 0
     solve_s: float = 0.0
     solver: str = ""
+    # source of the cost coefficients ("default" until something was measured)
     cost_source: str = "default"
+    # seconds of gathers, counted on top while the plan was chosen
     gathers_s: float = 0.0
 
     @property

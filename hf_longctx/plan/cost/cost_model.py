@@ -93,22 +93,23 @@ _AVOIDED = 1e3
 
 @dataclass(frozen=True, slots=True)
 class PassCoefficients:
-    """Seconds of one pass (forward or backward) over all layers of the model on one rank, per unit of each kind of work.
+    """Seconds of one pass (forward or backward) over all layers of the model on one rank, per unit of each kind of work."""
 
-    pair_s: per query-key pair of a layer (the average layer). token_s: per token. chunk_s: per chunk. message_s: per exchange.
-    link_byte_s, network_byte_s: per byte sent within a node and to other nodes. tile_s: per attention tile of a ring, on top
-    of the cost of one attention call for the whole chunk. head_factor: the output head's share of token_s divided by its share
-    of the matrix products. It is not 1 because the loss is more than a product and layers have norms; only a pipeline, where
-    one stage runs the head, can measure it.
-    """
-
+    # per query-key pair of a layer (the average layer)
     pair_s: float
+    # per token
     token_s: float
+    # per chunk
     chunk_s: float
+    # per exchange
     message_s: float = 0.0
+    # per byte sent within a node and to other nodes
     link_byte_s: float = 0.0
     network_byte_s: float = 0.0
+    # per attention tile of a ring, on top of the cost of one attention call for the whole chunk
     tile_s: float = 0.0
+    # the output head's share of token_s divided by its share of the matrix products; not 1, since the head also computes the
+    # loss, and layers have norms. Can be measured only in a pipeline, where one stage runs the head
     head_factor: float = 1.0
 
     @property
@@ -168,19 +169,19 @@ def num_tiles(shape: GroupShape, num_documents: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts seconds of chunks of `model` on groups of `cluster`.
-
-    method: how groups share attention; "auto" is the cheapest for each degree. favoured_degree: the exchanges of larger groups
-    are priced a thousand times too high, so that only sequences that need such groups get them (0: no degree is favoured).
-    parameters: whether plans replicate or shard the weights. shard_ranks: number of ranks that share one copy of sharded ones.
-    """
+    """Predicts seconds of chunks of `model` on groups of `cluster`."""
 
     model: ModelSpec
     cluster: ClusterSpec
     coefficients: CostCoefficients
+    # how groups share attention; "auto" is the cheapest for each degree
     method: GroupMethod = "auto"
+    # exchanges of larger groups cost a thousand times more, so that only sequences that need such groups get them (0: none is
+    # favoured)
     favoured_degree: int = 0
+    # whether weights are replicated or sharded
     parameters: Parameters = "replicated"
+    # number of ranks that share one copy of sharded weights
     shard_ranks: int = 1
 
     @property

@@ -43,19 +43,18 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class PassSample:
-    """One measured pass of one chunk on one rank.
+    """One measured pass of one chunk on one rank."""
 
-    num_tokens: tokens of the whole chunk. num_pairs: query-key pairs of the whole chunk in a layer, averaged over the layers
-    that ran. traffic, tiles: bytes sent and ring tiles (`cost_model.num_tiles`) if all layers ran. part: the part of the model
-    that ran.
-    """
-
+    # tokens of the whole chunk
     num_tokens: int
+    # query-key pairs of the whole chunk in a layer, averaged over the layers that ran
     num_pairs: float
     degree: int
+    # bytes sent and ring tiles (`cost_model.num_tiles`), as if all layers ran
     traffic: Traffic
     seconds: float
     tiles: float = 0.0
+    # the part of the model that ran
     part: ModelPart = WHOLE_MODEL
 
     @property

@@ -55,17 +55,15 @@ _RULES: dict[type, dict[str, _Rule]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCalibration:
-    """Coefficients and memory of one named model, measured on the profile's hardware.
-
-    saved_bytes_per_token: bytes kept for backward, with the recomputation that the measurement used. usable_bytes: bytes of a
-    device for states and saved tensors. state_bytes_per_parameter: weights, gradients and optimizer states, sharded over all
-    ranks of the job.
-    """
+    """Coefficients and memory of one named model, measured on the profile's hardware."""
 
     model: str
     coefficients: CostCoefficients
+    # bytes kept for backward, with the recomputation that the measurement used
     saved_bytes_per_token: int
+    # bytes of a device for states and saved tensors
     usable_bytes: int
+    # weights, gradients and optimizer states, sharded over all ranks of the job
     state_bytes_per_parameter: int = 16
 
     def tokens_per_rank(self, model: ModelSpec, num_ranks: int) -> int:

@@ -30,17 +30,16 @@ _LEAST_GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StageWeights:
-    """Bytes of the weights and gradients of one stage, before they are sharded.
+    """Bytes of the weights and gradients of one stage, before they are sharded."""
 
-    num_layers: layers of the stage. layers, outside: weights that can be gathered, of the layers, and of embedding and head
-    where the stage has them. gradients: fp32 or wider, of trained weights that can be gathered. spread_gradients: of experts that
-    are spread over ranks, which are summed over copies alone.
-    """
-
+    # number of layers
     num_layers: int
+    # weights to gather: those of the layers, and those of embedding and head if the stage has them
     layers: int
     outside: int
+    # gradients of gathered trained weights, in fp32 or wider
     gradients: int
+    # gradients of experts that are spread over ranks; summed over copies only
     spread_gradients: int = 0
 
     @classmethod

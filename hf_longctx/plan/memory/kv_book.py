@@ -27,16 +27,15 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 class BookMoments(NamedTuple):
-    """Bytes of the K/V book in every pass of a round.
+    """Bytes of the K/V book in every pass of a round."""
 
-    first: bytes while the last layer of the pass's part runs, which is the first to run backward. last: bytes while the first
-    layer runs backward (0 in a forward). most: most bytes at any moment of the pass. others: bytes that the other parts of the
-    stage hold meanwhile.
-    """
-
+    # bytes while the part's last layer runs, which is the first to run backward
     first: IntArray
+    # bytes while the first layer runs backward (0 in a forward)
     last: IntArray
+    # most bytes at any moment of the pass
     most: IntArray
+    # bytes that other parts of the stage hold during the pass
     others: IntArray
 
 

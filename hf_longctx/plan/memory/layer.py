@@ -57,29 +57,30 @@ _KEPT_SHARES = {name: LayerPolicy().share(name) for name in TENSOR_CLASSES}
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The share of a chunk that one rank runs.
+    """The share of a chunk that one rank runs."""
 
-    num_tokens: tokens on this rank. documents: this rank's share of each document's new tokens; attention of the documents runs
-    one after the other. front_tokens: this rank's share of the earlier tokens that a slice sees, whose keys and values are in
-    the K/V book. sliced_tokens: new tokens whose keys and values go there. has_head: final norm, logits and loss run here.
-    is_shared: queries, keys and values travel between ranks. tiles_loss: the loss runs in the policy's token tiles.
-    keeps_gradients: the backward comes next, so a loss in tiles makes its gradients in the forward. groups_heads: the attention
-    operator reads one KV head for many query heads and takes strided tensors, as GPU operators do. receives: hidden states come
-    from another part of the model; they wait with the chunk, because their gradient goes back there. num_blocks, block_ranks:
-    blocks of the rank's group, and ranks of each.
-    """
-
+    # tokens on this rank
     num_tokens: int
+    # this rank's share of each document's new tokens; attention of the documents runs one after the other
     documents: tuple[int, ...]
     num_layers: int
+    # this rank's share of the earlier tokens that a slice sees; their keys and values are in the K/V book
     front_tokens: int = 0
+    # new tokens whose keys and values go into the K/V book
     sliced_tokens: int = 0
+    # final norm, logits and loss run here
     has_head: bool = True
+    # queries, keys and values travel between ranks
     is_shared: bool = False
+    # the loss runs in the policy's token tiles
     tiles_loss: bool = True
+    # the backward comes next, so a loss in tiles makes its gradients in the forward
     keeps_gradients: bool = True
+    # the attention operator reads one KV head for many query heads and takes strided tensors, as GPU operators do
     groups_heads: bool = False
+    # hidden states come from another part of the model; they wait with the chunk, because their gradient goes back there
     receives: bool = False
+    # number of blocks of the rank's group, and of ranks per block
     num_blocks: int = 1
     block_ranks: int = 1
 

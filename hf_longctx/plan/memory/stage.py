@@ -216,16 +216,14 @@ def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_token
 
 @dataclass(frozen=True, slots=True)
 class ChunkBytes:
-    """Bytes of one chunk on one rank.
+    """Bytes of one chunk on one rank."""
 
-    device, host: bytes held from its forward to its backward; the workspaces come on top of `device`. ending: all bytes of the
-    chunk on the device in the backward of its first layer.
-    """
-
+    # bytes held from forward to backward; workspaces come on top of `device`
     device: int
     host: int
     forward_workspace: int
     backward_workspace: int
+    # all device bytes of the chunk during the backward of its first layer
     ending: int
 
     @property
@@ -255,16 +253,16 @@ OUTSIDE_NUMBERS = attrgetter("shared", "head", "forward", "backward")
 
 @dataclass(frozen=True, slots=True)
 class RoundBytes:
-    """Bytes of one round on one rank.
+    """Bytes of one round on one rank."""
 
-    saved, host: most that chunks in flight hold on the device and on the host. book: most of keys, values and their gradients.
-    workspace: largest workspace of an action. peak: most bytes on the device at one moment, at most the sum of the others.
-    """
-
+    # peak of what chunks in flight hold on the device and on the host
     saved: int
     host: int
+    # peak of keys, values and their gradients
     book: int
+    # largest workspace of an action
     workspace: int
+    # peak of all together on the device; at most the sum of the others
     peak: int
 
 

@@ -9,13 +9,11 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Tokens of the longest sequence with something on the device or in host memory.
+    """Tokens of the longest sequence with something on the device or in host memory."""
 
-    wanted_tokens: tokens of the longest sequence that is asked for. device_tokens, host_tokens: tokens that fit with it on the
-    device, or in host memory (0: that place cannot hold it).
-    """
-
+    # tokens of the longest sequence requested
     wanted_tokens: int
+    # most tokens with it on the device and in host memory (0: that place cannot hold it)
     device_tokens: int
     host_tokens: int
 
@@ -27,17 +25,17 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class StatesPlace(_Place):
-    """Place of the optimizer's states, and the bytes of a rank behind it.
+    """Place of the optimizer's states, and the bytes of a rank behind it."""
 
-    state_bytes: bytes of weights, gradients and states on the device, with all states there. usable_bytes: bytes of the device.
-    host_bytes: host memory that the states need. free_bytes: host memory that is free for them. host_problem: why they cannot
-    lie on the host; empty if they can.
-    """
-
+    # bytes of weights, gradients and states on the device, with all states there
     state_bytes: int
+    # bytes of the device
     usable_bytes: int
+    # host memory that the states need
     host_bytes: int
+    # host memory that is free for them
     free_bytes: int
+    # why the states cannot lie on the host; empty if they can
     host_problem: str = ""
 
     def line(self) -> str:

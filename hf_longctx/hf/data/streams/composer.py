@@ -118,16 +118,16 @@ Item = Announced | EpochEnds | Fails
 
 @dataclass(frozen=True, slots=True)
 class ComposedBatch:
-    """The sequences of one step over all ranks.
+    """The sequences of one step over all ranks."""
 
-    members: reader of every sequence, and number of the reader's item. taken: number of items of each reader that are used up
-    with this batch. turn: the reader that gives the next sequence. is_weighted: labels have weights.
-    """
-
+    # (reader, number of the reader's item) of every sequence
     members: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
+    # items of each reader that are used up after this batch
     taken: tuple[int, ...]
+    # reader of the next sequence
     turn: int
+    # labels have weights
     is_weighted: bool
 
 

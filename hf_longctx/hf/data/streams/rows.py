@@ -39,9 +39,6 @@ class StreamRules:
     """Rules by which rows become sequences, and sequences become global batches. Equal rules and rows give equal batches.
 
     A sequence has at most `max_length` tokens, which is a setting, and at most `room_tokens`, which is what memory holds.
-    placeholders: token ids that no row may have, since they stand for padding, images, sound or video. collate: makes the row
-    that a user's collator makes of a row; None if rows stay as they are. num_rows: the stream's length, by which the trainer
-    counts the steps of an epoch; None if it has none.
     """
 
     name: str
@@ -53,8 +50,11 @@ class StreamRules:
     sequences_per_step: int
     tokens_per_step: int | None
     drop_last: bool
+    # token ids that no row may have, since they stand for padding, images, sound or video
     placeholders: tuple[int, ...] = ()
+    # applies the user's collator to one row; None if rows stay as they are
     collate: Callable[[Any], Any] | None = None
+    # length of the stream, from which the trainer computes steps per epoch; None if unknown
     num_rows: int | None = None
 
 
