@@ -85,7 +85,7 @@ def sequences_of(name: str) -> list[dict[str, list[str]]]:
 
 
 def short(sequence: list[str]) -> Any:
-    """What is pinned of a phase."""
+    """Returns the pinned part of a phase."""
     if len(sequence) <= _MOST_ENTRIES:
         return sequence
     counts: Counter[str] = Counter()

@@ -60,7 +60,7 @@ def run(case: ModelCase, config: dict[str, Any], folder: str) -> None:
 
 
 def keys_of(name: str, pool: RankPool) -> dict[str, Any]:
-    """What is in the files of a run, by their paths."""
+    """Returns the contents of a run's files, by path."""
     with tempfile.TemporaryDirectory() as folder:
         pool.run(run, *RUNS[name], folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())

@@ -104,7 +104,7 @@ def worst_error(
         scores = Scores(head_dim**-0.5, softcap)
         tile, wide_tile = (TileInputs(q.to(like), k.to(like), v.to(like), scores, causal) for like in (dtype, torch.float32))
         out, lse = plain_forward(wide_tile)
-        # as if another tile had been merged in
+        # pretend that another tile was merged in
         merged_out, merged_lse = (out * 0.7 + 0.1).to(dtype), lse + 0.3
         expected = (out, lse, *plain_backward(gradient.float(), wide_tile, merged_out.float(), merged_lse))
         found = (*forward(tile), *backward(gradient, tile, merged_out, merged_lse))

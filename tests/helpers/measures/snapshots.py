@@ -21,7 +21,7 @@ _RAISED = "raised"
 
 
 def result_of(function: Callable[[], Any]) -> Any:
-    """What `function` returns, or the error that it raises, in a form that `check` and `write` mark as one.
+    """Returns the result of `function`, or the error that it raises, in a form that `check` and `write` mark as one.
 
     Only a ValueError counts with its text, since the texts of other errors are Python's own.
     """
