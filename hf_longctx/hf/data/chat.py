@@ -1,21 +1,18 @@
-"""Turns conversations into text: checks the messages, renders them with the chat template, and finds what the assistant said.
+"""Turns conversations into text: checks messages, renders them with the chat template, and finds the assistant's text.
 
-Called by `tokenise_chat`. The assistant's text is whatever the template puts between `{% generation %}` and
-`{% endgeneration %}`; it is kept as character spans. A stock template without these markers is replaced by TRL's training
-template where TRL is installed and has one; the turns of others are proven by `assistant_turns`.
+Called by `tokenise_chat`. The assistant's text is everything that the template puts between `{% generation %}` and
+`{% endgeneration %}`, as character spans. A stock template without these markers is replaced by TRL's training template if TRL is
+installed and has one.
 
-transformers can derive a token mask from the spans of markers (`return_assistant_tokens_mask`), but that mask drops the last
-bytes of a character that takes several tokens, and drops everything after a span that starts or ends in white space to which no
-token belongs. So only the spans come from transformers' renderer, and `tokenise.py` maps them to tokens with the tokenizer's
-offsets.
+transformers can derive a token mask from these spans (`return_assistant_tokens_mask`), but that mask drops the last bytes of a
+character of several tokens, and everything after a span that starts or ends in white space without a token. So only the spans
+come from transformers' renderer, and `tokenise.py` maps them to tokens with the tokenizer's offsets.
 
-Finds the assistant's text where a chat template has no `{% generation %}` markers, or refuses a conversation it cannot prove.
-
-The template is rendered a second time with marks: characters for private use, which the loop over the messages prints at the
-start of every message, and which stand inside the texts of user, system and tools. Two comparisons prove the result. Without its
-marks, the marked text must be the text of the stock template, character by character. And no mark of another speaker's text may
-lie in a turn of the assistant. From each turn, the generation prompt is taken off in front (at inference the user's side writes
-it), and white space after the end token behind.
+Without markers, `assistant_turns` finds the text and proves it, or the conversation is refused. The template is rendered a second
+time with marks: characters for private use, printed by the loop over the messages at the start of every message, and inserted
+into the texts of user, system and tools. Two comparisons prove the result: without marks, the marked text must equal the stock
+template's text, and no mark of another speaker's text may be in a turn of the assistant. From each turn, the generation prompt at
+its start is removed (at inference it is part of the prompt), and white space after the end token.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ from hf_longctx.hf.ranks.exit_message import RefusedRun
 from hf_longctx.hf.ranks.launch import on_first_rank
 
 Message = dict[str, Any]
-# renders a template: messages, whether the generation prompt is added, and the template
+# (messages, whether to add the generation prompt, template) -> text
 Render = Callable[[list[Message], bool, str], str]
 
-# first character of a turn of the assistant, of another turn, of what comes after the loop; inside texts of others
+# marks at the start of an assistant's turn, of another turn, and of what follows the loop; mark inside texts of others
 _ASSISTANT, _OTHER, _AFTER, _FOREIGN = "\U000f1f00", "\U000f1f01", "\U000f1f02", "\U000f1f03"
 _MARKS = re.compile(f"[{_ASSISTANT}{_OTHER}{_AFTER}{_FOREIGN}]")
 # a comment; or a tag, whose quoted texts may contain its end
@@ -55,16 +52,16 @@ _TARGET = re.compile(r"\s+(\w+)\s+in\b")
 
 
 class UnprovenError(ValueError):
-    """Raised if the assistant's turns cannot be proven; the message says why, as the end of a sentence."""
+    """Raised if the assistant's turns cannot be proven; the message gives the reason, as the end of a sentence."""
 
 
 def marked_template(template: str) -> str | None:
-    """Template that also prints a mark at the start of every message and after the last; None if no loop reads roles.
+    """Makes a template that also prints a mark at the start of every message and after the last; None if no loop reads roles.
 
-    Marks stand in tags of their own, which end as the tag before them does, so that Jinja strips the same white space.
+    Marks have separate tags, which end like the tag before them, so that Jinja strips the same white space.
     """
     inserts: list[tuple[int, str]] = []
-    # open loops: the target, where the body begins, how the tag ends, and how many marks were there before it
+    # open loops: (target, start of the body, end of the tag, number of marks before it)
     loops: list[tuple[str, int, str, int]] = []
     for tag in _TAG.finditer(template):
         name, inner, end = tag.groups()
@@ -77,7 +74,7 @@ def marked_template(template: str) -> str | None:
                 rf"\b{target_name}\s*(\.\s*role\b|\[\s*['\"]role['\"]\s*\])", template[begin : tag.start()]
             ):
                 is_assistant = f"{{% if {target_name}['role'] == 'assistant' %}}{_ASSISTANT}{{% else %}}{_OTHER}"
-                # a loop inside is part of a message of this one
+                # a nested loop is part of a message of this one
                 inserts[num_before:] = [
                     (begin, f"{is_assistant}{{% endif {body_end}%}}"),
                     (tag.end(), f"{{% if true %}}{_AFTER}{{% endif {end}%}}"),
@@ -90,9 +87,9 @@ def marked_template(template: str) -> str | None:
 
 
 def assistant_turns(text: str, messages: list[Message], template: str, render: Render) -> list[tuple[int, int]]:
-    """Half-open character spans of what `template` printed for each message of the assistant into `text`.
+    """Returns half-open character spans of `text` that `template` printed for each message of the assistant.
 
-    Raises UnprovenError unless there is one for each of these messages.
+    Raises UnprovenError unless there is one per message.
     """
     marked = marked_template(template)
     if marked is None:
@@ -110,7 +107,7 @@ def assistant_turns(text: str, messages: list[Message], template: str, render: R
 def assistant_spans(
     text: str, messages: list[Message], template: str, render: Render, end_tokens: Collection[str]
 ) -> list[tuple[int, int]]:
-    """Half-open character spans of what the assistant says in `text`, which `template` made of `messages`.
+    """Returns half-open character spans of what the assistant says in `text`, which `template` made from `messages`.
 
     Raises UnprovenError unless every turn of the assistant is found in this text, begins with the generation prompt and ends
     with one of `end_tokens`.
@@ -124,7 +121,7 @@ def assistant_spans(
 
 
 def learnt_spans(spans: list[tuple[int, int]], are_learnt: list[bool], turns: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans inside turns that are learnt; raises UnprovenError for a span that is in no turn, or in several."""
+    """Returns the spans inside learnt turns; raises UnprovenError for a span that is not inside exactly one turn."""
     kept = []
     for start, stop in spans:
         owners = [number for number, (begin, end) in enumerate(turns) if begin < stop and start < end]
@@ -150,14 +147,14 @@ def _with_marks(messages: list[Message]) -> list[Message]:
 
 
 def _with_mark(text: str) -> str:
-    # in the middle, since templates strip texts and ask what they begin and end with; not in empty ones, which stay empty
+    # in the middle, since templates strip texts and test how they begin and end; not in empty ones, which stay empty
     core = text.strip()
     middle = text.find(core) + len(core) // 2
     return text[:middle] + _FOREIGN + text[middle:] if core else text
 
 
 def _turns(marked_text: str) -> list[tuple[int, int]]:
-    """Spans of the assistant's turns, as places in the text without marks; turns without text are left out."""
+    """Returns spans of the assistant's turns in the text without marks; skips turns without text."""
     turns: list[tuple[int, int]] = []
     begin, is_assistant, num_marks, has_foreign = 0, False, 0, False
     for mark in _MARKS.finditer(marked_text):
@@ -175,9 +172,9 @@ def _turns(marked_text: str) -> list[tuple[int, int]]:
 
 
 def _generation_prompt(text: str, start: int, messages: list[Message], template: str, render: Render) -> str:
-    """Text that the template adds for the assistant to go on from; `start` is where its first turn begins in `text`."""
+    """Returns the generation prompt of the template; `start` is the start of the assistant's first turn in `text`."""
     first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    # where nobody has asked, the prompt after the last message has to do
+    # if the conversation begins with the assistant, use the prompt after the last message
     asked, before = (messages[:first], text[:start]) if first else (messages, text)
     prompted = render(asked, True, template)
     if not prompted.startswith(before):
@@ -221,13 +218,13 @@ _REMEDY = (
     "put {% generation %} before the assistant's text and {% endgeneration %} after it (after the end token, too), and set "
     "chat_template to that file"
 )
-# seconds after which the rendering of one conversation is ended
+# most seconds for rendering one conversation
 _MOST_SECONDS = 30.0
 _QUESTIONS, _ANSWERS = ("Zebra", "Quagga"), ("Marmot", "Lemur")
 
 
 class DataError(RefusedRun):
-    """Raised for data or a tokenizer that cannot be trained on; the message says what was found, what is allowed, what to do."""
+    """Raised for data or a tokenizer that cannot be used; the message says what was found, what is allowed, what to do."""
 
 
 class _TooLong(Exception):
@@ -236,16 +233,16 @@ class _TooLong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A document and the half-open character spans in it that training learns from."""
+    """A document and the half-open character spans in it to learn."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
 
 def as_written(value: Any, feature: Any) -> Any:
-    """A value of a column with this feature without the keys that Arrow added to its structs, because other rows have them.
+    """Removes from a value of a column with this feature the keys that Arrow added to structs because other rows have them.
 
-    Nulls in `Json` of `datasets` are those of the file. A key that is null in every row was written as null.
+    Nulls in `Json` of `datasets` come from the file. A key that is null in every row was written as null.
     """
     if isinstance(feature, dict) and isinstance(value, dict):
         is_written = {key: item is not None or getattr(feature.get(key), "dtype", None) == "null" for key, item in value.items()}
@@ -257,18 +254,16 @@ def as_written(value: Any, feature: Any) -> Any:
 
 
 def keeps_nulls(dataset: datasets.Dataset) -> bool:
-    """Whether nulls in structs are those of a file: from JSON, `datasets` makes structs only of objects with equal keys."""
+    """Whether nulls in structs come from a file: from JSON, `datasets` makes structs only of objects with equal keys."""
     return dataset.info.builder_name == "json" and hasattr(datasets, "Json")
 
 
 def read_messages(value: Any, row: str) -> list[Message]:
     """Checks the messages of one row and returns them in the form that chat templates expect.
 
-    `row` names the row in error messages. A message is {role, content, ...} or ShareGPT's {from, value}, whose speaker is
-    translated to a role. Content is text, a list of {type: text} parts, or absent (in tool calls). Keys of a message whose value
-    is None are dropped, as `apply_chat_template` does.
-
-    Raises DataError for anything else.
+    row: name of the row in error messages. A message is {role, content, ...} or ShareGPT's {from, value}, whose speaker is
+    translated to a role. Content is text, a list of {type: text} parts, or absent (in tool calls). Keys with the value None are
+    dropped, as by `apply_chat_template`. Raises DataError for anything else.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{row} holds {value!r:.60}, expected a list of messages like [{{role: user, content: ...}}, ...]")
@@ -304,7 +299,7 @@ def read_template_kwargs(value: Any, row: str) -> dict[str, Any]:
 
 
 def _parsed(value: Any, row: str, name: str) -> Any:
-    """The value that JSON text stands for; other values as they are."""
+    """Parses JSON text; returns other values unchanged."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -316,9 +311,9 @@ def _parsed(value: Any, row: str, name: str) -> Any:
 
 
 def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer, or a copy with TRL's training template, once its template can say what the assistant says.
+    """Returns the tokenizer, or a copy with TRL's training template, whose template must locate the assistant's text.
 
-    Renders a short conversation to check that it finds the assistant's words and not the user's. Raises DataError for a
+    Renders a short conversation to check that the assistant's words are found and not the user's. Raises DataError for a
     template that cannot be used with any conversation.
     """
     check_offsets(tokenizer, "which tokens are the assistant's")
@@ -345,8 +340,8 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False)
 def with_training_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Returns a copy of the tokenizer with TRL's training template if TRL is installed and has one, else the tokenizer.
 
-    These templates have markers, and render some conversations otherwise than the stock template (a line in the log says
-    that one is used): thinking, for example, stays in all turns, so that a conversation reads the same when it goes on.
+    These templates have markers, and render some conversations differently than the stock template (which is logged):
+    thinking, for example, stays in all turns, so that the text of a conversation does not change when it continues.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str) or _MARKER.search(template) or importlib.util.find_spec("trl") is None:
@@ -355,7 +350,7 @@ def with_training_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedToke
 
     try:
         training_template = get_training_chat_template(tokenizer)
-    # TRL knows no training template for it, or its test conversation is not for this template
+    # TRL has no training template for it, or the template cannot render TRL's test conversation
     except (ValueError, TypeError, TemplateError):
         return tokenizer
     if training_template is None:
@@ -367,7 +362,7 @@ def with_training_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedToke
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase, purpose: str) -> None:
-    """Raises DataError unless the tokenizer can say which characters a token covers; `purpose` names what needs this."""
+    """Raises DataError unless the tokenizer gives the characters of each token. purpose: what needs this."""
     if not tokenizer.is_fast:
         raise DataError(
             f"tokenizer {_name(tokenizer)} ({type(tokenizer).__name__}) is written in Python and does not know which characters "
@@ -383,11 +378,11 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     limit: RenderLimit | None = None,
 ) -> RenderedText:
-    """Renders a conversation as `tokenizer.apply_chat_template` does, and finds the spans of the text that are learnt.
+    """Renders a conversation like `tokenizer.apply_chat_template`, and finds the spans of text to learn.
 
-    These are the assistant's, without turns whose flags say that they are not learnt. variables: what the row gives to the
-    template. limit: ends renderings without end. Raises DataError for a conversation that the template cannot render, that has
-    fields which nothing reads, or whose turns are not marked and not proven.
+    These are the assistant's, except turns with flags against learning. variables: template variables of the row. limit: ends
+    renderings that take too long. Raises DataError for a conversation that the template cannot render, that has fields which
+    nothing reads, or whose turns are neither marked nor proven.
     """
     if limit is None:
         with RenderLimit() as limit:
@@ -446,7 +441,7 @@ def render_text(
     row: str,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Renders a conversation as `tokenizer.apply_chat_template` does."""
+    """Renders a conversation like `tokenizer.apply_chat_template`."""
     template = tokenizer.get_chat_template(None, tools)
     with RenderLimit() as limit:
         return _rendered(tokenizer, messages, tools, row, variables, limit, chat_template=template)[0]
@@ -461,14 +456,14 @@ def _rendered(
     limit: RenderLimit,
     **settings: Any,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Renders messages with these settings: the text, and the assistant's spans if a mask was asked for."""
+    """Renders messages with these settings; returns the text, and the assistant's spans if a mask was requested."""
     own = {"conversations": [messages], "tools": tools, **settings}
     arguments: dict[str, Any] = {**tokenizer.special_tokens_map, **(variables or {}), **own}
     try:
         with limit.one():
-            # annotated as returning text only, but with a mask it returns spans too
+            # annotated as returning only text, but returns spans too with a mask
             rendered: Any = render_jinja_template(**arguments)
-    # a template is a program that somebody else wrote, and may raise anything
+    # a template is somebody else's program, and may raise anything
     except Exception as error:
         said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         if isinstance(error, _TooLong):
@@ -482,15 +477,15 @@ def _rendered(
 
 
 class RenderLimit:
-    """Ends renderings that take longer than `_MOST_SECONDS`, by _TooLong in their thread; a call of C code ends first.
+    """Context that ends renderings of more than `_MOST_SECONDS` by raising _TooLong in their thread, after any call of C code.
 
-    One thread watches all renderings while the limit is entered, since the start of a thread costs as much as several of them.
+    One thread watches all renderings in the context, since starting a thread takes as long as several renderings.
     """
 
     def __init__(self) -> None:
         self._thread_id = ctypes.c_ulong(threading.get_ident())
         self._lock, self._has_ended = threading.Lock(), threading.Event()
-        # when the rendering that runs now is too late; None between two of them
+        # time limit of the running rendering; None between renderings
         self._deadline: float | None = None
         self._is_late = False
 
@@ -503,7 +498,7 @@ class RenderLimit:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """One rendering."""
+        """Context of one rendering."""
         self._deadline = time.monotonic() + _MOST_SECONDS
         try:
             yield
@@ -551,9 +546,9 @@ def _read_message(message: Message, where: str) -> Message:
 
 
 def _probe(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Renders two turns of known words and raises DataError if the markers enclose the wrong ones.
+    """Renders two turns of known words; raises DataError if the markers enclose the wrong ones.
 
-    A template may refuse this test conversation for reasons of its own; then the real conversations have to show it.
+    A template may refuse this test conversation for other reasons; then only the real conversations are checked.
     """
     messages = [
         {"role": role, "content": word}

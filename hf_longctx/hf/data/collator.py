@@ -1,8 +1,7 @@
 """Turns the rows of a planned step into the chunk inputs of one rank.
 
-`PlannedDataset` runs in the loader's workers and fetches only the tokens that this rank holds; it shifts labels before any
-sequence is cut. `LongContextCollator` then packs these tokens into the rank's shard of each chunk. The trainer's
-`training_step` gets the result.
+`PlannedDataset` runs in the loader's workers and fetches only this rank's tokens; it shifts labels before any sequence is cut.
+`LongContextCollator` packs these tokens into the rank's shard of each chunk, for the trainer's `training_step`.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class PlannedStep:
 class TokenSequence:
     """Consecutive tokens of one sequence, starting at its token `first`: ids, and labels of the next token.
 
-    Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not to be learnt. loss_weights: the weight of each
-    label in the loss, [n], fp64, 0 where there is no next token; None if every label weighs 1. label_values: the values [1, K] of
-    a document's label, fp32, which then is 0; None if labels are classes.
+    Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not learnt. loss_weights: the weight of each label
+    in the loss, [n], fp64, 0 if there is no next token; None if every label weighs 1. label_values: the values [1, K], fp32, of a
+    document's label, which is then 0; None if labels are classes.
     """
 
     input_ids: Tensor
@@ -52,12 +51,12 @@ class TokenSequence:
 
     @property
     def has_label(self) -> bool:
-        """Whether one of the labels counts in the loss."""
+        """Whether any label counts in the loss."""
         is_label = self.shift_labels != IGNORE_INDEX
         return bool((is_label if self.loss_weights is None else is_label & (self.loss_weights > 0)).any())
 
     def between(self, begin: int, end: int) -> TokenSequence:
-        """Tokens [begin, end), counted from the start of the sequence."""
+        """Returns tokens [begin, end), counted from the start of the sequence."""
         cut = slice(begin - self.first, end - self.first)
         weights = None if self.loss_weights is None else self.loss_weights[cut]
         return TokenSequence(self.input_ids[cut], self.shift_labels[cut], begin, weights, self.label_values)
@@ -65,9 +64,9 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class ChangedRow:
-    """Takes the place of a step's tokens if one of its rows has changed since the start; `problem` names the row.
+    """Replaces a step's tokens if one of its rows has changed since the start. problem: message that names the row.
 
-    It travels in the batch, because an error of one rank's loader would leave all others waiting: the trainer raises it on every
+    It is part of the batch, because after an error in one rank's loader all others would wait: the trainer raises it on every
     rank.
     """
 
@@ -75,10 +74,10 @@ class ChangedRow:
 
 
 class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | ChangedRow]]):
-    """A dataset whose keys are planned steps: an item holds the tokens of that step that one rank needs.
+    """A dataset whose keys are planned steps: an item has the tokens of that step that one rank needs.
 
-    `dataset` gives rows as mappings of lists or arrays, or as Arrow tables; from a table only the needed tokens are copied. With
-    `scanned`, an item is a `ChangedRow` if a row is not the one that was scanned. task: which tokens the rows' labels belong to.
+    dataset: rows as mappings of lists or arrays, or as Arrow tables, of which only the needed tokens are copied. scanned: makes
+    an item a `ChangedRow` if a row differs from the scanned one. task: meaning of the rows' labels.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
         return TokenSequence(ids, labels, first, weights)
 
     def _document_labels(self, row: Any, start: int, end: int, begin: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Labels of tokens [begin, stop) of a row whose document is at [start, end), and the values of the document's label."""
+        """Returns labels of tokens [begin, stop) of a row with a document at [start, end), and values of the document's label."""
         ids = row["input_ids"].combine_chunks().flatten() if isinstance(row, pa.Table) else row["input_ids"]
         place = self.task.label_place(ids, start, end)
         labels = torch.full((stop - begin,), IGNORE_INDEX, dtype=torch.int64)
@@ -147,7 +146,7 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
 
 
 def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
-    """For every sequence with tokens on this rank, the smallest token range [first, stop) that covers these tokens."""
+    """Returns, for every sequence with tokens on this rank, the smallest token range [first, stop) that covers them."""
     ranges: dict[int, tuple[int, int]] = {}
     _, position = plan.place(rank)
     for group, _ in plan.for_rank(rank).rounds:
@@ -162,19 +161,19 @@ def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
 
 
 def token_sequences(chunk: Chunk, group: SequenceGroup, position: int) -> IntArray:
-    """Number of the plan's sequence for every token [T] of `chunk` on the rank at `position`; 0 for dummy tokens."""
+    """Returns the plan's sequence of every token [T] of `chunk` on the rank at `position`; 0 for dummy tokens."""
     pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
     numbers = [chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else 0 for piece in pieces]
     return np.repeat(np.asarray(numbers, dtype=np.int64), [piece.num_tokens for piece in pieces])
 
 
 def _tokens(row: Any, column: str, start: int, stop: int) -> Tensor:
-    """Token ids or labels [start, stop) of a row, shape [stop - start], int64."""
+    """Returns token ids or labels [start, stop) of a row, shape [stop - start], int64."""
     return _items(row, column, start, stop, np.int64)
 
 
 def _items(row: Any, column: str, start: int, stop: int, dtype: type[np.int64 | np.float64]) -> Tensor:
-    """Items [start, stop) of the list in a row's column, shape [stop - start]."""
+    """Returns items [start, stop) of the list in a row's column, shape [stop - start]."""
     if not isinstance(row, pa.Table):
         return torch.as_tensor(row[column][start:stop], dtype=torch.from_numpy(np.zeros(0, dtype)).dtype)
     values = row[column].combine_chunks().flatten().slice(start, stop - start)
@@ -182,17 +181,17 @@ def _items(row: Any, column: str, start: int, stop: int, dtype: type[np.int64 | 
 
 
 def shift(labels: Tensor, last: int = IGNORE_INDEX) -> Tensor:
-    """Shifts the labels of one document so that every token has its next token's; the last one has `last`. Shape [n] to [n]."""
+    """Shifts the labels [n] of one document, so that every token has its next token's; the last one gets `last`."""
     return torch.cat([labels[1:], labels.new_full((1,), last)])
 
 
 class LongContextCollator:
-    """Turns one planned step and its sequences into the batch that the trainer's `training_step` gets.
+    """Turns one planned step and its sequences into the batch for the trainer's `training_step`.
 
-    The batch is a plain mapping: `input_ids` are all tokens of this rank, `num_dummies` how many of them stand for no token
-    of a document, `chunks[r][c]` the inputs of chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this
-    rank's losses, `total_weight` the sum of their `loss_weights` (their number if the dataset has none), `step` the planned
-    step. If a row has changed, there is nothing to train on, and `changed` says which row.
+    The batch is a plain mapping: `input_ids` are all tokens of this rank, `num_dummies` the number of dummy tokens among them,
+    `chunks[r][c]` the inputs of chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this rank's losses,
+    `total_weight` the sum of their `loss_weights` (their number if the dataset has none), `step` the planned step. If a row has
+    changed, the batch has no inputs, and `changed` describes the row.
     """
 
     def __call__(self, items: Sequence[tuple[PlannedStep, Mapping[int, TokenSequence] | ChangedRow]]) -> dict[str, Any]:
@@ -211,7 +210,7 @@ def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, 
     """Makes the batch of a planned step from the inputs of this rank's chunks, `chunks[micro-batch][chunk]`."""
     flat = [inputs for round_chunks in chunks for inputs in round_chunks]
     stage, _ = step.plan.place(step.rank)
-    # all stages of a pipeline hold the same tokens, but only the last one computes losses
+    # all stages of a pipeline have the same tokens, but only the last computes losses
     has_loss = stage == step.plan.num_stages - 1
     return {
         "input_ids": torch.cat([inputs.input_ids for inputs in flat], dim=1),
@@ -224,7 +223,7 @@ def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, 
 
 
 def _num_dummies(step: PlannedStep) -> int:
-    """Tokens of this rank in the step that belong to no document."""
+    """Counts this rank's tokens in the step that belong to no document."""
     _, position = step.plan.place(step.rank)
     return sum(
         piece.num_tokens
@@ -236,7 +235,7 @@ def _num_dummies(step: PlannedStep) -> int:
 
 
 def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: Mapping[int, TokenSequence]) -> ChunkInputs:
-    """Inputs of `chunk` on the rank at `position` of the group; position ids count from the start of each sequence.
+    """Makes the inputs of `chunk` on the rank at `position` of the group; position ids count from the start of each sequence.
 
     Dummy tokens have id 0, position 0 and no label, and come after the real tokens.
     """
@@ -265,7 +264,7 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
 
 
 def _numbered(parts: Sequence[tuple[TokenSequence, Tensor]]) -> tuple[list[tuple[TokenSequence, Tensor]], Tensor]:
-    """The parts with labels that number the rows of one table, and that table [N, K]."""
+    """Returns the parts with labels that are row numbers of one table, and that table [N, K]."""
     numbered, table = [], list[Tensor]()
     for part, positions in parts:
         if (values := part.label_values) is not None:

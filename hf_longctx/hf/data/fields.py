@@ -1,8 +1,8 @@
-"""Says what every field of a message and every column of a row means: the one place that decides what is read or refused.
+"""Defines the meaning of every message field and row column, and decides which are read, ignored or refused.
 
-`docs/reference/data-fields.md` is written from these tables. A field or column that is not in them is refused if it could change
-the text or the tokens that are learnt: by the words in its name, by the shape of its values, or because the chat template reads a
-variable of its name. Others, such as `id` and `source`, are named once in the log as not read.
+`docs/reference/data-fields.md` is generated from these tables. A field or column outside of them is refused if it could change
+the text or the learnt tokens: by words in its name, by the shape of its values, or if the chat template reads a variable of its
+name. Others, such as `id` and `source`, are logged once as not read.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jinja2 import meta, nodes
 
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 
-# a field is text if templates may print it, a flag if it says whether a turn is learnt, a note if nothing reads it
+# text: templates may print it; flag: whether a turn is learnt; note: nothing reads it
 FieldUse = Literal["text", "flag", "note", "refused"]
-# a column is read, nothing reads it, it is refused, or it is refused in rows in which it has a value
+# "refused if not empty": refused in rows in which the column has a value
 ColumnUse = Literal["read", "not read", "refused", "refused if not empty"]
 
 
 @dataclass(frozen=True, slots=True)
 class MessageField:
-    """Meaning of a field of a message. learns_others: in the tool that has this flag, it teaches turns of every speaker."""
+    """Meaning of a message field. learns_others: the flag's tool applies it to turns of every speaker."""
 
     use: FieldUse
     meaning: str
@@ -112,7 +112,7 @@ TOKEN_COLUMNS: dict[str, Column] = {
     },
 }
 
-# columns by whose name their author means weights
+# columns whose names mean weights
 WEIGHTS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.meaning == _NOT_WEIGHTS)
 
 _GIVE_SYSTEM = "give it as the first message, with the role system"
@@ -130,7 +130,7 @@ CHAT_COLUMNS: dict[str, Column] = {
         for name in ("chat_template", "template", "add_generation_prompt", "continue_final_message")
     },
 }
-# arguments of `apply_chat_template` that are no variables of a template
+# arguments of `apply_chat_template` that are not template variables
 _ARGUMENTS = (
     *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
     *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -146,7 +146,7 @@ _WORDS = frozenset(
         *("trainable", "label", "labels", "kwargs"),
     )
 )
-# columns of other tools that mask or weigh tokens, whatever they hold
+# columns of other tools that mask or weigh tokens, with any values
 _MEANT = (*WEIGHTS, "loss_mask", "completion_mask", "assistant_masks", "shift_labels", "prompt_mask")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
@@ -156,12 +156,12 @@ _PIXELS = re.compile(
     r"(audio_)?input_(features|values)(_mask)?|(feature|audio)_attention_mask|audio_(input_ids|embed_sizes|feature_lengths)|"
     r"flattened_patches|protein_input_ids"
 )
-# most factor and exponent that a template may write; templates print at most some spaces in this way
+# largest factor and exponent allowed in a template; templates only repeat some spaces in this way
 _MOST_FACTOR, _MOST_EXPONENT = 1 << 20, 32
 
 
 def teaches(message: Mapping[str, Any], where: str) -> tuple[bool | None, str]:
-    """Whether the flags of a message say that it is learnt, None without flags; and the problem with them, if there is one."""
+    """Returns whether a message is learnt by its flags (None without flags), and the problem with them, if any."""
     found: dict[str, bool] = {}
     for name, field in MESSAGE_FIELDS.items():
         if field.use != "flag" or (value := message.get(name)) is None:
@@ -188,7 +188,7 @@ def teaches(message: Mapping[str, Any], where: str) -> tuple[bool | None, str]:
 
 
 def field_problem(message: Mapping[str, Any], template: str, where: str) -> str:
-    """Why a message has fields that would be ignored, although they may change what is learnt; "" if it has none.
+    """Describes message fields that would be ignored although they may change what is learnt; "" if there are none.
 
     A field that the template names is text.
     """
@@ -207,7 +207,7 @@ def field_problem(message: Mapping[str, Any], template: str, where: str) -> str:
 
 
 def part_problem(message: Mapping[str, Any], where: str) -> str:
-    """Why parts of a message's content have flags, which say that a part of a turn is not learnt; "" if they have none."""
+    """Describes flags against learning in parts of a message's content; "" if there are none."""
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
         for name, value in part.items():
@@ -221,9 +221,9 @@ def part_problem(message: Mapping[str, Any], where: str) -> str:
 
 
 def chat_columns(columns: Mapping[str, bool], read: Collection[str], template: str, name: str) -> tuple[str | None, list[str]]:
-    """The problem with the columns of conversations, if there is one, and the columns that nobody reads.
+    """Returns the problem with the columns of conversations, if there is one, and the columns that nothing reads.
 
-    columns: whether the values of each are text. read: those that hold the conversation.
+    columns: whether the values of each are text. read: columns of the conversation.
     """
     variables = template_variables(template)
     others = [column for column in columns if column not in read and column not in CHAT_COLUMNS]
@@ -239,7 +239,7 @@ def chat_columns(columns: Mapping[str, bool], read: Collection[str], template: s
 
 
 def named_column_problem(columns: Mapping[str, bool], name: str, allowed: Collection[str] = ()) -> str | None:
-    """Refuses a column whose name says that it masks or weighs what is learnt, unless it holds text; None if there is none.
+    """Describes a column that by its name masks or weighs what is learnt, unless it holds text; None if there is none.
 
     columns: whether the values of each are text. allowed: words that are harmless here.
     """
@@ -255,7 +255,7 @@ def named_column_problem(columns: Mapping[str, bool], name: str, allowed: Collec
 
 
 def unnamed_column_problem(columns: Iterable[Any], name: str) -> str | None:
-    """Refuses a column whose name is no text; None if there is none."""
+    """Describes a column whose name is no text; None if there is none."""
     for column in columns:
         if not isinstance(column, str):
             return f"{name} has a column {column!r} ({type(column).__name__}); name columns by texts such as 'input_ids'"
@@ -263,7 +263,7 @@ def unnamed_column_problem(columns: Iterable[Any], name: str) -> str | None:
 
 
 def token_column_problem(columns: Mapping[str, bool], name: str) -> str | None:
-    """Explains which column beside the tokens would be ignored, although it changes what is trained; None if there is none.
+    """Describes a column besides the tokens that would be ignored although it changes training; None if there is none.
 
     columns: whether the values of each are text.
     """
@@ -283,9 +283,9 @@ def token_column_problem(columns: Mapping[str, bool], name: str) -> str | None:
 
 
 def listed_column_problem(name: str, lengths: list[int], others: Mapping[str, list[int | None]], per: str) -> str | None:
-    """Refuses a column of numbers that has as many as a row has tokens or messages, in every row; None if there is none.
+    """Describes a column with one number per token or message in every row; None if there is none.
 
-    lengths: tokens or messages of some rows. others: the numbers per row of columns that nobody reads; None: it holds no list.
+    lengths: tokens or messages of some rows. others: for columns that nothing reads, the numbers per row; None for no list.
     """
     for column, found in others.items():
         if lengths and found == lengths and sum(lengths) > len(lengths):
@@ -298,12 +298,12 @@ def listed_column_problem(name: str, lengths: list[int], others: Mapping[str, li
 
 
 def unread_columns(columns: Iterable[str]) -> list[str]:
-    """The columns of rows of tokens that nothing reads and that tokenizers do not return."""
+    """Returns the columns of rows of tokens that nothing reads and tokenizers do not return."""
     return [column for column in columns if column not in TOKEN_COLUMNS]
 
 
 def filled_column_problem(row: Mapping[str, Any], messages: list[dict[str, Any]], where: str) -> str | None:
-    """Refuses a row of a conversation by a column whose value would change its text; None if there is none."""
+    """Describes a column of a conversation's row whose value would change its text; None if there is none."""
     for column, value in row.items():
         known = CHAT_COLUMNS.get(column)
         if known is None or known.use != "refused if not empty" or not value:
@@ -318,7 +318,7 @@ def filled_column_problem(row: Mapping[str, Any], messages: list[dict[str, Any]]
 
 
 def argument_problem(given: Mapping[str, Any], where: str) -> str | None:
-    """Refuses names in `chat_template_kwargs` that are no variables of a template; None if there are none."""
+    """Describes names in `chat_template_kwargs` that are no template variables; None if there are none."""
     if wrong := [name for name, value in given.items() if name in _ARGUMENTS and value not in (None, False)]:
         return (
             f"{where} has chat_template_kwargs with {wrong[0]!r}: {given[wrong[0]]!r:.60}, which is no variable of a template; "
@@ -328,13 +328,13 @@ def argument_problem(given: Mapping[str, Any], where: str) -> str | None:
 
 
 def template_variables(template: str) -> set[str]:
-    """Variables that a chat template reads, beside those that the renderer gives; empty for a template that is not valid."""
+    """Returns the variables that a chat template reads besides the renderer's own; empty for an invalid template."""
     tree = _parsed(template)
     return set() if tree is None else meta.find_undeclared_variables(tree) - set(_GIVEN)
 
 
 def template_problem(template: str) -> str | None:
-    """Why rendering a template might fill the memory, by a number that it writes; None if it writes no such one."""
+    """Describes a number in a template with which rendering could fill the memory; None if there is none."""
     tree = _parsed(template)
     for node in () if tree is None else tree.find_all((nodes.Mul, nodes.Pow)):
         if (factor := _factor(node)) == math.inf or (isinstance(node, nodes.Mul) and factor > _MOST_FACTOR):
@@ -343,7 +343,7 @@ def template_problem(template: str) -> str | None:
 
 
 def _factor(node: nodes.Node) -> float:
-    """The number that an expression of constants gives; 1 for one of variables and texts, infinite for powers without a bound."""
+    """Returns the value of an expression of constants; 1 for variables and texts, infinity for powers without a bound."""
     if isinstance(node, nodes.Const):
         return abs(node.value) if isinstance(node.value, int | float) else 1
     if isinstance(node, nodes.Mul):
@@ -356,7 +356,7 @@ def _factor(node: nodes.Node) -> float:
 
 
 def _parsed(template: str) -> nodes.Template | None:
-    # the tags that transformers adds enclose what is learnt, and name no variables
+    # transformers' own tags enclose what is learnt, and name no variables
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return environment.parse(_GENERATION.sub("", template))
@@ -365,7 +365,7 @@ def _parsed(template: str) -> nodes.Template | None:
 
 
 def text_columns(dataset: datasets.Dataset) -> dict[str, bool]:
-    """Whether each column of a dataset of Arrow holds text, or nothing at all."""
+    """Returns whether each column of an Arrow dataset holds text, or nothing at all."""
     return {name: _is_text(dataset.data.schema.field(name).type) for name in dataset.column_names}
 
 

@@ -1,14 +1,13 @@
-"""Describes the labels that rows have for a model's output head, and reads them from rows and Arrow tables.
+"""Reads the labels of a model's output head from rows and Arrow tables, and finds those that count in the loss.
 
 A language model learns the next token of every token. A head that classifies tokens has one label per token in the column
-`labels`. A head that classifies documents has one label per row, in `labels`, `label` or `label_ids`, which stock collators take
-alike: a class, a number (regression), or one number for each class (multi-label). Such a label belongs to the token that the head
-of transformers reads: the last one that is no padding token.
+`labels`. A head that classifies documents has one label per row, in `labels`, `label` or `label_ids`, all accepted by stock
+collators: a class, a number (regression), or one number per class (multi-label). This label belongs to the token that
+transformers' head reads: the last one that is no padding token.
 
-Finds the labels that count in the loss: neither -100 nor of weight 0, and of a token that is predicted.
-
-A sequence without any teaches nothing, and a step of such sequences has no mean loss. The scan of a dataset notes where the first
-label of every document stands that counts; from this follows, for any limit, whether a truncated document has one.
+A label counts if it is not -100, has no weight of 0, and its token is predicted. A sequence without such labels teaches nothing,
+and a step of such sequences has no mean loss. The scan of a dataset stores the position of every document's first label that
+counts, which shows for any limit whether a truncated document has one.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from hf_longctx.hf.models.heads import HeadKind, head_kind, inner_model
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 Problem = Literal["single_label_classification", "regression", "multi_label_classification"]
-# columns with the label of a document, in the order in which stock collators prefer them
+# columns with a document's label, in the order in which stock collators prefer them
 _COLUMNS = ("label", "label_ids", "labels")
-# tokens that are looked at together for the last one that is no padding
+# tokens searched at a time for the last one that is no padding
 _TAIL = 64
 
 
 @dataclass(frozen=True)
 class HeadTask:
-    """The labels of a run."""
+    """Kind and meaning of a run's labels."""
 
     # kind of prediction
     kind: HeadKind = "next_token"
@@ -57,21 +56,21 @@ class HeadTask:
 
     @property
     def labels_per_row(self) -> int:
-        """Entries of the label of a document."""
+        """Number of entries of a document's label."""
         return self.num_labels if self.has_values else 1
 
     def label_column(self, columns: Sequence[str]) -> str:
-        """The column with labels; "" without one."""
+        """Returns the column with labels; "" without one."""
         names = _COLUMNS if self.kind == "document" else ("labels",)
         return next((name for name in names if name in columns), "")
 
     def renamed(self, columns: Sequence[str]) -> list[str]:
-        """The names of columns after `listed`."""
+        """Returns the names of columns after `listed`."""
         own = self.label_column(columns)
         return ["labels" if name == own else name for name in columns]
 
     def listed(self, rows: Any) -> Any:
-        """A row, or an Arrow table of rows, whose documents' labels are lists in the column `labels`; others unchanged."""
+        """Turns labels of documents in a row, or an Arrow table of rows, into lists in the column `labels`."""
         if self.kind != "document":
             return rows
         if isinstance(rows, pa.Table):
@@ -84,7 +83,7 @@ class HeadTask:
         return {**{name: value for name, value in rows.items() if name != own}, "labels": values}
 
     def read(self, rows: Any) -> Any:
-        """A row, or an Arrow table of rows, as training reads it: `listed`, and without padding."""
+        """Returns a row, or an Arrow table of rows, in the form for training: `listed`, and without padding."""
         return unpadded(self.listed(rows), self.kind != "document")
 
     def _listed_table(self, table: pa.Table) -> pa.Table:
@@ -102,7 +101,7 @@ class HeadTask:
 
     @property
     def expected_labels(self) -> str:
-        """The labels of a document that may stand in a row, in words for an error; "" for labels of tokens."""
+        """Describes the allowed labels of a document, for an error message; "" for labels of tokens."""
         if self.kind != "document":
             return ""
         if not self.has_values:
@@ -110,7 +109,7 @@ class HeadTask:
         return f"expected {f'a list of {self.num_labels} numbers' if self.num_labels > 1 else 'a number'} per row"
 
     def column_problem(self, columns: Sequence[str], name: str, packed: Sequence[str], weights: str) -> str | None:
-        """Explains why rows with these columns have no labels for the head, or returns None.
+        """Describes why rows with these columns have no labels for the head; None if they have.
 
         packed: columns that divide a row into documents; weights: the column with weights of tokens.
         """
@@ -151,7 +150,7 @@ class HeadTask:
         return []
 
     def label_place(self, ids: Any, start: int, stop: int) -> int:
-        """Index of the token whose logits transformers takes for a document at tokens [start, stop) of a row.
+        """Returns the index of the token whose logits transformers uses for a document at tokens [start, stop) of a row.
 
         ids: token ids of the row, as something that can be sliced.
         """
@@ -162,7 +161,7 @@ class HeadTask:
             found = np.flatnonzero(np.asarray(ids[begin:end]) != self.pad_token_id)
             if len(found):
                 return begin + int(found[-1])
-        # a document of padding alone
+        # a document of padding only
         return start
 
 
@@ -183,7 +182,7 @@ NEXT_TOKEN = HeadTask()
 
 
 def task_of(model: Any, dataset: Any = None) -> HeadTask:
-    """The labels that the head of `model` learns; `dataset`: rows by which it is told whether classes exclude each other."""
+    """Returns the labels that the head of `model` learns. dataset: rows that show whether classes exclude each other."""
     base = inner_model(model) if isinstance(model, nn.Module) else model
     kind = head_kind(base) if isinstance(base, nn.Module) else "next_token"
     if kind == "next_token":
@@ -196,7 +195,7 @@ def task_of(model: Any, dataset: Any = None) -> HeadTask:
 
 
 def _problem(num_labels: int, dataset: Any) -> Problem:
-    """The problem that transformers infers from the first labels that it sees, where the config names none."""
+    """Returns the problem that transformers infers from the first labels if the config names none."""
     if num_labels == 1:
         return "regression"
     row = dataset[0] if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) else {}
@@ -205,26 +204,26 @@ def _problem(num_labels: int, dataset: Any) -> Problem:
     return "single_label_classification" if is_class else "multi_label_classification"
 
 
-# column with one weight per label, by which the loss of its token is multiplied
+# column with one weight per label, a factor of its token's loss
 LOSS_WEIGHTS = "loss_weights"
-# words for labels that do not count
+# description of labels that do not count
 LABELS_THAT_COUNT = "-100 and weight 0 do not count, nor does the first token of a document, which nothing predicts"
-# place of the first label of a document that has none
+# position of the first label in a document without any
 NO_LABEL = np.iinfo(np.int64).max
-# steps of a training that are looked at before it starts
+# most steps of a training that are checked before it starts
 _MOST_STEPS = 100_000
 
 
 def list_lengths(column: pa.ChunkedArray) -> IntArray:
-    """Number of items in every row; 0 for a row without the list."""
+    """Returns the number of items in every row; 0 for a row without the list."""
     lengths: IntArray = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return lengths
 
 
 def first_labels(table: pa.Table, documents: IntArray | None, task: HeadTask) -> IntArray | None:
-    """The token of each document at which its first label stands that counts, or NO_LABEL; None for rows of plain text.
+    """Returns the position of each document's first label that counts, or NO_LABEL; None for rows of plain text.
 
-    documents: lengths of the documents in rows that are packed. Rows must be without problems.
+    documents: lengths of the documents in packed rows. Rows must be free of problems.
     """
     if task.marks or (task.kind == "document" and task.has_values):
         return np.zeros(len(table), dtype=np.int64)
@@ -245,7 +244,7 @@ def first_labels(table: pa.Table, documents: IntArray | None, task: HeadTask) ->
 
 
 def counted_labels(table: pa.Table) -> NDArray[np.bool_] | None:
-    """Whether the label of each token counts, row by row; None for rows of plain text, where all do."""
+    """Returns whether the label of each token counts, row by row; None for rows of plain text, where all do."""
     if "labels" not in table.column_names and LOSS_WEIGHTS not in table.column_names:
         return None
     counts = np.ones(int(list_lengths(table["input_ids"]).sum()), dtype=bool)
@@ -263,10 +262,10 @@ def have_labels(
     task: HeadTask,
     read: Callable[[IntArray], Iterator[pa.Table]],
 ) -> NDArray[np.bool_]:
-    """Whether a label counts in each sequence of `index`.
+    """Returns for each sequence of `index` whether it has a label that counts.
 
-    lengths: tokens of every document before they were cut. first: see `first_labels`. read: gives rows by their numbers, in
-    tables; called for rows with later pieces of documents that were split, each of which is read once.
+    lengths: tokens of every document before cutting. first: from `first_labels`. read: returns rows by their numbers, in tables;
+    called for rows with later pieces of split documents, once per row.
     """
     if first is None:
         return index.lengths > 1
@@ -302,9 +301,9 @@ def have_labels(
 def step_without_labels(
     sampler: LengthAwareSampler, labelled: NDArray[np.bool_], num_epochs: int, most_steps: int, batches_per_step: int
 ) -> tuple[int, list[int]] | None:
-    """The number, from 1, and the sequences of the first optimizer step without a label that counts; None if all have one.
+    """Returns number (from 1) and sequences of the first optimizer step without a label that counts; None if all have one.
 
-    labelled: see `have_labels`. Looks at the first steps of very long trainings alone, and leaves the sampler in its epoch.
+    labelled: from `have_labels`. Checks only the first steps of very long trainings, and leaves the sampler in its epoch.
     """
     if labelled.all():
         return None
@@ -322,7 +321,7 @@ def step_without_labels(
 
 
 def _steps(sampler: LengthAwareSampler, num_epochs: int, batches_per_step: int) -> Iterator[list[int]]:
-    """Sequences of every optimizer step; each epoch ends with a step, which may have fewer batches."""
+    """Yields the sequences of every optimizer step; an epoch's last step may have fewer batches."""
     for epoch in range(num_epochs):
         sampler.set_epoch(epoch)
         step: list[int] = []

@@ -1,4 +1,4 @@
-"""Reads rows that are split once more at the start, since the scan does not note which labels their later pieces have."""
+"""Reads split rows again at the start, since the scan does not store which labels their later pieces have."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TABLE_TOKENS = 1 << 20
 
 
 class RowChanged(ValueError):
-    """A row is not the one that was scanned; the message names it."""
+    """Raised if a row differs from the scanned one; the message names it."""
 
 
 def tables_of(dataset: Any, rows: IntArray, scanned: ScannedRows, task: HeadTask = NEXT_TOKEN) -> Iterator[pa.Table]:
-    """Reads each of some rows once, in their order, as tables of token ids, and of labels and weights if they have some.
+    """Reads each of some rows once, in order, as tables of token ids and, if present, labels and weights.
 
-    Raises RowChanged for a row that cannot be read any more, or that has other tokens or labels than at the scan.
+    Raises RowChanged for a row that can no longer be read, or whose tokens or labels have changed since the scan.
     """
     source = token_rows(dataset, task)
     lengths = scanned.scan.lengths[rows]

@@ -3,8 +3,8 @@
 The weights, divided by their sum, are the datasets' shares of the documents in the mix. Let dataset i have N_i documents and
 the weight w_i, and give n_i documents to the mix. "first_exhausted" makes the largest mix in these shares that takes no
 document twice: n_i = floor(w_i * min_j(N_j / w_j)). "all_exhausted" makes the smallest mix that holds every document:
-n_i = ceil(w_i * max_j(N_j / w_j)). A dataset with a smaller N_j / w_j than the largest one then repeats its documents, any two
-of them equally often or one of them once more. Without weights the mix is every document once.
+n_i = ceil(w_i * max_j(N_j / w_j)). A dataset with a smaller N_j / w_j than the largest then repeats its documents, each equally
+often or once more. Without weights the mix is every document once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hf_longctx.hf.data.tokenise import uniform
 
 Stopping = Literal["first_exhausted", "all_exhausted"]
 
-# slack for floating-point error: a product that should be a whole number must not lose or gain a document
+# tolerance for floating-point errors: a product that should be a whole number must not lose or gain a document
 _ROUNDING = 1e-9
 
 
 def mixture_counts(sizes: Sequence[int], weights: Sequence[float] | None, stopping: Stopping = "first_exhausted") -> list[int]:
-    """Number of documents that each dataset gives to the mix.
+    """Returns the number of documents that each dataset gives to the mix.
 
     Raises DataError for a weight that is not positive, or so small that its dataset would give no document.
     """
@@ -82,7 +82,7 @@ def concatenated(sets: Sequence[Dataset]) -> Dataset:
 
 
 def held_out_counts(total: int, sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Number of held-out documents from each dataset, `total` in all: in the shares of the mix, rounded by largest remainder.
+    """Returns the number of held-out documents of each dataset, in the shares of the mix, rounded by largest remainder.
 
     Raises DataError if a dataset would keep no document to train on.
     """
@@ -102,7 +102,7 @@ def held_out_counts(total: int, sizes: Sequence[int], weights: Sequence[float] |
 
 
 def without_copies(train: Dataset, held_out: Dataset) -> Dataset:
-    """Drops the rows of `train` that have exactly the tokens of a row of `held_out`."""
+    """Drops rows of `train` that have exactly the tokens of a row of `held_out`."""
     known = set(_row_digests(held_out))
     kept = [row for row, digest in enumerate(_row_digests(train)) if digest not in known]
     if not kept:

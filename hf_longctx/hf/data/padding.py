@@ -1,7 +1,7 @@
-"""Leaves out the padding at the ends of rows, of which the column `attention_mask` says where it is.
+"""Removes the padding at the ends of rows, given by the column `attention_mask`.
 
-Tokenizers write it with `padding="max_length"`. Whether a token is padding is never told from its id, since many tokenizers pad
-with a token that ends texts, too.
+Tokenizers write it with `padding="max_length"`. A token's id never shows whether it is padding, since many tokenizers pad with
+the token that also ends texts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 MASK = "attention_mask"
-# columns with one item per token, beside the labels of tokens
+# columns with one item per token, besides labels of tokens
 _PER_TOKEN = ("input_ids", MASK, "loss_weights", "position_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Tokens of padding that are left out of rows, the number of these rows, and the number of labels on the padding."""
+    """Number of removed padding tokens, of rows with padding, and of labels on padding."""
 
     num_tokens: int = 0
     num_rows: int = 0
@@ -35,9 +35,9 @@ class Padding:
 
 
 def unpadded(rows: Any, has_token_labels: bool = True) -> Any:
-    """A row, or an Arrow table of rows, without its padding; unchanged without padding at the ends, and if columns are wrong.
+    """Removes the padding of a row, or of an Arrow table of rows; unchanged if there is none, or if columns are wrong.
 
-    has_token_labels: the column `labels` has one label per token.
+    has_token_labels: whether the column `labels` has one label per token.
     """
     if isinstance(rows, pa.Table):
         return _unpadded_table(rows, has_token_labels)[0]
@@ -56,12 +56,12 @@ def unpadded(rows: Any, has_token_labels: bool = True) -> Any:
 
 
 def padding_of(table: pa.Table, has_token_labels: bool = True) -> Padding:
-    """The padding that `unpadded` leaves out of a table."""
+    """Counts the padding that `unpadded` removes from a table."""
     return _unpadded_table(table, has_token_labels)[1]
 
 
 def rows_with_holes(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Rows whose mask has zeros between other values."""
+    """Returns the rows whose mask has zeros between other values."""
     values = pc.list_flatten(column).to_numpy().astype(np.int64)
     return np.flatnonzero(_has_holes(values, _lengths(column)))
 
@@ -108,7 +108,7 @@ def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
 
 
 def _kept(mask: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-    """Which tokens of rows are no padding; None without padding, and for masks with other values or with holes."""
+    """Returns which tokens of rows are no padding; None without padding, and for masks with other values or holes."""
     values = mask.astype(np.int64)
     if not len(values) or values.min() != 0 or values.max() > 1 or _has_holes(values, lengths).any():
         return None
@@ -116,7 +116,7 @@ def _kept(mask: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[np.bool_] |
 
 
 def _has_holes(values: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether the ones of each row are not beside each other."""
+    """Whether in any row the ones are not contiguous."""
     ends = np.cumsum(lengths)
     begins = values != 0
     begins[1:] &= values[:-1] == 0

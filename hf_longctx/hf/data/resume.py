@@ -1,8 +1,7 @@
 """Records in every checkpoint which data came before it, so that a resumed run takes the next sample or refuses to start.
 
-The trainer writes the record and its manifest (`checkpoints/`); the callback over a stock loader uses `check_resumed`.
-
-Place of a run in a stream: which sequence every reader gives next, and whose turn it is.
+The trainer writes the record, with the place in a stream, and its manifest (`checkpoints/`); the callback over a stock loader
+uses `check_resumed`.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from hf_longctx.hf.config import LongContextConfig
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """State of a reader's dataset after `row` rows of epoch `epoch`, so that reading can begin there.
+    """State of a reader's dataset after `row` rows of epoch `epoch`, from which reading can begin.
 
-    digest: the hash up to that row. state: the text that `states.take_state` made.
+    digest: hash up to that row. state: text from `take_state`.
     """
 
     epoch: int
@@ -38,7 +37,7 @@ class Anchor:
 class Cursor:
     """Position of one reader: its next sequence is piece `piece` of row `row` of epoch `epoch`.
 
-    `digest` is a hash of the rows before it, from the beginning of the epoch, or from the anchor on.
+    digest: hash of the rows before it, from the beginning of the epoch or from the anchor on.
     """
 
     epoch: int = 0
@@ -49,7 +48,7 @@ class Cursor:
 
     @property
     def is_begin(self) -> bool:
-        """Whether nothing of the epoch has been used."""
+        """Whether the cursor is at the beginning of an epoch."""
         return not self.row and not self.piece
 
 
@@ -57,8 +56,8 @@ class Cursor:
 class Place:
     """Position of all readers between two global batches; reader `turn` gives the next sequence, unless its epoch is over.
 
-    A reader whose epoch is over, while others still have rows of theirs, is at the beginning of the next one. `epochs_ended`:
-    epochs whose end the training has seen. `batches`: global batches that it has used of the epoch after these.
+    A reader whose epoch is over before that of others is at the beginning of the next one. epochs_ended: epochs that the training
+    has ended. batches: global batches used of the epoch after these.
     """
 
     turn: int
@@ -68,7 +67,7 @@ class Place:
 
     @classmethod
     def begin(cls, num_readers: int, epoch: int = 0) -> Place:
-        """The beginning of an epoch."""
+        """Makes the place at the beginning of an epoch."""
         return cls(0, (Cursor(epoch),) * num_readers, epoch)
 
     @property
@@ -77,14 +76,14 @@ class Place:
         return min(cursor.epoch for cursor in self.readers)
 
     def to_json(self) -> dict[str, Any]:
-        """The place as JSON values."""
+        """Returns the place as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Any) -> Place:
-        """The place that `to_json` described; raises ValueError for anything else."""
+        """Reads a place from the result of `to_json`; raises ValueError for anything else."""
         try:
-            # records of a single reader were a cursor alone
+            # older records of a single reader are only a cursor
             listed = found.get("readers", [found])
             cursors = tuple(_cursor(each) for each in listed)
             # older records count neither epochs nor batches
@@ -121,7 +120,7 @@ def _texts(cursor: Cursor) -> Iterator[Any]:
 
 logger = logging.getLogger(__name__)
 
-# the settings that decide which samples a step has -> what to do when one differs from the checkpoint's
+# settings that decide which samples a step has -> what to do if one differs from the checkpoint's
 _REMEDIES = {
     "train_dataset": "resume with the data of the first run",
     "sequences_per_step": "choose per_device_train_batch_size x ranks x gradient_accumulation_steps as before",
@@ -139,8 +138,8 @@ def data_settings(
 ) -> dict[str, Any]:
     """Collects, as JSON values, every setting that decides which samples a step has.
 
-    `train_dataset` is the digest of a map-style dataset, or "stream". `cut_tokens` is the length at which longer sequences are
-    cut, or None if none is cut.
+    train_dataset: digest of a map-style dataset, or "stream". cut_tokens: length at which longer sequences are cut; None if none
+    is cut.
     """
     by_tokens = config.tokens_per_step is not None
     # how a step is divided into plans matters only if it decides where an epoch ends
@@ -159,9 +158,9 @@ def data_settings(
 
 
 class DataRecorder:
-    """Describes for every checkpoint the settings that decide which samples come next, and compares them when a run resumes.
+    """Describes for every checkpoint the settings that decide which samples come next, and compares them after a resume.
 
-    `describe` says what data the training reads, with a value for every name in `_REMEDIES`.
+    settings: those of the training's data, with a value for every name in `_REMEDIES`.
     """
 
     def __init__(self) -> None:
@@ -169,29 +168,29 @@ class DataRecorder:
         self.place: Callable[[bool], Place | None] = lambda leaves_epoch: None
         self.resumed_from: Path | None = None
         self.starts_anew = False
-        # steps that were left out so far, since their loss or gradients were not finite
+        # steps skipped so far because their loss or gradients were not finite
         self.num_skipped = 0
 
     def describe(self, settings: dict[str, Any]) -> None:
-        """Stores which data the present training reads, for its checkpoints and for `problems`."""
+        """Stores the settings of the current training's data, for its checkpoints and for `problems`."""
         self.settings = settings
 
     def follow(self, place: Callable[[bool], Place | None]) -> None:
-        """From now on, puts the place in the stream into records; `place` returns it, and is collective.
+        """From now on, puts the place in the stream into records.
 
-        Its argument says whether the training leaves the present epoch.
+        place: returns the place, given whether the training leaves the current epoch; collective.
         """
         self.place = place
 
     def resume(self, folder: Path | None, starts_anew: bool = False) -> None:
-        """Stores the checkpoint after whose data the next training goes on; None: the data start at their beginning.
+        """Stores the checkpoint after which the next training continues; None: data start at the beginning.
 
-        starts_anew: do without the checkpoint's record, so that a stream starts at its beginning.
+        starts_anew: ignore the checkpoint's record, so that a stream starts at its beginning.
         """
         self.resumed_from, self.starts_anew = folder, starts_anew
 
     def record(self, step: int, leaves_epoch: bool = False) -> dict[str, Any] | None:
-        """The record of the data before optimizer step `step` ends; None if a stock loader reads them. Collective."""
+        """Returns the record of the data up to the end of optimizer step `step`; None for a stock loader. Collective."""
         if not self.settings:
             return None
         place = self.place(leaves_epoch)
@@ -199,10 +198,9 @@ class DataRecorder:
         return {"step": step, "settings": self.settings, "cursor": cursor, "skipped_steps": self.num_skipped}
 
     def problems(self) -> list[str]:
-        """Lists on any rank what keeps it from going on after the checkpoint's data.
+        """Lists reasons, on any rank, why training cannot continue after the checkpoint's data.
 
-        That is a record that cannot be read, and settings that differ from the checkpoint's, so that samples would repeat or be
-        skipped.
+        They are an unreadable record, and settings that differ from the checkpoint's so that samples would repeat or be lost.
         """
         if self.resumed_from is None or self.starts_anew:
             return []
@@ -227,16 +225,16 @@ class DataRecorder:
         ]
 
     def start(self, num_readers: int) -> Place:
-        """Place from which a stream with so many readers continues; its beginning if nothing is resumed."""
+        """Returns the place from which a stream with this many readers continues; its beginning if nothing is resumed."""
         return _place_of(self._record()) or Place.begin(num_readers)
 
     def _record(self) -> dict[str, Any] | None:
-        """The record of the checkpoint; raises ValueError for one that cannot be read."""
+        """Reads the record of the checkpoint; raises ValueError if it cannot be read."""
         return None if self.resumed_from is None or self.starts_anew else read_record(self.resumed_from)
 
 
 def _place_of(record: dict[str, Any] | None) -> Place | None:
-    """The place in the stream that a record has, if any; raises ValueError for one that is none."""
+    """Returns the place in the stream from a record, if it has one; raises ValueError for an invalid one."""
     if record is None or record["cursor"] is None:
         return None
     try:
@@ -246,14 +244,14 @@ def _place_of(record: dict[str, Any] | None) -> Place | None:
 
 
 def sequences_per_step(args: TrainingArguments) -> int:
-    """Number of sequences in one optimizer step over all ranks, for runs without a token budget."""
+    """Returns the number of sequences in one optimizer step over all ranks, for runs without a token budget."""
     return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
 
 
 def plans_done(num_steps: int, plans_per_epoch: int, args: TrainingArguments) -> int:
-    """Number of batches (plans, or a loader's batches) that the first `num_steps` optimizer steps of a run used.
+    """Returns the number of batches (plans, or a loader's batches) in the first `num_steps` optimizer steps of a run.
 
-    `Trainer` takes `gradient_accumulation_steps` batches per step; the last step of an epoch takes what is left.
+    `Trainer` takes `gradient_accumulation_steps` batches per step; the last step of an epoch takes the rest.
     """
     per_step = args.gradient_accumulation_steps
     epochs, steps = divmod(num_steps, -(-plans_per_epoch // per_step))
@@ -263,8 +261,8 @@ def plans_done(num_steps: int, plans_per_epoch: int, args: TrainingArguments) ->
 def check_resumed(args: TrainingArguments, state: TrainerState, train_dataloader: Any) -> None:
     """Raises ValueError if a run over a stock loader would not resume at the sequence where it stopped.
 
-    A stock run writes no data record, but `Trainer` counts optimizer steps. At any world size and accumulation, that count tells
-    which sequences were used, as long as an epoch has as many steps as before.
+    A stock run writes no data record, but `Trainer` counts optimizer steps. At any world size and accumulation, that count
+    determines which sequences were used, as long as an epoch has as many steps as before.
     """
     if not state.global_step or args.ignore_data_skip:
         return

@@ -1,7 +1,7 @@
-"""Decides which sequences make a step: an index of sequences with their lengths, and global batches drawn from it.
+"""Chooses the sequences of each step: an index of sequences with their lengths, and global batches drawn from it.
 
-Every rank draws the same batches, because they depend on lengths, seed and epoch alone. Used by the trainer; the plan, not
-the sampler, places sequences on ranks.
+Every rank draws the same batches, because they depend only on lengths, seed and epoch. The plan, not the sampler, places
+sequences on ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ IntArray = NDArray[np.int64]
 class SequenceIndex:
     """The sequences of a dataset: sequence i is tokens [starts[i], stops[i]) of row rows[i], trained as one document.
 
-    Holds arrays only, and uses the array of row lengths itself as `stops` if no row is cut: 16 bytes per row until rows are
-    split.
+    Contains only arrays, and uses the array of row lengths as `stops` if no row is cut: 16 bytes per row until rows are split.
     """
 
     rows: IntArray
@@ -41,8 +40,8 @@ class SequenceIndex:
     def build(cls, row_lengths: IntArray, limit: int, long_sequences: str, documents: IntArray | None = None) -> SequenceIndex:
         """Makes one sequence per row; longer rows are truncated to `limit` tokens or split into sequences of at most `limit`.
 
-        `documents`: lengths of the documents in rows that are packed, row by row; each document is then treated as a row is.
-        With long_sequences="error" nothing may have more than `limit` tokens: check with `too_long` first.
+        documents: lengths of the documents in packed rows, row by row; each document is then treated like a row. With
+        long_sequences="error" none may have more than `limit` tokens: check with `too_long` first.
         """
         lengths = row_lengths if documents is None else documents
         rows, begins = document_places(row_lengths, documents)
@@ -58,7 +57,7 @@ class SequenceIndex:
 
 
 def document_places(row_lengths: IntArray, documents: IntArray | None) -> tuple[IntArray, IntArray]:
-    """Row of every document, and the token of the row at which it begins; rows are documents if `documents` is None."""
+    """Returns the row of every document and its first token in the row; rows are documents if `documents` is None."""
     if documents is None:
         rows = np.arange(len(row_lengths), dtype=np.int64)
         return rows, np.broadcast_to(np.int64(0), len(rows))
@@ -68,7 +67,7 @@ def document_places(row_lengths: IntArray, documents: IntArray | None) -> tuple[
 
 
 class LengthAwareSampler:
-    """Draws global batches of sequence numbers, equal on all ranks, from lengths, seed and epoch alone.
+    """Draws global batches of sequence numbers, equal on all ranks, from lengths, seed and epoch.
 
     A batch has `sequences_per_step` sequences, or about `tokens_per_step` tokens if that is given. With `tokens_per_step`, the
     shuffled epoch is cut into steps of equal token counts. So every epoch has the same number of steps, and a step misses its
@@ -112,14 +111,14 @@ class LengthAwareSampler:
             start = end
 
     def _ends(self, order: IntArray) -> Iterator[int]:
-        """Index in `order` at which each step ends."""
+        """Returns the index in `order` at which each step ends."""
         count = len(order)
         if self.tokens_per_step is None:
             return (min((step + 1) * self.sequences_per_step, count) for step in range(self._num_steps))
         sums = np.cumsum(self.lengths[order])
         steps = np.arange(self._num_steps)
         ends = np.searchsorted(sums, sums[-1] * (steps + 1) / self._num_steps - 1e-6) + 1
-        # every step needs a sequence, even next to one that is longer than several budgets: so each step ends after the
-        # one before it, and leaves at least one sequence for each step to come
+        # every step needs a sequence, even next to one longer than several budgets: so each step ends after the one
+        # before, and leaves at least one sequence for each later step
         increasing = np.maximum(np.maximum.accumulate(ends - steps), 1) + steps
         return map(int, np.minimum(increasing, count - (self._num_steps - 1 - steps)))

@@ -1,14 +1,12 @@
-"""Reads a tokenised dataset once before training starts: finds rows that cannot be trained on, and every row's length.
+"""Reads a tokenised dataset once before training: checks every row, and stores their lengths in a file.
 
-Called at start-up by trainer and callback; `streams` checks its rows one at a time with
-`row_tokens`. Arrow columns are read in batches, so that a large dataset needs little memory.
+Called at start-up by trainer and callback; `streams` checks its rows one at a time with `row_tokens`. Arrow columns are read in
+batches, so that a large dataset needs little memory.
 
-Keeps the scan of a dataset in a file, so that each machine reads all rows only once per dataset fingerprint.
-
-Called by trainer and callback at start-up. The file lies beside the dataset's own cache files. It is trusted only if its
-checksum is right and it was made from the same rows for the same purpose: fingerprint, columns, vocabulary, and the size and
-time of every Arrow file must match. Every process reads datasets without files again (those made from lists, or of other
-classes), since such datasets have no fingerprint that outlives the process, and they fit into memory anyway.
+With the file, each machine reads all rows only once per dataset fingerprint. It is next to the dataset's own cache files, and
+used only if its checksum is correct and it was made from the same rows for the same purpose: fingerprint, columns, vocabulary,
+and size and time of every Arrow file must match. Datasets without files (made from lists, or of other classes) are read again by
+every process, since they have no fingerprint that outlives the process, and fit into memory anyway.
 """
 
 from __future__ import annotations
@@ -53,20 +51,20 @@ from hf_longctx.hf.data.padding import MASK, Padding, padding_of, rows_with_hole
 from hf_longctx.hf.data.sampler import IntArray, document_places
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
-# columns by which packers say where the documents of a row begin
+# columns in which packers store where the documents of a row begin
 PACKED = ("position_ids", "seq_lengths")
-# columns that a dataset may lack, and then lacks in every row
+# optional columns, present in every row or in none
 _OPTIONAL = ("labels", LOSS_WEIGHTS, *PACKED)
-# columns that the scan reads, if a dataset has them
+# columns that the scan reads if present
 _READ = (MASK, "input_ids", *_OPTIONAL)
-# columns of which hashes are kept, since they decide what is trained
+# columns that are hashed, since they decide what is trained
 _HASHED = ("input_ids", *_OPTIONAL)
 # most tokens per column in a batch, estimated from the batch before it
 _BATCH_TOKENS = 1 << 22
 # most rows in a batch
 _BATCH_ROWS = 1 << 16
 _FIRST_BATCH_ROWS = 64
-# most problems that are shown one by one; all others are only counted
+# most problems that are shown; all others are only counted
 _SHOWN = 3
 
 
@@ -88,7 +86,7 @@ class DatasetScan:
 
     @property
     def sequence_lengths(self) -> IntArray:
-        """Number of tokens of every row, or of every document if rows are packed."""
+        """Tokens of every row, or of every document if rows are packed."""
         return self.lengths if self.documents is None else self.documents
 
     def rows(self) -> IntArray | None:
@@ -106,14 +104,12 @@ def scan_dataset(
 ) -> DatasetScan:
     """Reads a dataset once and checks every row; keeps one batch of rows and all lengths in memory.
 
-    The column `input_ids` is required, `labels` and `loss_weights` are used if present, and so are `position_ids` and
-    `seq_lengths`, by which a row is divided into documents. A row needs at least one token, as many
-    labels and weights as tokens, ids below `vocab_size`, and finite weights of 0 or more. Padding at its ends, of which
-    `attention_mask` says where it is, is left out. If the columns are unusable, the result has a problem and no lengths.
-
-    `name`: the name of the dataset in messages, for example "train_dataset". `show_progress`: show a bar if reading takes longer
-    than a second. `placeholders`: token ids for padding, images, sound or video that no row may have. `task`: the labels that
-    rows have for a head that classifies.
+    The column `input_ids` is required; `labels`, `loss_weights`, and `position_ids` and `seq_lengths`, which divide a row into
+    documents, are used if present. A row needs at least one token, as many labels and weights as tokens, ids below `vocab_size`,
+    and finite weights of 0 or more. Padding at its ends, given by `attention_mask`, is removed. If the columns are unusable, the
+    result has a problem and no lengths. name: name of the dataset in messages, for example "train_dataset". show_progress: show a
+    bar if reading takes longer than a second. placeholders: token ids for padding, images, sound or video that no row may have.
+    task: labels for a classifying head.
     """
     if (unusable := _unusable(dataset, name, task)) is not None:
         return DatasetScan(np.zeros(0, dtype=np.int64), "", [unusable])
@@ -121,7 +117,7 @@ def scan_dataset(
     problems: list[str] = []
     num_more, has_label, num_rows, padding = 0, False, 0, Padding()
     firsts: list[IntArray] = []
-    # the hash of a dataset without labels has always had a part for them
+    # the hash has a part for labels even if there are none, as in earlier versions
     present = {"input_ids", "labels", *task.renamed(_columns(dataset))}
     hashes = {column: xxhash.xxh3_128() for column in _HASHED if column in present}
     documents: list[IntArray] = []
@@ -135,7 +131,7 @@ def scan_dataset(
             room = _SHOWN - len(problems)
             problems += fresh[:room]
             num_more += len(fresh[room:])
-            # rows of an unusable batch cannot be counted, so later row numbers would be wrong
+            # rows of an unusable batch cannot be counted, which would make later row numbers wrong
             if len(rows) == 0:
                 return DatasetScan(np.zeros(0, dtype=np.int64), "", problems)
             assert isinstance(table, pa.Table)
@@ -167,7 +163,7 @@ def scan_dataset(
 
 
 def _digests_of(table: pa.Table) -> list[int]:
-    """The `row_digest` of every row of a table without problems."""
+    """Returns the `row_digest` of every row of a table without problems."""
     columns = {}
     for name in _HASHED:
         if name in table.column_names:
@@ -177,7 +173,7 @@ def _digests_of(table: pa.Table) -> list[int]:
 
 
 def _row_digest(row: Mapping[str, Any]) -> int:
-    """A 64-bit hash of the token ids of a row, and of its labels, their weights and its documents if it has some."""
+    """Returns a 64-bit hash of a row's token ids and, if present, labels, weights and documents."""
     state = xxhash.xxh3_64()
     for name in _HASHED:
         if name not in row:
@@ -192,17 +188,17 @@ def _row_digest(row: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class ScannedRows:
-    """Finds rows that have changed since the scan at start, from which plans take their lengths.
+    """Finds rows that have changed since the scan at start, which gave plans their lengths.
 
-    Rows of datasets that run code are compared whole, whatever part of them a rank needs. Arrow rows cannot change, unless
-    somebody writes into their file: they are compared by length.
+    Rows of datasets that run code are compared as a whole, even if a rank needs only a part. Arrow rows are compared by length,
+    since they change only if somebody writes into their file.
     """
 
     name: str
     scan: DatasetScan
 
     def change(self, number: int, row: Any) -> str:
-        """How row `number`, as it was read now, differs from the one that the scan saw; empty if it does not."""
+        """Describes how row `number` differs from the scanned one; empty if it does not."""
         then = int(self.scan.lengths[number])
         if isinstance(row, pa.Table):
             now, is_other = int(list_lengths(row["input_ids"])[0]), False
@@ -221,7 +217,7 @@ class ScannedRows:
         return self._problem(number, found)
 
     def loss(self, number: int, error: IndexError) -> str:
-        """Says that row `number` cannot be read any more."""
+        """Returns the message that row `number` can no longer be read."""
         then = f"it had {int(self.scan.lengths[number])} tokens at the start of the run"
         return self._problem(number, f"{then}, and cannot be read now ({type(error).__name__}: {error})")
 
@@ -234,7 +230,7 @@ class ScannedRows:
 
 
 def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:
-    """Adds the items of all rows to their column's hash, which does not depend on how rows are divided into batches."""
+    """Adds the items of all rows to their column's hash, which does not depend on batches."""
     for column, items in hashes.items():
         if column in table.column_names:
             for chunk in _values(table[column]).chunks:
@@ -243,7 +239,7 @@ def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:
 
 
 def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
-    """Explains why the rows of a dataset cannot be read, or returns None."""
+    """Describes why the rows of a dataset cannot be read; None if they can."""
     if isinstance(dataset, dict):
         return f"{name} is a dict ({', '.join(map(str, dataset))}), and only eval_dataset may be a dict of sets; pass one of them"
     if isinstance(dataset, str | bytes | type) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -269,13 +265,13 @@ def _unusable(dataset: Any, name: str, task: HeadTask) -> str | None:
 
 
 def is_empty(dataset: Any) -> bool:
-    """Whether a dataset that is read by number has no rows."""
+    """Whether a map-style dataset has no rows."""
     has_rows = not isinstance(dataset, type) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return has_rows and len(dataset) == 0
 
 
 def _listed_problem(dataset: datasets.Dataset, columns: list[str], name: str) -> str | None:
-    """Refuses a column of numbers that nobody reads and that has one per token."""
+    """Describes an unread column with one number per token; None if there is none."""
     kinds = {column: dataset.data.schema.field(column).type for column in columns}
     lists = [column for column, kind in kinds.items() if hasattr(kind, "value_type") and _is_number(kind.value_type)]
     if not lists:
@@ -290,7 +286,7 @@ def _listed_problem(dataset: datasets.Dataset, columns: list[str], name: str) ->
 
 
 def listed_in_rows(rows: Iterable[Any], name: str) -> str | None:
-    """Refuses a column of numbers that nobody reads and that has one per token in each of some rows."""
+    """Describes an unread column with one number per token in each of these rows; None if there is none."""
     found: list[dict[str, int | None]] = []
     for row in rows:
         if not isinstance(row, Mapping):
@@ -308,13 +304,13 @@ def listed_in_rows(rows: Iterable[Any], name: str) -> str | None:
 
 
 def _num_numbers(value: Any) -> int | None:
-    """How many numbers a list has; None for another value."""
+    """Counts the numbers in a list; None for another value."""
     found = as_array(value)
     return len(found) if found is not None and found.ndim == 1 and found.dtype.kind in "biuf" else None
 
 
 def as_array(value: Any) -> NDArray[Any] | None:
-    """The value as an array of numpy; None for lists of lists of different lengths, and for what numpy cannot take."""
+    """Returns the value as a numpy array; None for lists of different lengths and values that numpy does not take."""
     try:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError):
@@ -326,7 +322,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def column_problem(columns: Mapping[str, bool], name: str, task: HeadTask = NEXT_TOKEN) -> str | None:
-    """Explains why rows with these columns cannot be trained on, or returns None. columns: whether each holds text."""
+    """Describes why rows with these columns cannot be trained on; None if they can. columns: whether each holds text."""
     if "input_ids" not in columns:
         return (
             f"{name} has no column 'input_ids' (it has {', '.join(sorted(columns))}); tokenise it first, for example with "
@@ -339,7 +335,7 @@ def column_problem(columns: Mapping[str, bool], name: str, task: HeadTask = NEXT
 
 
 def token_rows(dataset: Any, task: HeadTask = NEXT_TOKEN) -> Any:
-    """The dataset with only the columns that training reads; a row of an Arrow dataset is then an Arrow table."""
+    """Returns the dataset with only the columns for training; rows of an Arrow dataset are then Arrow tables."""
     if not isinstance(dataset, datasets.Dataset):
         return dataset
     read = ("input_ids", task.label_column(dataset.column_names), LOSS_WEIGHTS, MASK)
@@ -350,7 +346,7 @@ def token_rows(dataset: Any, task: HeadTask = NEXT_TOKEN) -> Any:
 class RowTokens:
     """Token ids and labels of one row, each of shape [n], and the weights of the labels [n], or None if it has none.
 
-    documents: the lengths of the row's documents, if it is packed. num_padding: tokens of padding that were left out.
+    documents: the lengths of the row's documents, if it is packed. num_padding: removed padding tokens.
     """
 
     input_ids: IntArray
@@ -365,8 +361,8 @@ def row_tokens(
 ) -> RowTokens:
     """Checks one row and returns its tokens; without labels, the ids are the labels.
 
-    `columns`: the columns of the first row, which every row must have. Raises ValueError for a row in which `scan_dataset` would
-    find a problem.
+    columns: columns of the first row, which every row must have. Raises ValueError for a row in which `scan_dataset` would find
+    a problem.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{name} row {number} {_no_mapping(row)}")
@@ -389,9 +385,9 @@ def row_tokens(
 def too_long(
     lengths: IntArray, max_length: int, memory_limit: int, tokens_per_rank: int, name: str, rows: IntArray | None = None
 ) -> list[str]:
-    """Reports the longest row or document above either limit, with the remedies, as a list of one problem; empty if all fit.
+    """Reports the longest row or document above either limit, with remedies, as a list of one problem; empty if all fit.
 
-    `rows` are the row numbers of `lengths`, unless they count from 0.
+    rows: row numbers of `lengths`, if they do not count from 0.
     """
     limit = min(max_length, memory_limit)
     above = np.flatnonzero(lengths > limit)
@@ -418,7 +414,7 @@ def _columns(dataset: Any) -> list[str]:
 
 
 def _tables(dataset: Any, task: HeadTask) -> Iterator[pa.Table | str]:
-    """Yields the rows batch by batch, or a sentence that says what is wrong with the rows of a batch."""
+    """Yields the rows batch by batch, or the problem with the rows of a batch."""
     present = _columns(dataset)
     own = task.label_column(present)
     columns = [column for column in _READ if column in task.renamed(present)]
@@ -435,14 +431,14 @@ def _tables(dataset: Any, task: HeadTask) -> Iterator[pa.Table | str]:
                 [task.listed(row) for row in rows], columns, first_row, task
             )
         yield table
-        # these rows were usable, or the caller would not have asked for the next batch
+        # these rows were usable, or the caller would not continue
         num_tokens = len(_values(table["input_ids"]))
         num_rows = max(1, min(_BATCH_ROWS, _BATCH_TOKENS * (stop - first_row) // max(num_tokens, 1)))
         first_row = stop
 
 
 def _other_columns(rows: list[Any], first: Collection[str], first_row: int, task: HeadTask) -> str:
-    """The first row with columns that the first row of the dataset has not, and that change what is trained; "" without one."""
+    """Describes the first row with columns that change training and that the dataset's first row lacks; "" without one."""
     for number, row in enumerate(rows, start=first_row):
         if isinstance(row, Mapping) and (others := [column for column in row if column not in first]):
             if MASK in others and not _is_whole(row[MASK]):
@@ -454,7 +450,7 @@ def _other_columns(rows: list[Any], first: Collection[str], first_row: int, task
 
 
 def _is_whole(mask: Any) -> bool:
-    """Whether a mask leaves nothing out."""
+    """Whether a mask keeps everything."""
     if mask is None:
         return True
     found = as_array(mask)
@@ -477,7 +473,7 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: 
             try:
                 value = None if row[column] is None else np.asarray(row[column])
                 is_ragged = False
-            # lists of lists of different lengths, or what numpy cannot take
+            # lists of different lengths, or values that numpy does not take
             except (ValueError, TypeError, OverflowError):
                 is_ragged = True
             if is_ragged or (value is not None and (value.ndim != 1 or (value.dtype.kind not in kinds and value.size))):
@@ -506,7 +502,7 @@ def _table_problems(
     placeholders: tuple[int, ...],
     task: HeadTask = NEXT_TOKEN,
 ) -> tuple[IntArray, list[str]]:
-    """Lengths of the rows, and their problems; no lengths if a column does not hold lists of integers."""
+    """Returns lengths of the rows and their problems; no lengths if a column does not hold lists of integers."""
     if isinstance(table, str):
         return np.zeros(0, dtype=np.int64), [f"{name} {table}"]
     for column in table.column_names:
@@ -550,7 +546,7 @@ def _table_problems(
 
 
 def mask_problems(name: str, column: pa.ChunkedArray, lengths: IntArray, first_row: int = 0) -> list[str]:
-    """Reports masks of other lengths than their rows, with zeros between tokens, and such as number documents."""
+    """Reports masks with other lengths than their rows, with zeros between tokens, or with document numbers."""
     if (
         not hasattr(column.type, "value_type")
         or not _is_number(column.type.value_type)
@@ -583,7 +579,7 @@ def mask_problems(name: str, column: pa.ChunkedArray, lengths: IntArray, first_r
 
 
 def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntArray) -> list[str]:
-    """Reports rows that positions or lengths of documents do not divide into whole documents, or divide differently."""
+    """Reports rows in which positions or lengths do not divide the row into whole documents, or disagree."""
     problems = []
     row_ends = np.cumsum(lengths)
     if "position_ids" in table.column_names:
@@ -629,7 +625,7 @@ def _packing_problems(name: str, first_row: int, table: pa.Table, lengths: IntAr
 
 
 def _documents(table: pa.Table) -> IntArray | None:
-    """Lengths of the documents of all rows without problems; None if rows are not packed."""
+    """Returns lengths of the documents of all rows without problems; None if rows are not packed."""
     if "seq_lengths" in table.column_names:
         return _values(table["seq_lengths"]).cast(pa.int64(), safe=False).to_numpy()
     if "position_ids" not in table.column_names:
@@ -639,7 +635,7 @@ def _documents(table: pa.Table) -> IntArray | None:
 
 
 def _values(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Items of all rows, one after another."""
+    """Returns the items of all rows, one after another."""
     return pc.list_flatten(column)
 
 
@@ -660,7 +656,7 @@ def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int, task: H
 
 
 def _weight_problems(name: str, first_row: int, column: pa.ChunkedArray, lengths: IntArray) -> list[str]:
-    """Reports rows with another number of weights than tokens, and a weight that is missing, negative or not finite."""
+    """Reports rows with more or fewer weights than tokens, and a weight that is missing, negative or not finite."""
     weight_lengths = list_lengths(column)
     problems = [
         f"{name} row {first_row + row} has {lengths[row]} tokens but {weight_lengths[row]} {LOSS_WEIGHTS}; give one weight per "
@@ -678,7 +674,7 @@ def _weight_problems(name: str, first_row: int, column: pa.ChunkedArray, lengths
 
 
 def _placeholder_problems(name: str, first_row: int, column: pa.ChunkedArray, placeholders: tuple[int, ...]) -> list[str]:
-    """Reports the first row with a token that stands for an image, sound or video, or for padding."""
+    """Reports the first row with a placeholder token for an image, sound or video, or for padding."""
     values = _values(column)
     # Arrow gives the items of empty lists the type null
     if not placeholders or values.type == pa.null():
@@ -711,7 +707,7 @@ def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -
 
 logger = logging.getLogger(__name__)
 
-# version of the file; raise it when a scan finds other problems or lengths than before, or writes them differently
+# version of the file; raise it if a scan finds other problems or lengths than before, or writes them differently
 _FORMAT = 6
 
 
@@ -721,7 +717,7 @@ def scan_on_every_rank(
     """Scans the named datasets for every rank: one process per machine reads the rows, the others read the file it wrote.
 
     Collective over all ranks, on the default process group with its long time-out (`ddp_timeout`): every rank must call this
-    equally often, whatever its datasets are. `show_progress`: rank 0 shows a bar if reading takes longer than a second.
+    equally often. show_progress: rank 0 shows a bar if reading takes longer than a second.
     """
     state = PartialState()
     show_progress = show_progress and state.is_main_process
@@ -732,7 +728,7 @@ def scan_on_every_rank(
         name: found[name] if name in found else cached_scan(dataset, name, vocab_size, show_progress, placeholders, task)
         for name, dataset in sets.items()
     }
-    # if no file could be written, the other processes have just read the rows: wait for them
+    # if no file could be written, the other processes read the rows: wait for them
     state.wait_for_everyone()
     return scans
 
@@ -745,7 +741,7 @@ def cached_scan(
     placeholders: tuple[int, ...] = (),
     task: HeadTask = NEXT_TOKEN,
 ) -> DatasetScan:
-    """Returns an earlier scan's result from its file, or scans now and writes that file (if the dataset has files)."""
+    """Reads an earlier scan from its file, or scans now and writes that file (if the dataset has files)."""
     files = _files(dataset)
     if not files:
         return scan_dataset(dataset, name, vocab_size, show_progress, placeholders, task)
@@ -765,7 +761,7 @@ def cache_path(
     placeholders: tuple[int, ...] = (),
     task: HeadTask = NEXT_TOKEN,
 ) -> Path:
-    """File for the scan of a dataset: beside the dataset's files, or in the datasets cache if their folder is read-only."""
+    """Returns the file of a scan: next to the dataset's files, or in the datasets cache if their folder is read-only."""
     folder = Path(_files(dataset)[0]).parent
     if not os.access(folder, os.W_OK):
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_longctx"
@@ -775,7 +771,7 @@ def cache_path(
 
 
 def _files(dataset: Any) -> list[str]:
-    """Files of an Arrow dataset; empty for a dataset in memory or of another class."""
+    """Returns the files of an Arrow dataset; empty for a dataset in memory or of another class."""
     return [file["filename"] for file in dataset.cache_files] if isinstance(dataset, datasets.Dataset) else []
 
 
@@ -814,7 +810,7 @@ def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | Non
     try:
         found = _parsed(content, header_start, made_from)
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
-        # its checksum is right, so it was written by another version, or by hand
+        # its checksum is correct, so it was written by another version, or by hand
         logger.warning("%s: the index in %s has another form, so it is built again", name, path)
         return None
     if found is None:
@@ -823,7 +819,7 @@ def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | Non
 
 
 def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> DatasetScan | None:
-    """The scan in the bytes of an index file, None if it was made from other files; raises an error for another form."""
+    """Reads a scan from an index file's bytes; None if it was made from other files. Raises an error for another format."""
     lengths_start = content.index(b"\n", header_start) + 1
     values = json.loads(content[header_start:lengths_start])
     if values["made_from"] != made_from:
@@ -841,7 +837,7 @@ def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> Dat
 
 
 def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
-    """Writes checksum, header, and the numbers of rows and documents into one file, which appears complete or not at all."""
+    """Writes checksum, header, and the numbers of rows and documents into one file, atomically."""
     arrays = scan.lengths, scan.documents, scan.first_labels
     values: dict[str, Any] = {"made_from": made_from, "digest": scan.digest, "problems": scan.problems}
     values["padding"] = astuple(scan.padding)
@@ -851,7 +847,7 @@ def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) 
     checksum = xxhash.xxh3_128(header)
     for lengths in numbers:
         checksum.update(lengths)
-    # a plain file, which others may read as the umask says
+    # a plain file, so that the umask decides who may read it
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
 """Tokenises documents: texts, prompts with completions, and conversations become rows of `input_ids` and `labels`.
 
-These functions are public, and the recipes call them too. The label of a token is the token itself if it counts in the loss, and
--100 otherwise. In rows of plain text every token counts, so they have no column `labels`. `datasets` caches results under a
-fingerprint of the data, the tokenizer and the settings.
+These functions are public. The label of a token is the token itself if it counts in the loss, else -100. In rows of plain text
+every token counts, so they have no column `labels`. `datasets` caches results by a fingerprint of data, tokenizer and settings.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ logger.addFilter(on_first_rank)
 
 
 class NothingToLearn(DataError):
-    """Raised where no row has anything that training learns."""
+    """Raised if no row has anything to learn."""
 
 
 Batch = dict[str, list[Any]]
 Rows = dict[str, list[list[int]]]
 
 _BATCH_ROWS = 64
-# part of the cache's fingerprint; raise it when a row gives other tokens or labels than before
+# part of the cache's fingerprint; raise it if rows give other tokens or labels than before
 _RULES = 2
-# words in names of columns that say what a text is about, and not which of its tokens are learnt
+# words in names of columns that classify texts, and do not select tokens to learn
 _CLASSES = ("label", "labels")
 _TOKENS = Features({"input_ids": List(Value("int32"))})
 _TOKENS_AND_LABELS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
@@ -68,7 +67,7 @@ _TOKENS_AND_LABELS = Features({"input_ids": List(Value("int32")), "labels": List
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Counts of a tokenised dataset: rows, tokens, and tokens that are learnt (the first token of a row never is)."""
+    """Counts of a tokenised dataset: rows, tokens, and learnt tokens (the first token of a row never is)."""
 
     num_rows: int
     num_tokens: int
@@ -83,10 +82,10 @@ def tokenise_text(
     *,
     row_numbers: Sequence[int] | None = None,
 ) -> Dataset:
-    """Tokenises every document and ends it with the tokenizer's end-of-sequence token; leaves out rows without text.
+    """Tokenises every document and ends it with the tokenizer's end-of-sequence token; skips rows without text.
 
-    Several columns make one document: those that are not empty, in the given order, with `separator` between them.
-    `row_numbers` are the row numbers for error messages, if `dataset` is a selection of another one.
+    Several columns form one document: those that are not empty, in the given order, with `separator` between them.
+    row_numbers: row numbers for error messages, if `dataset` is a selection of another one.
     """
     _check_columns(dataset, columns, allowed=_CLASSES)
     encoder = _TextEncoder(tokenizer, tuple(columns), separator, _as_tuple(row_numbers))
@@ -103,9 +102,9 @@ def tokenise_completions(
 ) -> Dataset:
     """Tokenises prompt + completion + end-of-sequence token, with labels on the completion and the end token only.
 
-    Prompt and completion are tokenised as one text; a token that spans the border belongs to the completion. Rows without a
-    completion are left out. `row_numbers` are the row numbers for error messages, if `dataset` is a selection of another one.
-    Raises DataError for a row without text, and for a tokenizer that cannot say which characters a token covers.
+    Prompt and completion are tokenised as one text; a token across the border belongs to the completion. Rows without a
+    completion are skipped. row_numbers: row numbers for error messages, if `dataset` is a selection of another one. Raises
+    DataError for a row without text, and for a tokenizer that does not give the characters of each token.
     """
     check_offsets(tokenizer, "where the completion begins")
     _check_columns(dataset, (prompt_column, completion_column))
@@ -122,16 +121,16 @@ def tokenise_chat(
 ) -> Dataset:
     """Tokenises every conversation with the tokenizer's chat template, with labels on the assistant's tokens only.
 
-    The template gets the columns `tools` and `chat_template_kwargs` if there are some. The assistant's tokens are those with a
+    The template gets the columns `tools` and `chat_template_kwargs`, if present. The assistant's tokens are those with a
     character between the template's `{% generation %}` and `{% endgeneration %}`. A stock template without these markers is
-    replaced by TRL's training template for it, if TRL is installed and has one; else the assistant's turns are found in the
-    rendered text, and proven row by row. Turns whose flags say so (`weight`, `loss`, `train`, ...) are not learnt. Conversations
-    without any turn to learn are left out, and a warning says how many. `row_numbers` are the row numbers for error messages, if
-    `dataset` is a selection of another one.
+    replaced by TRL's training template for it, if TRL is installed and has one; otherwise the assistant's turns are found in the
+    rendered text, and proven row by row. Turns with flags against learning (`weight`, `loss`, `train`, ...) are not learnt.
+    Conversations without any turn to learn are skipped, with a warning that counts them. row_numbers: row numbers for error
+    messages, if `dataset` is a selection of another one.
 
-    Raises DataError for a template or a row whose turns cannot be proven, for a tokenizer that cannot say which characters a
-    token covers, for malformed messages, and for columns and fields of messages that would be ignored although they may change
-    what is learnt.
+    Raises DataError for a template or a row whose turns cannot be proven, for a tokenizer that does not give the characters of
+    each token, for malformed messages, and for columns and message fields that would be ignored although they may change what is
+    learnt.
     """
     tokenizer = chat_tokenizer(tokenizer, "tools" in dataset.column_names)
     read = _check_chat_columns(dataset, messages_column, tokenizer)
@@ -145,7 +144,7 @@ def _as_tuple(row_numbers: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _check_columns(dataset: Dataset, read: Sequence[str], allowed: Sequence[str] = ()) -> None:
-    """Raises DataError for a column of texts that would be ignored although it masks or weighs what is learnt."""
+    """Raises DataError for a column that would be ignored although it masks or weighs what is learnt."""
     _check_present(dataset, read)
     columns = {name: is_text for name, is_text in text_columns(dataset).items() if name not in read}
     if problem := named_column_problem(columns, "the dataset", allowed):
@@ -153,7 +152,7 @@ def _check_columns(dataset: Dataset, read: Sequence[str], allowed: Sequence[str]
 
 
 def _check_present(dataset: Dataset, read: Sequence[str]) -> None:
-    """Raises DataError for a column that is to be read and is not there."""
+    """Raises DataError for a required column that is missing."""
     if missing := [name for name in read if name not in dataset.column_names]:
         raise DataError(
             f"the dataset has no column {missing[0]!r} (it has {', '.join(dataset.column_names)}); give the name of the column "
@@ -162,7 +161,7 @@ def _check_present(dataset: Dataset, read: Sequence[str]) -> None:
 
 
 def _check_chat_columns(dataset: Dataset, messages_column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The columns of conversations that are read. Raises DataError for others that may change the text or what is learnt."""
+    """Returns the columns of conversations to read. Raises DataError for others that may change text or learning."""
     _check_present(dataset, [messages_column])
     read = tuple(name for name in dataset.column_names if name == messages_column or name in CHAT_COLUMNS)
     columns = text_columns(dataset)
@@ -177,7 +176,7 @@ def _check_chat_columns(dataset: Dataset, messages_column: str, tokenizer: PreTr
         raise DataError(problem)
     if others:
         logger.warning("columns not read: %s", ", ".join(others))
-    # keys of messages that are null are left out by `apply_chat_template`, too
+    # `apply_chat_template` also drops null keys of messages
     names = [] if keeps_nulls(dataset) else [key for name in read for key in _null_keys(dataset, name, name == messages_column)]
     if names:
         logger.warning(
@@ -189,7 +188,7 @@ def _check_chat_columns(dataset: Dataset, messages_column: str, tokenizer: PreTr
 
 
 def _null_keys(dataset: Dataset, column: str, is_messages: bool) -> list[str]:
-    """Keys inside a column's structs that are null in some rows and not in others."""
+    """Returns keys inside a column's structs that are null in some rows and not in others."""
     found: dict[str, None] = {}
 
     def look(array: pa.Array, path: str, is_left_out: bool) -> None:
@@ -208,7 +207,7 @@ def _null_keys(dataset: Dataset, column: str, is_messages: bool) -> list[str]:
 
 
 def _num_numbers(value: Any) -> int | None:
-    """How many numbers a list has; None for another value."""
+    """Counts the numbers in a list; None for another value."""
     is_list = isinstance(value, list) and all(isinstance(item, bool | int | float) for item in value)
     return len(value) if is_list else None
 
@@ -237,7 +236,7 @@ def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
 
 
 def _unpadded(dataset: Dataset) -> Dataset:
-    """The dataset without the padding at the ends of rows."""
+    """Removes the padding at the ends of rows."""
     names = [name for name in ("input_ids", "labels", MASK) if name in dataset.column_names]
     padding, num_rows = Padding(), 0
     for table in dataset.select_columns(names).with_format("arrow").iter(1000):
@@ -267,7 +266,7 @@ def count_tokens(dataset: Dataset) -> TokenCounts:
     return TokenCounts(len(dataset), num_tokens, num_label_tokens)
 
 
-# encoders are dataclasses, so that `datasets` finds the cached result of an encoder with equal fields
+# encoders are dataclasses, so that `datasets` reuses the cached result of an encoder with equal fields
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,7 @@ class _TextEncoder:
             _check_texts(batch[column], column, indices, self.row_numbers)
         texts = [joined(texts, self.separator) for texts in zip(*(batch[column] for column in self.columns), strict=True)]
         texts = [text for text in texts if text]
-        # documents above the tokenizer's own limit are what this package is for: ask for no warning
+        # no warning for documents above the tokenizer's own limit, which are what this package is for
         ids = self.tokenizer(texts, verbose=False)["input_ids"] if texts else []
         return {"input_ids": [row if end is None or row[-1:] == [end] else [*row, end] for row in ids]}
 
@@ -319,7 +318,7 @@ class _CompletionEncoder:
 
 @dataclass(frozen=True)
 class _ChatEncoder:
-    """Encodes conversations. columns: those that are read. features: theirs, unless all nulls are those of a file."""
+    """Encodes conversations. columns: columns to read. features: their features, unless all nulls come from a file."""
 
     tokenizer: PreTrainedTokenizerBase
     messages_column: str
@@ -349,12 +348,12 @@ class _ChatEncoder:
 
 
 def _row(index: int, row_numbers: tuple[int, ...] | None) -> str:
-    """Names a row in messages."""
+    """Returns the name of a row in messages."""
     return f"row {index if row_numbers is None else row_numbers[index]}"
 
 
 def _check_texts(values: list[Any], column: str, indices: list[int], row_numbers: tuple[int, ...] | None) -> None:
-    """Raises DataError for a value that is neither text nor missing."""
+    """Raises DataError for a value that is neither text nor None."""
     for index, value in zip(indices, values, strict=True):
         if value is not None and not isinstance(value, str):
             remedy = (
@@ -383,7 +382,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[RenderedText], add_s
 
 
 def _span_labels(ids: list[int], offsets: list[tuple[int, int]], rendered: RenderedText) -> list[int]:
-    """Labels of one text: in each span, the ids of the first to the last token with a character there; else IGNORE_INDEX."""
+    """Returns labels of one text: in each span, the ids from the first to the last token in it; else IGNORE_INDEX."""
     starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     labels = [IGNORE_INDEX] * len(ids)
     for start, stop in rendered.spans:
@@ -400,7 +399,7 @@ def _span_labels(ids: list[int], offsets: list[tuple[int, int]], rendered: Rende
 
 
 def _mapped(dataset: Dataset, encoder: Callable[[Batch, list[int]], Rows], features: Features, needed: str) -> Dataset:
-    """Encodes all rows of a dataset; logs how many the encoder left out, and raises DataError if it left out all of them."""
+    """Encodes all rows of a dataset; logs how many the encoder skipped, and raises DataError if it skipped all."""
     tokens = dataset.map(
         encoder,
         batched=True,

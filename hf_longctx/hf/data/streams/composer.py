@@ -1,14 +1,12 @@
-"""Makes global batches from what readers announce: every rank does it alike, from the lengths of all readers' sequences.
+"""Makes the same global batches on every rank from the sequences that readers announce, and detects rows read twice.
 
-Readers take turns: reader 0 gives a sequence, then reader 1, and so on, then reader 0 again. A reader whose epoch is over is left
-out until all of them are at its end; the next epoch begins with reader 0. A batch is complete when it has `sequences_per_step`
-sequences, when it reaches `tokens_per_step` tokens, or at the end of an epoch (`drop_last` drops that last one). So batches are a
-function of the shards and of nothing else: not of ranks, and not of who reads faster.
+Readers take turns: reader 0 gives a sequence, then reader 1, and so on, then reader 0 again. A reader whose epoch is over is
+skipped until all are at its end; the next epoch begins with reader 0. A batch is complete when it has `sequences_per_step`
+sequences, when it reaches `tokens_per_step` tokens, or at the end of an epoch (`drop_last` drops that last one). So batches
+depend only on the shards, not on ranks or speeds of readers.
 
-Finds readers that read the same rows, which would then be trained once per reader.
-
-A stream whose `shard` does nothing, and a loader that every reader makes alike, look right: losses fall, and only the epoch is
-too long. So ranks compare hashes of rows.
+Readers that read the same rows would train each row once per reader. A stream whose `shard` does nothing, or a loader that is the
+same for every reader, looks right: losses fall, and only the epoch is too long. So ranks compare hashes of rows.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from hf_longctx.hf.data.streams.rows import StreamRules
 
 logger = logging.getLogger(__name__)
 
-# rows from the begin of an epoch that are not the same for two readers unless both read the same
+# first rows of an epoch, which are equal for two readers only if both read the same rows
 _FIRST_ROWS = 64
-# one row in so many is followed through the epoch, chosen by its hash, so that all readers choose the same; and at most so many
+# one row in how many is sampled over the epoch, by its hash so that all readers sample the same rows; and most samples
 _SAMPLED, _MOST_SAMPLES = 64, 200_000
-# fewest followed rows that say something, and the share of them that may be read twice, since texts come twice in many corpora
+# fewest samples for a verdict, and the share of them that may be read twice, since many corpora have duplicates
 _FEWEST_SAMPLES, _USUAL_SHARE = 32, 0.125
 
 
 class SharedRows:
-    """Compares the rows of all readers in one epoch. Every rank that adds the same hashes comes to the same result."""
+    """Compares the rows of all readers in one epoch, with the same result on every rank that adds the same hashes."""
 
     def __init__(self, name: str, num_readers: int) -> None:
         self.name, self.num_readers = name, num_readers
@@ -42,7 +40,7 @@ class SharedRows:
         self._begin_epoch()
 
     def add(self, reader: int, row_hash: int) -> None:
-        """Adds a row; raises ValueError if the first rows of its reader are those of another one."""
+        """Adds a row; raises ValueError if the first rows of its reader are another reader's."""
         if self.num_readers == 1:
             return
         self._sums[reader] = (self._sums[reader][0] + 1, (self._sums[reader][1] + row_hash) % 2**64)
@@ -56,7 +54,7 @@ class SharedRows:
                 self._refuse_alike(dict(enumerate(map(tuple, self._first))), reader, f"begin with the same {_FIRST_ROWS} rows")
 
     def end_epoch(self, epoch: int) -> None:
-        """Ends an epoch; raises ValueError if two readers had the same rows, in whatever order, and warns if they share many."""
+        """Ends an epoch; raises ValueError if two readers had the same rows in any order, and warns if they share many."""
         if self.num_readers == 1:
             return
         for reader in range(self.num_readers):
@@ -71,7 +69,7 @@ class SharedRows:
         self._begin_epoch()
 
     def _refuse_alike(self, found: dict[int, tuple[int, ...]], reader: int, what: str) -> None:
-        # rows that are all alike say nothing
+        # equal rows prove nothing
         if len(set(self._first[reader])) < 2:
             return
         others = [other for other, each in found.items() if other != reader and each == found[reader]]
@@ -91,7 +89,7 @@ class SharedRows:
 
 
 class Announced(NamedTuple):
-    """A sequence, as all ranks learn of it; row_hash and columns as in `ReadSequence`."""
+    """A sequence as announced to all ranks; row_hash and columns as in `ReadSequence`."""
 
     num_tokens: int
     has_label: bool
@@ -104,7 +102,7 @@ class EpochEnds(NamedTuple):
 
 
 class EpochOver(NamedTuple):
-    """The end of the epoch of all readers, which comes after its last batch."""
+    """The end of all readers' epoch, after its last batch."""
 
 
 class Fails(NamedTuple):
@@ -134,7 +132,7 @@ class ComposedBatch:
 class BatchComposer:
     """Makes batches from announced items, from a place on.
 
-    `taken` counts the items of each reader that were used, in batches or in the one that is being filled.
+    taken: number of used items of each reader, including the incomplete batch.
     """
 
     def __init__(self, rules: StreamRules, start: Place) -> None:
@@ -154,17 +152,17 @@ class BatchComposer:
         self._begin_epoch(is_whole=not any(self.has_ended) and all(cursor.is_begin for cursor in start.readers))
 
     def announce(self, reader: int, items: Sequence[Item]) -> None:
-        """Takes note of further items of a reader."""
+        """Adds further items of a reader."""
         self.known[reader].extend(items)
 
     def lacks(self, reader: int) -> bool:
-        """Whether a reader must announce more before its present epoch can go on."""
+        """Whether a reader must announce more before its epoch can continue."""
         return not self.has_ended[reader] and not self.known[reader]
 
     def next_batch(self) -> ComposedBatch | EpochOver | None:
-        """The next batch, or the end of the epoch; None until more is announced.
+        """Returns the next batch, or the end of the epoch; None until more is announced.
 
-        Raises ValueError, at every call, at the place where a reader fails, and for an epoch that cannot be trained on.
+        Raises ValueError, at every call, where a reader has failed, and for an epoch that cannot be trained on.
         """
         if self._failure is not None:
             raise self._failure
@@ -215,7 +213,7 @@ class BatchComposer:
         return len(self._members) == rules.sequences_per_step
 
     def _compare_columns(self, reader: int, columns: str) -> None:
-        """Raises ValueError if rows of one reader have weights or labels and rows of another have none."""
+        """Raises ValueError if rows of one reader have weights or labels and those of another have none."""
         first, known = self._columns or (reader, columns)
         self._columns = first, known
         if columns != known:
@@ -232,7 +230,7 @@ class BatchComposer:
         return batch
 
     def _end_epoch(self) -> ComposedBatch | None:
-        """Goes to the next epoch; returns the last batch of this one, if it is not complete and not dropped."""
+        """Moves to the next epoch; returns the last batch of this one if it is incomplete and not dropped."""
         rules, is_left, is_empty, num_sequences = self.rules, bool(self._members), self._is_empty, self._num_sequences
         if self._is_whole and not self._has_label:
             raise ValueError(

@@ -1,16 +1,10 @@
 """Plans and distributes the batches of a stream: the dataset of the trainer's loader.
 
-Reader r of n lies on rank r * ranks // n, so that readers are spread over nodes. Between two steps all ranks tell each other the
-lengths that their readers have read since; each composes the same next batch, and rank 0 plans it while the present step runs.
-
-One iteration is one epoch, as of any dataset. No reader begins an epoch before the training does, so callbacks between two epochs
-can change what the stream gives.
-
-Sends the tokens of a planned batch from the ranks that have read them to the ranks that hold them, one message for each pair.
-
-Every rank knows the plan and who has read which sequence, so no sizes are exchanged.
-
-Reads the sequences of one reader ahead of training, in a thread.
+Reader r of n runs on rank r * ranks // n, so that readers are spread over nodes, and reads ahead of training in a thread. Between
+two steps all ranks exchange the lengths that their readers have read since; each composes the same next batch, and rank 0 plans
+it while the current step runs. Tokens of a planned batch are then sent from the ranks that have read them to the ranks that need
+them, one message per pair; sizes follow from the plan. One iteration is one epoch, as with any dataset. No reader begins an epoch
+before the training does, so callbacks between two epochs can change the stream.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ from hf_longctx.plan.core.types import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class HeldTokens:
-    """Tokens [begin, end) of sequence `sequence` of a plan, which a rank holds."""
+    """Tokens [begin, end) of a plan's sequence on one rank."""
 
     sequence: int
     begin: int
@@ -52,7 +46,7 @@ class HeldTokens:
 
 
 def tokens_of_positions(plan: StepPlan) -> dict[int, list[HeldTokens]]:
-    """The tokens that the ranks at each position hold, in the order in which messages have them. Stages hold the same tokens."""
+    """Returns the tokens of the ranks at each position, in message order. All stages have the same tokens."""
     found: dict[int, list[HeldTokens]] = {}
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
@@ -60,7 +54,7 @@ def tokens_of_positions(plan: StepPlan) -> dict[int, list[HeldTokens]]:
                 for position, pieces in zip(group.positions, rank_pieces(chunk, group.shape), strict=True):
                     held = found.setdefault(position, [])
                     for piece in pieces:
-                        # documents above these are dummy tokens
+                        # further documents are dummy tokens
                         if piece.document < len(chunk.spans):
                             span = chunk.spans[piece.document]
                             held.append(HeldTokens(span.sequence, span.start + piece.start, span.start + piece.stop))
@@ -75,10 +69,10 @@ def exchange_tokens(
     rank: int,
     control: dist.ProcessGroup | None,
 ) -> dict[int, TokenSequence]:
-    """Returns, for the sequences of a plan of which this rank holds tokens, the range of them that it needs. Collective.
+    """Returns the token range that this rank needs of each of its sequences in a plan. Collective.
 
-    readers: the rank that has read each sequence. read: the sequences that this rank has read, whole. Between the tokens that a
-    rank holds, the returned ranges are zeros where another rank has read the sequence.
+    readers: the rank that has read each sequence. read: the whole sequences that this rank has read. In a range that another
+    rank has read, tokens between those of this rank are zeros.
     """
     held = tokens_of_positions(plan)
     own = held.get(plan.place(rank)[1], [])
@@ -107,7 +101,7 @@ def exchange_tokens(
 
 
 def _room(own: Sequence[HeldTokens], is_weighted: bool, is_here: set[int]) -> dict[int, TokenSequence]:
-    """Zeros for the tokens that come from other ranks."""
+    """Allocates zeros for tokens from other ranks."""
     ranges: dict[int, tuple[int, int]] = {}
     for each in own:
         low, high = ranges.get(each.sequence, (each.begin, each.end))
@@ -125,7 +119,7 @@ def _room(own: Sequence[HeldTokens], is_weighted: bool, is_here: set[int]) -> di
 
 
 def _packed(sequence: TokenSequence, held: HeldTokens, is_weighted: bool) -> Tensor:
-    """Token ids and labels [2, n] in int32; with weights [4, n], whose last rows are their bits in fp64."""
+    """Packs token ids and labels into [2, n] in int32; with weights [4, n], whose last rows are their fp64 bits."""
     part = sequence.between(held.begin, held.end)
     packed = torch.stack([part.input_ids, part.shift_labels]).to(torch.int32)
     if not is_weighted:
@@ -135,7 +129,7 @@ def _packed(sequence: TokenSequence, held: HeldTokens, is_weighted: bool) -> Ten
 
 
 def _unpack(packed: Tensor, sequence: TokenSequence, held: HeldTokens) -> None:
-    """Writes what `_packed` made to its place in a sequence."""
+    """Writes the result of `_packed` into a sequence."""
     part = sequence.between(held.begin, held.end)
     part.input_ids.copy_(packed[0])
     part.shift_labels.copy_(packed[1])
@@ -144,11 +138,10 @@ def _unpack(packed: Tensor, sequence: TokenSequence, held: HeldTokens) -> None:
 
 
 class AheadReader:
-    """Items of one reader, numbered from 0: sequences, ends of epochs, and at last an error, if reading fails.
+    """Reads items of one reader in a thread: sequences, ends of epochs and, if reading fails, a last error; numbered from 0.
 
-    has_room: says, given the number of items, of tokens and of ends of epochs that were read, whether one more may be read. It is
-    asked in the thread and must not wait; call `look` when its answer may have changed. `cursor`: the place after the items that
-    were taken.
+    has_room: returns, for numbers of items, tokens and ends of epochs already read, whether to read one more. Called in the
+    thread, must not wait; call `look` when its result may have changed. cursor: the place after the items that were taken.
     """
 
     def __init__(self, sequences: SequenceReader, has_room: Callable[[int, int, int], bool]) -> None:
@@ -164,23 +157,23 @@ class AheadReader:
         threading.Thread(target=self._read, name="longctx-stream", daemon=True).start()
 
     def news(self) -> list[Item]:
-        """The items that were read since the last call, as they are announced."""
+        """Returns the items read since the last call, for announcing."""
         with self._changed:
             found, self._news = self._news, []
         return found
 
     def look(self) -> None:
-        """Lets the thread ask again whether it may read on."""
+        """Makes the thread call `has_room` again."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, has_enough: Callable[[AheadReader], bool], timeout_s: float) -> bool:
-        """Waits until enough was read, or reading has failed; returns whether that came in time."""
+        """Waits until enough was read or reading has failed; returns whether that happened in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self.error is not None or has_enough(self), timeout_s)
 
     def take(self, until: int, wanted: set[int]) -> dict[int, TokenSequence]:
-        """Forgets the items below number `until` and puts the cursor behind them; returns the sequences of the wanted numbers."""
+        """Drops the items below number `until` and moves the cursor after them; returns the wanted sequences."""
         found = {}
         with self._changed:
             while self._num_taken < until:
@@ -236,7 +229,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamSource:
-    """A stream, the rules of its sequences, the number of its readers, and the global batches that they may read ahead."""
+    """A stream, the rules of its sequences, its number of readers, and the global batches that they may read ahead."""
 
     stream: Any
     rules: StreamRules
@@ -244,26 +237,26 @@ class StreamSource:
     lookahead: int
 
     def rank_of(self, reader: int, num_ranks: int) -> int:
-        """The rank on which a reader lies."""
+        """Returns the rank of a reader."""
         return reader * num_ranks // self.num_readers
 
     def origin(self, reader: int, num_ranks: int) -> str:
-        """The name of a reader in messages."""
+        """Returns the name of a reader in messages."""
         return ONLY_READER if self.num_readers == 1 else f"reader {reader} on rank {self.rank_of(reader, num_ranks)}"
 
     def sequences(self, reader: int, start: Cursor, num_ranks: int) -> SequenceReader:
-        """The sequences of a reader from a cursor on."""
+        """Returns the sequences of a reader from a cursor on."""
         origin = self.origin(reader, num_ranks)
         return SequenceReader(partial(reader_stream, self.stream, reader, self.num_readers), self.rules, start, origin)
 
 
 class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """Each item is this rank's batch of one plan, in the form the collator makes; an iteration ends with the stream's epoch.
+    """Dataset whose items are this rank's batches of plans, in the collator's form; an iteration ends with the stream's epoch.
 
     Collective over the plans' control group: every rank must draw equally often. An iteration after one that was left before the
-    end of its epoch begins the next epoch. steps_done: returns the number of batches that the run finished before it was resumed,
-    when the first one is drawn. num_skipped: batches of its epoch that the trainer discards for that; they are empty, and nothing
-    is read for them. Its length is the stream's.
+    end of its epoch begins the next epoch. steps_done: called at the first draw, returns the batches that the run had finished
+    before it was resumed. num_skipped: batches of the epoch that the trainer discards for that; they are empty, and nothing is
+    read for them. Its length is the stream's.
     """
 
     def __init__(
@@ -278,9 +271,9 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.epochs_ended, self.batches = start.epochs_ended, start.batches
         self._turn, self._cursors = start.turn, dict[int, Cursor]()
         self._steps_done = steps_done
-        # the number of the next batch, once one was drawn
+        # number of the next batch, after the first draw
         self._next: int | None = None
-        # the epoch that was begun last has not come to its end
+        # whether the last epoch has begun and not ended
         self._is_inside = False
         self._readers: StreamReaders | None = None
 
@@ -290,13 +283,13 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         return self.source.rules.num_rows
 
     def loader(self, pin_memory: bool) -> DataLoader[Any]:
-        """Makes a loader without workers; accelerate must not shard it, since every item is this rank's own."""
+        """Makes a loader without workers, which accelerate must not shard, since every item is this rank's own."""
         return StreamLoader(self, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
 
     def place(self, leaves_epoch: bool = False) -> Place:
-        """The place after the batch that was drawn last, from which a resumed run goes on. Collective over the control group.
+        """Returns the place after the last drawn batch, from which a resumed run continues. Collective over the control group.
 
-        leaves_epoch: the training goes on with the next epoch, wherever it is in the present one.
+        leaves_epoch: the training continues with the next epoch.
         """
         if leaves_epoch and self._is_inside:
             return Place.begin(self.source.num_readers, self.epochs_ended + 1)
@@ -306,7 +299,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         return Place(self._turn, tuple(known[reader] for reader in sorted(known)), self.epochs_ended, self.batches)
 
     def leave_epoch(self) -> None:
-        """Lets the next iteration begin the next epoch."""
+        """Makes the next iteration begin the next epoch."""
         self._is_inside, self.num_skipped = True, 0
 
     def stop(self) -> None:
@@ -322,7 +315,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         num_skipped, self.num_skipped = self.num_skipped, 0
         for _ in range(num_skipped):
             yield {}
-        # else the checkpoint was written in the last step of an epoch, whose end was still to come
+        # otherwise the checkpoint was written in the last step of an epoch, before its end
         if self.epochs_ended == self.start.epoch or self._readers is not None:
             yield from self._epoch()
         self._is_inside, self.epochs_ended, self.batches = False, self.epochs_ended + 1, 0
@@ -331,7 +324,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         pool, readers = self.plans.pool, self._readers or StreamReaders(self.source, self.start, self.plans)
         if self._readers is None:
             self._readers = readers
-            # for loaders that are used outside of a training
+            # for loaders used outside of a training
             weakref.finalize(self, readers.stop)
         if self._next is None:
             self._next = self._steps_done()
@@ -345,7 +338,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
                 held = exchange_tokens(plan, owners, read, batch.is_weighted, pool.rank, pool.control)
                 self._turn, self._cursors = batch.turn, readers.cursors()
                 self._next, self.batches = self._next + 1, self.batches + 1
-                # a stream has no index, so sequences are numbered inside their batch
+                # a stream has no index, so sequences are numbered within their batch
                 step = PlannedStep(plan, tuple(range(len(plan.lengths))), pool.rank)
                 yield collate([(step, held)])
         except Exception:
@@ -355,7 +348,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         self._turn, self._cursors = 0, readers.cursors()
 
     def _begin_next_epoch(self) -> None:
-        """Leaves an epoch before its end, or at its end if nothing was drawn after the last batch. Collective."""
+        """Leaves an epoch before its end, or at its end after the last batch. Collective."""
         if self._readers is None or not self._readers.is_at_end():
             if self.source.rules.num_rows is not None and self.batches >= num_batches(self.source.rules):
                 logger.warning(
@@ -372,7 +365,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 
 class StreamLoader(DataLoader[Any]):
-    """A loader of planned batches, with a length if the stream has one and each of its rows is a sequence."""
+    """A loader of planned batches, with a length if the stream has one and each row is one sequence."""
 
     dataset: PlannedStream
 
@@ -381,7 +374,7 @@ class StreamLoader(DataLoader[Any]):
 
 
 def num_batches(rules: StreamRules) -> int:
-    """Batches of an epoch of a stream; raises TypeError if the stream has no length."""
+    """Returns the number of batches in an epoch; raises TypeError if the stream has no length."""
     if rules.num_rows is None:
         raise TypeError("a stream has no length")
     whole, rest = divmod(rules.num_rows, rules.sequences_per_step)
@@ -389,10 +382,10 @@ def num_batches(rules: StreamRules) -> int:
 
 
 class StreamReaders:
-    """This rank's readers and its view of the batches that all readers' sequences make.
+    """This rank's readers, and the batches composed from all readers' sequences.
 
-    A reader may be `lookahead` batches ahead of the running step, in sequences, of which it gives its share. With a budget of
-    tokens, its share is that of the batch before.
+    A reader may be ahead of the running step by its share of the sequences of `lookahead` batches. With a token budget, its share
+    is that of the batch before.
     """
 
     def __init__(self, source: StreamSource, start: Place, plans: PlanSource) -> None:
@@ -400,19 +393,19 @@ class StreamReaders:
         control = plans.pool.control
         self.num_ranks = 1 if control is None else dist.get_world_size(control)
         self.composer = BatchComposer(source.rules, start)
-        # batches that are complete and not yet drawn
+        # complete batches that were not drawn yet
         self._complete: deque[ComposedBatch] = deque()
-        # for every reader, the number of items in complete batches
+        # items of every reader in complete batches
         self._closed: tuple[int, ...] = (0,) * source.num_readers
-        # batches that may be read beyond the complete ones, and sequences that a reader gives to each; 0: not known yet
+        # batches that may be read beyond the complete ones, and sequences of a reader in each (0: still unknown)
         self._ahead = source.lookahead
         self._share = 0 if source.rules.tokens_per_step else -(-source.rules.sequences_per_step // source.num_readers)
-        # the batch of the step before is not complete yet
+        # whether the batch of the step before is still incomplete
         self._is_late = False
-        # all batches of the epoch are known, and the epoch that readers may read
+        # whether all batches of the epoch are known, and the epoch that readers may read
         self._is_over, self._open_epoch = False, self.composer.epoch
         self._begins = [cursor.epoch for cursor in start.readers]
-        # ends of epochs that own readers have announced, and how far each reader of all ranks has read: epoch, rows
+        # ends of epochs announced by own readers, and progress of every reader of all ranks: epoch, rows
         self._num_ends: Counter[int] = Counter()
         self._progress: dict[int, tuple[int, int]] = {}
         self._readers = {
@@ -422,22 +415,22 @@ class StreamReaders:
         }
 
     def rank_of(self, reader: int) -> int:
-        """The rank on which a reader lies."""
+        """Returns the rank of a reader."""
         return self.source.rank_of(reader, self.num_ranks)
 
     def begin_epoch(self) -> None:
-        """Lets readers read the next epoch, or the first one."""
+        """Lets readers read the next (or first) epoch."""
         self._is_over, self._open_epoch = False, self.composer.epoch
         self._let_read(self.source.lookahead)
 
     def steps(self, first: int) -> Iterator[tuple[int, Lengths]]:
-        """The lengths of the epoch's steps, with numbers from `first` on, for `PlanSource.plans`. Collective.
+        """Yields the lengths of the epoch's steps, with numbers from `first` on, for `PlanSource.plans`. Collective.
 
-        A step whose sequences are not all read yet comes with a function that returns their lengths later, or None if the epoch
-        ended before: they are waited for here when the next step is drawn. An error of any reader is raised then, on all ranks.
+        If a step has unread sequences, it comes with a function that returns their lengths later (None if the epoch ended
+        before); the next draw waits for them. An error of any reader is raised then, on all ranks.
         """
         for step in itertools.count(first):
-            # the step before has ended, so the batch behind it is the running one
+            # the step before has ended, so the batch after it is the running one
             self._let_read(self.source.lookahead)
             if self._is_late:
                 self._note(self._finished(), self.source.lookahead)
@@ -454,23 +447,23 @@ class StreamReaders:
             yield step, list(batch.lengths)
 
     def _late_lengths(self) -> list[int] | None:
-        """Lengths of the first batch that is complete and not drawn; None if there is none, since the epoch is over."""
+        """Returns the lengths of the first complete batch that was not drawn; None if the epoch is over."""
         return list(self._complete[0].lengths) if self._complete else None
 
     def is_at_end(self) -> bool:
-        """Whether all batches of the epoch are taken; waits for what comes next. Collective."""
+        """Whether all batches of the epoch are taken; waits for the next item. Collective."""
         if not self._complete and not self._is_over:
             self._is_late = False
             self._note(self._finished(), self.source.lookahead)
         return self._is_over and not self._complete
 
     def take_ends(self) -> None:
-        """Puts the cursors of this rank's readers behind the end of the epoch, all of whose batches are taken."""
+        """Moves the cursors of this rank's readers past the end of the epoch, whose batches are all taken."""
         for reader, ahead in self._readers.items():
             ahead.take(self.composer.taken[reader], set())
 
     def taken(self) -> tuple[ComposedBatch, dict[int, TokenSequence]]:
-        """The next batch, and those of its sequences that this rank has read; frees them."""
+        """Returns the next batch and those of its sequences that this rank has read, and frees them."""
         batch = self._complete.popleft()
         read = {}
         for reader, ahead in self._readers.items():
@@ -480,7 +473,7 @@ class StreamReaders:
         return batch, read
 
     def cursors(self) -> dict[int, Cursor]:
-        """The places of this rank's readers after the batch that was taken last."""
+        """Returns the cursors of this rank's readers after the last taken batch."""
         return {reader: ahead.cursor for reader, ahead in self._readers.items()}
 
     def stop(self) -> None:
@@ -489,7 +482,7 @@ class StreamReaders:
             ahead.stop()
 
     def _finished(self) -> ComposedBatch | EpochOver:
-        """Waits until the next batch is complete, or the epoch is over, however long readers take."""
+        """Waits until the next batch is complete or the epoch is over, however long readers take."""
         begun_s = time.monotonic()
         try:
             while (batch := self.composer.next_batch()) is None:
@@ -501,7 +494,7 @@ class StreamReaders:
         return batch
 
     def _try_batch(self) -> ComposedBatch | EpochOver | None:
-        """The next batch, if its sequences are read, or the end of the epoch; an error is left for later."""
+        """Returns the next batch if its sequences were read, or the end of the epoch; leaves an error for later."""
         try:
             if (batch := self.composer.next_batch()) is None:
                 self._meet()
@@ -511,7 +504,7 @@ class StreamReaders:
         return batch
 
     def _meet(self) -> None:
-        """Tells all ranks what this rank's readers have read, and learns the same of others. Collective."""
+        """Exchanges among all ranks what their readers have read. Collective."""
         news = {}
         for reader, ahead in self._readers.items():
             items = ahead.news()
@@ -523,7 +516,7 @@ class StreamReaders:
                 self._progress[reader] = progress
 
     def _wait_for_own(self, begun_s: float) -> None:
-        """Waits for this rank's readers, but not so long that other ranks would give it up; says who is late since `begun_s`."""
+        """Waits for this rank's readers, but within other ranks' time limits; logs which are late since `begun_s`."""
         late_s, until_s = time.monotonic() - begun_s, time.monotonic() + self.plans.alive_s
         if late_s > self.plans.alive_s and self.plans.pool.rank == 0:
             reader = self.composer.turn
@@ -538,18 +531,18 @@ class StreamReaders:
                 ahead.wait(partial(self._has_enough, reader), max(0.0, until_s - time.monotonic()))
 
     def _has_room(self, reader: int, num_read: int, num_tokens: int, num_ends: int) -> bool:
-        """Whether a reader that has read so much may read on; called in its thread."""
+        """Whether a reader that has read this much may read on; called in its thread."""
         if not self._ahead or self._begins[reader] + num_ends > self._open_epoch:
             return False
         if num_read <= self.composer.taken[reader]:
-            # other readers gave less than their share, so the batch that is being filled needs more of this one
+            # other readers gave less than their share, so the incomplete batch needs more of this one
             return True
         if self._share:
             return num_read - self._closed[reader] < self._ahead * self._share
         return num_tokens < self._ahead * self._token_share
 
     def _has_enough(self, reader: int, ahead: AheadReader) -> bool:
-        """Whether it is time to announce what a reader has read: its share of a batch, or the end of its epoch."""
+        """Whether a reader has read enough to announce: its share of a batch, or the end of its epoch."""
         if ahead.num_read <= self.composer.taken[reader]:
             return False
         if ahead.num_ends > self._num_ends[reader]:
@@ -563,7 +556,7 @@ class StreamReaders:
         return -(-(self.source.rules.tokens_per_step or 0) // self.source.num_readers)
 
     def _note(self, batch: ComposedBatch | EpochOver, ahead: int) -> None:
-        """Keeps a batch that is complete, or notes that the epoch is over; lets readers read `ahead` batches beyond it."""
+        """Stores a complete batch, or the end of the epoch; lets readers read `ahead` batches beyond it."""
         self._is_late = False
         if isinstance(batch, EpochOver):
             self._is_over, self._closed = True, tuple(self.composer.taken)
@@ -581,5 +574,5 @@ class StreamReaders:
 
 
 def _as_it_is(batch: Any) -> Any:
-    # the dataset makes whole batches; torch's default would convert what is inside them
+    # the dataset makes whole batches, whose contents torch's default would convert
     return batch

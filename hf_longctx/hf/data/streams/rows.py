@@ -1,4 +1,4 @@
-"""Makes the sequences of one reader from its rows: checks them, cuts long ones, and knows after each where a resumed run goes on.
+"""Makes the sequences of one reader from its rows: checks and cuts rows, and keeps the place for a resumed run.
 
 A resumed run reads the epoch's rows before the cursor again, or those since the last state of the dataset (`Anchor`), drops them,
 and compares their hash with that of the first run.
@@ -26,19 +26,19 @@ from hf_longctx.hf.data.streams.sources import begin_epoch, keeps_state, load_st
 
 logger = logging.getLogger(__name__)
 
-# rows from one state of a dataset to the next: a resumed run reads at most so many again
+# rows between saved states of a dataset: a resumed run reads at most this many again
 ROWS_PER_STATE = 256
-# rows of an epoch in which workers of a loader that all read the same rows are found out
+# first rows of an epoch in which workers that read the same rows are detected
 _WORKER_ROWS = 256
-# name in messages of a reader that is alone
+# name of a single reader in messages
 ONLY_READER = "the stream"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRules:
-    """Rules by which rows become sequences, and sequences become global batches. Equal rules and rows give equal batches.
+    """Rules by which rows become sequences, and sequences global batches. Equal rules and rows give equal batches.
 
-    A sequence has at most `max_length` tokens, which is a setting, and at most `room_tokens`, which is what memory holds.
+    A sequence has at most `max_length` tokens, by a setting, and at most `room_tokens`, by memory.
     """
 
     name: str
@@ -60,10 +60,10 @@ class StreamRules:
 
 @dataclass(frozen=True, slots=True)
 class ReadSequence:
-    """A sequence, the reader's cursor after it, and what other ranks learn of its row.
+    """A sequence, the reader's cursor after it, and facts about its row for other ranks.
 
-    row_hash: a hash of the row whose first sequence this is; None for its other sequences. columns: those of the row that change
-    what is learnt.
+    row_hash: hash of the row for its first sequence; None for further ones. columns: the row's columns that change what is
+    learnt.
     """
 
     tokens: TokenSequence
@@ -74,17 +74,17 @@ class ReadSequence:
 
 @dataclass(frozen=True, slots=True)
 class EndOfEpoch:
-    """End of the rows that a reader has in one epoch; `after`: its cursor in the next one."""
+    """End of a reader's rows in one epoch. after: its cursor in the next one."""
 
     after: Cursor
 
 
 class SequenceReader:
-    """Iterates over the sequences of one reader from a cursor on, without end; `EndOfEpoch` divides its epochs.
+    """Iterates endlessly over the sequences of one reader from a cursor on, with an `EndOfEpoch` after each epoch.
 
-    make: returns the reader's dataset. origin: name of the reader in messages. `epoch` and `num_rows` say how far it has read.
-    Raises ValueError for a row that cannot be trained on and for a dataset that fails, naming the row's number; for an epoch
-    without rows; and if the rows before the cursor are not those of the run that wrote the cursor.
+    make: returns the reader's dataset. origin: name of the reader in messages. epoch, num_rows: progress. Raises ValueError for a
+    row that cannot be trained on and for a dataset that fails, naming the row's number; for an epoch without rows; and if the
+    rows before the cursor are not those of the run that wrote it.
     """
 
     def __init__(self, make: Callable[[], Any], rules: StreamRules, start: Cursor, origin: str = ONLY_READER) -> None:
@@ -93,7 +93,7 @@ class SequenceReader:
         self.epoch, self.num_rows = (start.epoch, 0) if anchor is None else (anchor.epoch, anchor.row)
         self._anchor: Anchor | None = anchor
         self._pending: Anchor | None = None
-        # the first row after which the next state is taken
+        # first row after which the next state is taken
         self._state_row = 0 if anchor is None else anchor.row - 1 + ROWS_PER_STATE
         self._hashed = xxhash.xxh3_128(b"" if anchor is None else anchor.digest.encode())
         self._has_states = self._has_told_cuts = self._has_told_padding = False
@@ -131,13 +131,13 @@ class SequenceReader:
             raise ValueError(f"{self.rules.name} could not be opened for {self.origin}: {_said(error)}") from error
 
     def _row(self, stream: Any, tokens: RowTokens, is_item: bool) -> Iterator[ReadSequence]:
-        """Yields the sequences of one row that come from the cursor on."""
+        """Yields the sequences of one row from the cursor on."""
         start, place = self.start, (self.epoch, self.num_rows)
         is_start = place == (start.epoch, start.row)
         if is_start and not start.piece:
             self._compare()
         if self._pending is not None:
-            # not before, so that a run that goes on from this state has at least one row to compare
+            # not earlier, so that a run that continues from this state has at least one row to compare
             self._anchor, self._hashed, self._pending = self._pending, xxhash.xxh3_128(self._pending.digest.encode()), None
         row_hash = self._add(tokens)
         self._watch_workers(stream, row_hash)
@@ -168,11 +168,11 @@ class SequenceReader:
 
     @property
     def _kinds(self) -> str:
-        """The columns that decide what is learnt from a row."""
+        """Returns the columns that decide what is learnt from a row."""
         return ", ".join(column for column in ("labels", LOSS_WEIGHTS) if column in (self._columns or ()))
 
     def _end_epoch(self) -> Cursor:
-        """Checks what an epoch has given, and goes to the next one; returns the cursor there."""
+        """Checks the rows of an epoch and moves to the next one; returns the cursor there."""
         rules, start, epoch, num_rows = self.rules, self.start, self.epoch, self.num_rows
         if not num_rows:
             again = "" if not epoch else f" in epoch {epoch}: every iteration must start anew, which a generator cannot do"
@@ -186,13 +186,13 @@ class SequenceReader:
             self._compare()
         self._check_workers()
         if self._anchor is None:
-            # a run that begins with the next epoch knows nothing of this one
+            # a run that begins with the next epoch has no hashes of this one
             self._hashed, self._pending = xxhash.xxh3_128(), None
         self.epoch, self.num_rows, self._state_row = epoch + 1, 0, 0
         return Cursor(epoch + 1) if self._anchor is None else Cursor(epoch + 1, 0, 0, self._hashed.hexdigest(), self._anchor)
 
     def _rows(self, stream: Any) -> Iterator[tuple[RowTokens, bool]]:
-        """Checks the rows of an epoch and yields their tokens; the flag says whether a row ends an item of the dataset."""
+        """Checks the rows of an epoch and yields their tokens, and whether a row ends an item of the dataset."""
         rules, place = self.rules, f"of epoch {self.epoch} of {self.origin}"
         try:
             items = iter(stream)
@@ -227,7 +227,7 @@ class SequenceReader:
             )
 
     def _cuts(self, row_length: IntArray, documents: IntArray | None) -> list[slice]:
-        """Cuts a row of `row_length` [1] tokens into sequences, by the same rule as for map-style datasets."""
+        """Cuts a row of `row_length` [1] tokens into sequences, by the rule of map-style datasets."""
         rules, lengths, row = self.rules, row_length if documents is None else documents, self.num_rows
         room, num_tokens = rules.room_tokens, int(lengths.max())
         if rules.long_sequences == "error":
@@ -248,7 +248,7 @@ class SequenceReader:
         """Adds a row to the hash of all rows; returns the hash of this row alone."""
         own = xxhash.xxh3_64()
         for hashed in (self._hashed, own):
-            # the length too, so that the same tokens divided into other rows hash differently
+            # with the length, so that the same tokens in other rows have another hash
             hashed.update(np.int64(len(tokens.input_ids)).tobytes() + tokens.input_ids.tobytes() + tokens.labels.tobytes())
             if tokens.loss_weights is not None:
                 hashed.update(tokens.loss_weights.tobytes())
@@ -263,7 +263,7 @@ class SequenceReader:
                 self._check_workers()
 
     def _check_workers(self) -> None:
-        """Raises ValueError if the first rows came at least twice each, as from workers that read the same rows."""
+        """Raises ValueError if each of the first rows came at least twice, as from workers that read the same rows."""
         found, self._worker_rows = self._worker_rows or [], None
         if len(found) > 3 and 1 < len(set(found)) <= len(found) // 2 + 1:
             raise ValueError(

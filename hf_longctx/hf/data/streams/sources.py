@@ -1,12 +1,11 @@
-"""Iterable datasets as sources of sequences: which can be used, and how one is divided among several readers.
+"""Divides iterable datasets among readers, and saves and loads their states.
 
-Reader r of n reads shard r of the dataset: `shard(num_shards=n, index=r)`, a method that datasets of `datasets` have, or what a
+Reader r of n reads shard r of the dataset: `shard(num_shards=n, index=r)`, a method of datasets of `datasets`, or what a
 `ShardedStream` makes for it.
 
-States of a reader's dataset: taken while it is read, so that a resumed run need not read all rows before again.
-
-Only states from which exactly the next row follows are used. A dataset without such a state is read from the beginning of its
-epoch, and the rows before the cursor are dropped.
+States are taken while a dataset is read, so that a resumed run need not read all earlier rows again. Only states from which
+exactly the next row follows are used. A dataset without such a state is read from the beginning of its epoch, and the rows
+before the cursor are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 
-# steps of a dataset of `datasets` after whose state exactly the next row follows; a shuffle buffer loses its rows, for example
+# steps of a dataset of `datasets` with exact states; a shuffle buffer, for example, loses its rows
 _EXACT = (
     "ArrowExamplesIterable",
     "ExamplesIterable",
@@ -43,7 +42,7 @@ _EXACT = (
 
 
 def keeps_state(stream: Any) -> bool:
-    """Whether `take_state` and `load_state` lead to exactly the next row of this dataset or loader."""
+    """Whether this dataset or loader continues at exactly the next row after `take_state` and `load_state`."""
     inner = getattr(stream, "dataset", stream)
     if isinstance(inner, datasets.IterableDataset) and not all(type(step).__name__ in _EXACT for step in steps_of(inner)):
         return False
@@ -52,16 +51,16 @@ def keeps_state(stream: Any) -> bool:
 
 
 def counts_samples(stream: Any) -> bool:
-    """Whether `state_dict` must be told a number of samples over all ranks, as mosaicml-streaming's.
+    """Whether `state_dict` needs a number of samples over all ranks, as in mosaicml-streaming.
 
-    No reader knows that number, so of such states the epoch alone is used.
+    Readers do not have that number, so only the epoch of such states is used.
     """
     found = getattr(stream, "state_dict", None)
     return callable(found) and "num_samples" in inspect.signature(found).parameters
 
 
 def take_state(stream: Any) -> str | None:
-    """The dataset's state after the row that it gave last, as a text; None for one that holds other things than plain values."""
+    """Returns the dataset's state after its last row, as text; None if it contains other things than plain values."""
     state = stream.state_dict()
     try:
         text = json.dumps(state)
@@ -80,7 +79,7 @@ def take_state(stream: Any) -> str | None:
 
 
 def load_state(stream: Any, text: str) -> None:
-    """Gives a dataset the state that `take_state` took, where its next iteration begins; raises ValueError if it cannot."""
+    """Restores a state from `take_state`, from which the next iteration begins; raises ValueError if that fails."""
     try:
         stream.load_state_dict(_loaded(text))
     except Exception as error:
@@ -89,7 +88,7 @@ def load_state(stream: Any, text: str) -> None:
 
 
 def steps_of(stream: datasets.IterableDataset) -> Iterator[Any]:
-    """Every step of a dataset of `datasets`, from the last one down to its sources."""
+    """Yields every step of a dataset of `datasets`, from the last one down to its sources."""
     waiting = [stream._ex_iterable]
     while waiting:
         step = waiting.pop()
@@ -103,12 +102,12 @@ _MARK = "torch:"
 def _loaded(text: str) -> Any:
     if not text.startswith(_MARK):
         return json.loads(text)
-    # without code that a file could name
+    # weights only, so that a file cannot run code
     return torch.load(io.BytesIO(base64.b64decode(text[len(_MARK) :])), weights_only=True)
 
 
 def _is_same(found: Any, expected: Any) -> bool:
-    """Whether two values are equal and of equal types all the way down."""
+    """Whether two values are equal and have equal types at all levels."""
     if type(found) is not type(expected):
         return False
     if isinstance(found, dict):
@@ -126,10 +125,10 @@ _MANY_ROWS = 100_000
 class ShardedStream(torch.utils.data.IterableDataset[Any]):
     """An iterable dataset that a function makes for every reader, for loaders that cannot be divided afterwards.
 
-    `make(reader, num_readers)` runs on the rank of the reader alone and returns an iterable over that reader's rows: each row is
-    a mapping, and an item may be a list of rows. If the iterable has `set_epoch`, or the dataset or sampler of a loader has, that
-    is called before every epoch; if it has `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, a resumed run
-    goes on from its state.
+    `make(reader, num_readers)` runs only on the rank of the reader and returns an iterable over that reader's rows: each row is
+    a mapping, and an item may be a list of rows. If the iterable, or the dataset or sampler of a loader, has `set_epoch`, it is
+    called before every epoch; if it has `state_dict` and `load_state_dict`, like torchdata's `StatefulDataLoader`, a resumed run
+    continues from its state.
 
     Example:
 
@@ -147,9 +146,9 @@ class ShardedStream(torch.utils.data.IterableDataset[Any]):
 
 
 class WholeStream:
-    """The rows of an iterable dataset by their numbers. It is read to its end when a row is first asked for, and rows are kept.
+    """Rows of an iterable dataset by their numbers. The first access reads it to its end and keeps the rows.
 
-    An evaluation takes an average over a whole set, so a set without an end has none; a line says so after 100,000 rows.
+    An evaluation averages over the whole set, so an endless set cannot be evaluated; this is logged after 100,000 rows.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -162,7 +161,7 @@ class WholeStream:
         return self._rows[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        # workers of a loader need rows alone
+        # workers of a loader need only rows
         return {"stream": None, "_rows": self._rows}
 
     @cached_property
@@ -186,12 +185,12 @@ class WholeStream:
         return rows
 
 
-# by the id of the stream, which lives as long as its value
+# by id of the stream, which lives as long as its value
 _WHOLE: WeakValueDictionary[int, WholeStream] = WeakValueDictionary()
 
 
 def whole(dataset: Any) -> Any:
-    """The dataset as one whose rows can be looked up by number: the same object for the same iterable dataset."""
+    """Makes rows of a dataset accessible by number; returns the same object for the same iterable dataset."""
     if not is_stream(dataset):
         return dataset
     found = _WHOLE.get(id(dataset))
@@ -206,7 +205,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def stream_length(stream: Any, config: LongContextConfig) -> int | None:
-    """The rows of a stream that has a length, if each of them is one sequence of a step with a fixed number of sequences."""
+    """Returns a stream's length if each row is one sequence, in steps of a fixed number of sequences; else None."""
     if config.long_sequences == "split" or config.tokens_per_step is not None:
         return None
     try:
@@ -216,13 +215,13 @@ def stream_length(stream: Any, config: LongContextConfig) -> int | None:
 
 
 def reader_stream(stream: Any, reader: int, num_readers: int) -> Any:
-    """The rows of one reader; raises ValueError for something that cannot be read."""
+    """Returns the rows of one reader; raises ValueError for a dataset that cannot be read."""
     if isinstance(stream, ShardedStream):
         made = stream.make(reader, num_readers)
     elif num_readers > 1:
         made = stream.shard(num_shards=num_readers, index=reader)
     else:
-        # a copy, since a state from which a run resumes stays with the dataset, for its later iterations too
+        # a copy, since a restored state stays with the dataset for its later iterations too
         made = copy.copy(stream) if isinstance(stream, datasets.IterableDataset) else stream
     if not isinstance(made, Iterable):
         raise ValueError(
@@ -247,7 +246,7 @@ def reader_stream(stream: Any, reader: int, num_readers: int) -> Any:
 
 
 def begin_epoch(stream: Any, epoch: int, is_resumed: bool) -> None:
-    """Tells a dataset, or the dataset or sampler of a loader, which epoch comes next.
+    """Sets the next epoch of a dataset, or of a loader's dataset or sampler.
 
     is_resumed: earlier epochs were read in another run.
     """
@@ -262,7 +261,7 @@ def begin_epoch(stream: Any, epoch: int, is_resumed: bool) -> None:
 
 
 def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: TrainingArguments) -> list[str]:
-    """Problems with settings under which the streams among the named datasets cannot be used, and look-ahead without a stream."""
+    """Lists settings with which streams among the named datasets cannot be used, and look-ahead without a stream."""
     problems = []
     for name, stream in sets.items():
         source = stream.stream if isinstance(stream, WholeStream) else stream
@@ -288,7 +287,7 @@ def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: Train
 
 
 def _shard_problems(name: str, stream: Any, num_readers: int) -> list[str]:
-    """Reasons why the shards of a stream would not be its rows, each once."""
+    """Lists reasons why the shards of a stream would not contain each of its rows once."""
     if isinstance(stream, ShardedStream):
         return []
     if not callable(getattr(stream, "shard", None)):
@@ -320,9 +319,9 @@ def _shard_problems(name: str, stream: Any, num_readers: int) -> list[str]:
 
 
 def source_digest(stream: Any) -> str:
-    """Hash of what decides which rows a shard has: sources in their order and random generators; empty where nothing is known.
+    """Returns a hash of what decides a shard's rows: ordered sources and random generators; empty if unknown.
 
-    With `shuffle()` and no seed, for example, each rank orders the files in its own way before it takes its shard of them.
+    With `shuffle()` and no seed, for example, each rank orders the files differently before it takes its shard.
     """
     if not isinstance(stream, datasets.IterableDataset):
         return ""
