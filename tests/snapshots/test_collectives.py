@@ -1,10 +1,10 @@
-"""No rank takes part in another or one more collective unnoticed: `collectives.json` has those of trainings of three steps.
+"""Pins the collectives of trainings of three steps on two ranks: `collectives.json` has their sequences.
 
 Each sequence runs from the construction of the trainer to the end of `train()`, divided into phases: "constructor"; "start",
 up to the first step; the steps, each with the planning of the next one; and "end", after the last step. Entries name the method
 of the process group, a message's peer, the group's ranks, and dtype and shape of tensors; equal entries in a row are counted. A
-collective on objects is one entry without sizes, since what it sends may have any. A new process group is an entry, too. Of a
-sequence with more than a hundred entries, as a self-test has, the file has counts and a hash.
+collective on objects is one entry without sizes, since objects may have any. A new process group is an entry, too. The file has
+only counts and a hash of a sequence with more than a hundred entries, as a self-test has.
 
 Nothing here depends on time: heartbeats and roll calls go through the store of the process group, which is no collective and is
 not recorded; no rates are measured on CPU ranks; and costs, by which plans are made, are fitted to measured steps only after the
@@ -46,6 +46,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # entries of a phase that are pinned in full
 _MOST_ENTRIES = 100
+# a busy machine is no failure
+_TIMEOUT_S = 250.0
 # stands for the sequence of rank 0 in the same phase
 AS_FIRST = "as on rank 0"
 
@@ -79,13 +81,13 @@ def sequences_of(name: str) -> list[dict[str, list[str]]]:
     """The collectives of every rank. A pool of its own, since ranks that have trained before have groups already."""
     pool = RankPool(NUM_RANKS)
     with tempfile.TemporaryDirectory() as folder:
-        found = pool.run(run, *RUNS[name], folder)
+        found = pool.run(run, *RUNS[name], folder, timeout_s=_TIMEOUT_S)
     pool.close()
     return found
 
 
 def short(sequence: list[str]) -> Any:
-    """Returns the pinned part of a phase."""
+    """The sequence of a phase as the file has it."""
     if len(sequence) <= _MOST_ENTRIES:
         return sequence
     counts: Counter[str] = Counter()

@@ -1,10 +1,10 @@
-"""No file and no key of what a training saves appears or goes away unnoticed: `saved_keys.json` has them all.
+"""Pins the files and keys that trainings save: `saved_keys.json` has them all.
 
-Short trainings of tiny models on two ranks save a checkpoint and then, by `save_model`, the model. Of every file its name is
-pinned; of weights the names with dtypes and shapes; of states of the optimizer, of the trainer's state, of the manifest and of
-other files in JSON the keys, with the kinds of values instead of the values. Names that differ in numbers, such as those of
-layers, are counted as one with `*` in it. What is in the journal, whose lines depend on time, and in files that are transformers'
-own is left out.
+Short trainings of tiny models on two ranks save a checkpoint and then, by `save_model`, the model. The file has the name of each
+file; the name, dtype and shape of each weight; and the keys of the optimizer's states, of the trainer's state, of the manifest
+and of other JSON files, with the kinds of values instead of the values. Names that differ in numbers, such as those of layers,
+are counted as one with `*` in it. The contents of the journal, whose lines depend on time, and of files that are transformers'
+own are left out.
 
 A failing test prints the differences; `PYTHONPATH=tests python tests/snapshots/test_saved_keys.py` pins the keys of today. They
 belong to the versions of torch and transformers that the file names, and are compared with these alone.
@@ -48,6 +48,8 @@ RUNS: dict[str, tuple[ModelCase, dict[str, Any]]] = {
 # files that transformers writes without our help
 _OTHERS = ("config.json", "generation_config.json", "training_args.bin", "README.md", "adapter_config.json")
 _SHARDS = ".metadata"
+# a busy machine is no failure
+_TIMEOUT_S = 250.0
 _AS = "as in "
 
 
@@ -60,9 +62,9 @@ def run(case: ModelCase, config: dict[str, Any], folder: str) -> None:
 
 
 def keys_of(name: str, pool: RankPool) -> dict[str, Any]:
-    """Returns the contents of a run's files, by path."""
+    """Contents of the files of a run, by their paths."""
     with tempfile.TemporaryDirectory() as folder:
-        pool.run(run, *RUNS[name], folder)
+        pool.run(run, *RUNS[name], folder, timeout_s=_TIMEOUT_S)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {str(path.relative_to(folder)): contents(path) for path in files}
 

@@ -1,4 +1,4 @@
-"""No spec, kernel, kind of layer or reason of a refusal changes unnoticed: `specs.json` has a hash of each.
+"""Pins specs, kernels, kinds of layers and reasons of refusals: `specs.json` has a hash of each.
 
 Inputs are the default configs of all config classes of transformers, the shapes that the package knows by name, and a tiny model
 of every causal, multimodal and classifying class. A failing test prints the values that changed.

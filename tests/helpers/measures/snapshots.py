@@ -21,9 +21,9 @@ _RAISED = "raised"
 
 
 def result_of(function: Callable[[], Any]) -> Any:
-    """Returns the result of `function`, or the error that it raises, in a form that `check` and `write` mark as one.
+    """Calls `function` and returns its result, or its error in a form that `line_of` marks with `!`.
 
-    Only a ValueError counts with its text, since the texts of other errors are Python's own.
+    Only a ValueError has its text in it, since the texts of other errors are Python's own.
     """
     try:
         return function()
