@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers.measures.class_sweep import OPTIONAL, ROADS, attention_adapters, local_outcome, reference, sweep
+from helpers.measures.sweep_outcomes import ADAPTED, MODELS, REFUSED_CLASSES, WHOLE, check_outcome, pinned_outcomes
 from helpers.models.any_model import build_any, class_names, kinds_of
 from helpers.models.model_table import cells_of, read_page
 from helpers.models.reference import TOLERANCE
@@ -29,11 +30,11 @@ FAST = (
     *("NemotronHForCausalLM", "StableLmForCausalLM", "Gemma3ForConditionalGeneration", "Mamba2ForCausalLM"),
     *("DeepseekV32ForCausalLM", "HYV4ForCausalLM"),
 )
-# whose configs cannot be made small by the names of their fields
 # class that is no multimodal one -> why it is refused
 REFUSED = {
     name: reason for family in FAMILIES for name in family.refused if (reason := reason_of(name)) is not None and reason.summary
 }
+# whose configs cannot be made small by the names of their fields
 UNBUILT = (
     *("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM", "Qwen4ExpForCausalLM", "ReformerModelWithLMHead"),
 )
@@ -55,6 +56,7 @@ def test_a_tested_class_is_exact(ranks, name: str) -> None:
     assert {road: error for road, error in outcome.errors.items() if not error <= TOLERANCE} == {}
     assert set(outcome.refusals) <= set(OPTIONAL) and set(outcome.errors) | set(outcome.refusals) == set(ROADS)
     assert outcome.self_test.startswith("self-test passed"), outcome.self_test
+    check_outcome(MODELS, name, outcome.refusals)
     model = build_any(name)
     exact, _, wrapped = read_page()
     said = wrapped[name][2:] if name in WRAPPED_MODELS else exact[name][1:]
@@ -84,6 +86,8 @@ def test_adapters_on_the_attention_of_a_tested_class_are_exact(ranks, name: str)
     # a packed row and slices, each in the way that most can go wrong in
     assert all(set(ways) & set(outcome.errors) for ways in (("packed", "stages"), ("slices", "recomputed")))
     assert not is_whole or outcome.self_test.startswith("self-test passed"), outcome.self_test
+    local = ("recomputed", "stages")
+    check_outcome(ADAPTED, name, {road: reason for road, reason in outcome.refusals.items() if road in local})
 
 
 @newest
@@ -91,6 +95,7 @@ def test_every_class_is_tested_or_refused_and_the_page_says_so() -> None:
     exact, refused, wrapped = read_page()
     assert set(wrapped) == set(WRAPPED_MODELS) and sorted(wrapped) == list(wrapped)
     assert set(exact) == set(TESTED_MODELS) and len(TESTED_MODELS) >= AT_LEAST_EXACT
+    assert set(pinned_outcomes()[MODELS]) == {*TESTED_MODELS, *WRAPPED_MODELS}
     assert refused == {name: reason.summary for name, reason in REFUSED.items()}
     unknown = sorted(set(class_names()) - {*exact, *refused})
     assert set(exact).isdisjoint(refused) and {*exact, *refused} <= set(class_names()) and (is_newer or not unknown)
@@ -105,6 +110,7 @@ def test_a_refused_class_is_refused_by_class_and_layer(name: str) -> None:
     problem = class_problem(model)
     assert problem.startswith(f"model class {name} is not supported: ") and reason.text in problem and "docs/models.md" in problem
     assert bool(reason.layer) == bool(layer_of(model, reason)) and layer_of(model, reason) in problem
+    check_outcome(REFUSED_CLASSES, name, {WHOLE: problem})
 
 
 @pytest.mark.parametrize(
