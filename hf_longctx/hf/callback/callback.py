@@ -44,7 +44,7 @@ from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.rules.arguments import argument_problems, kind_problems, rounds_by_chance
 from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.trl import alone_problems
-from hf_longctx.hf.run.run import RunRequest, meet, start_run
+from hf_longctx.hf.run.run import BORROWED, RunRequest, meet, start_run
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.trainer import LongContextMixin
@@ -296,7 +296,7 @@ class LongContextCallback(TrainerCallback):
                 "evaluate() or predict() ran before train(), and accelerate then trains every rank alone, without DDP; call "
                 "them after train(), set eval_on_start=True, or attach the callback to the trainer"
             )
-        run = start_run(RunRequest(config, model, args, processing_class, problems, control=self._control))
+        run = start_run(RunRequest(config, model, args, processing_class, problems, control=self._control, mode=BORROWED))
         undo.callback(run.close)
         undo.callback(freeze_towers(model))
         _count_label_tokens(trainer, model, undo)

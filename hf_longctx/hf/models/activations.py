@@ -33,8 +33,8 @@ class ActivationRuntime:
     A model whose plans keep everything is never touched. host_bytes: most host memory for saved tensors; `reserve` makes a slab
     of what plans need of it, pinned on CUDA. on_pageable: called with the measured bytes per second if the system refuses to pin
     the slab, so that later plans expect slower copies. has_head: false for a pipeline stage before the last. layers: the layers
-    of this rank's own stage, for a model that has the layers of all stages; None: all layers. may_replay: whether plans of any
-    rank may have policies.
+    of this rank's own stage, for a model that has the layers of all stages; None: all layers. replays_experts: whether ranks may
+    share experts, and plans of any rank may have policies.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class ActivationRuntime:
         on_pageable: Callable[[float], None],
         has_head: bool = True,
         layers: LayerRange | None = None,
-        may_replay: bool = True,
+        replays_experts: bool = True,
     ) -> None:
         self.device, self.host_bytes, self._on_pageable, self._has_head = device, host_bytes, on_pageable, has_head
-        self._may_replay = may_replay
+        self._replays_experts = replays_experts
         self._own = slice(None) if layers is None else slice(layers.first_layer, layers.first_layer + layers.num_layers)
         self._engine: ActivationEngine | None = None
         self._model: nn.Module | None = None
@@ -104,7 +104,7 @@ class ActivationRuntime:
             share for _, stage in plan.rounds for policy in stage.activations for layer in policy.layers for share in layer.shares
         ]
         # ranks that keep everything take part in the replays of ranks that share experts with them
-        partners = spread_group(model) if self._may_replay else None
+        partners = spread_group(model) if self._replays_experts else None
         is_needed = partners is not None or any(
             policy.layers or policy.tile_tokens for _, stage in plan.rounds for policy in stage.activations
         )

@@ -228,7 +228,7 @@ def longctx_attention(
             f"model without one"
         )
     # positions that the forward of another class has chosen would be those of rows, and are refused below
-    chosen = kwargs.pop(_CHOSEN, None) if (is_chosen := chooses_by_plan(module)) else None
+    chosen = kwargs.pop(_CHOSEN, None) if (is_chosen := "forward" in vars(module) and chooses_by_plan(module)) else None
     if is_chosen and chosen is None:
         raise RuntimeError(
             f"{name} passes no chosen keys to attention; use the newest version of transformers that docs/models.md names"

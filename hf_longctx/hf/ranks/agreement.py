@@ -149,11 +149,22 @@ def sums_over_ranks(values: Sequence[float], group: dist.ProcessGroup | None) ->
     return sums
 
 
-def raise_together(problems: list[str], group: dist.ProcessGroup | None, headline: str = "this run cannot start") -> None:
-    """Raises RefusedRun on every rank, with the problems of all ranks, if any rank has one; so no rank waits for another."""
+def raise_together(
+    problems: list[str],
+    group: dist.ProcessGroup | None,
+    headline: str = "this run cannot start",
+    alike: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises RefusedRun on every rank, with the problems of all ranks, if any rank has one; so no rank waits for another.
+
+    alike: values that must not differ between ranks, by name; one that does is a problem, too.
+    """
+    settings = {name: repr(value) for name, value in (alike or {}).items()}
+    everyone, all_settings = zip(*gather_objects((problems, settings), group), strict=True)
+    differing = _differing(all_settings)
     lines: dict[str, list[int]] = {}
-    for rank, found in enumerate(gather_objects(problems, group)):
-        for problem in found:
+    for rank, found in enumerate(everyone):
+        for problem in (*found, *differing):
             lines.setdefault(problem, []).append(rank)
     if not lines:
         return
@@ -167,7 +178,11 @@ def raise_together(problems: list[str], group: dist.ProcessGroup | None, headlin
 
 def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:
     """One problem per setting whose value differs between ranks; every rank gets an equal list."""
-    everyone = gather_objects({name: repr(value) for name, value in settings.items()}, group)
+    return _differing(gather_objects({name: repr(value) for name, value in settings.items()}, group))
+
+
+def _differing(everyone: Sequence[Mapping[str, str]]) -> list[str]:
+    """One problem per setting with several values; everyone: the settings of each rank."""
     problems = []
     for name in sorted(set().union(*everyone)):
         values = [rank_settings.get(name, "missing") for rank_settings in everyone]

@@ -5,7 +5,7 @@ Problems with the settings of runs whose model classifies documents or tokens, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -23,7 +23,7 @@ from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout import dropout_problems, keyed_fields
 from hf_longctx.hf.models.experts import router_problems
-from hf_longctx.hf.models.heads import inner_model
+from hf_longctx.hf.models.heads import HeadKind, inner_model
 from hf_longctx.hf.models.index import INDEXED_LAYERS, index_problems, indexed_attention
 from hf_longctx.hf.models.own_attention import own_attention_problems
 from hf_longctx.hf.models.quantised import quantised_problems
@@ -36,6 +36,8 @@ from hf_longctx.runtime.core.loss import OwnLogit
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
+# tokens that a tokenizer may give a model's config
+_SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # words in names of config fields that make forwards draw random numbers, which plans would apply to other tokens
 _CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
@@ -250,21 +252,31 @@ def classifier_problems(
     return problems
 
 
-def align_padding(task: HeadTask, model: Any, processing_class: Any) -> None:
+def align_padding(kind: HeadKind, model: Any, processing_class: Any) -> Callable[[], None]:
     """Gives the config of a model that classifies documents the special tokens of its tokenizer, as `Trainer.train` does.
 
-    Labels stand on the last token that is no padding, so this comes before `task_of` reads the padding token. task: its kind
-    tells whether the model classifies documents.
+    Labels stand on the last token that is no padding, so this comes before `task_of` reads the padding token. Returns the
+    function that undoes it.
     """
-    if task.kind == "document" and isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
-        align_special_tokens(inner_model(model), processing_class)
+    if kind != "document" or not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
+        return lambda: None
+    base = inner_model(model)
+    owners = [each for each in (base.config.get_text_config(), getattr(base, "generation_config", None)) if each is not None]
+    before = [(owner, name, getattr(owner, name, None)) for owner in owners for name in _SPECIAL_TOKENS]
+    align_special_tokens(base, processing_class)
+
+    def undo() -> None:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+    return undo
 
 
 def padding_problems(task: HeadTask, model: Any, processing_class: Any) -> list[str]:
     """The problem with a padding token that has changed since the run's labels were placed by it."""
     if task.kind != "document":
         return []
-    align_padding(task, model, processing_class)
+    align_padding(task.kind, model, processing_class)
     current = inner_model(model).config.get_text_config().pad_token_id
     if current == task.pad_token_id:
         return []

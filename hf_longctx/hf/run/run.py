@@ -1,4 +1,9 @@
-"""Starts a run: builds everything that plans need, once and in one order, for `LongContextTrainer` and the callback alike."""
+"""Starts a run, for `LongContextTrainer` and the callback alike: builds everything that plans need.
+
+The start has six phases, each a function: ranks *meet*, *read* what the model is, *check* settings and rows, *set up* costs and
+limits, *take* the model (patch it, cut it, make process groups and engines), and *try* plans in the self-test. What a phase has
+done to model and ranks is undone in reverse if it, or a later one, fails.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,6 @@ from hf_longctx.hf.data.labels import HeadTask, task_of
 from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime
-from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import (
     attention_line,
     attention_name,
@@ -32,7 +36,7 @@ from hf_longctx.hf.models.attention import (
 from hf_longctx.hf.models.cutting import cut_model, loaded_ranges, stage_model, stages_that_lend
 from hf_longctx.hf.models.dropout import key_noise, rest_noise
 from hf_longctx.hf.models.experts import RouterRuntime
-from hf_longctx.hf.models.heads import num_outputs
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernels import FusedLayers, fused_layers
 from hf_longctx.hf.models.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
 from hf_longctx.hf.models.whole_again import WholeModel
@@ -44,7 +48,6 @@ from hf_longctx.hf.ranks.agreement import (
     begin_beats,
     control_group,
     count_over_ranks,
-    differing_settings,
     joint_call,
     raise_together,
 )
@@ -75,22 +78,42 @@ from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
-from hf_longctx.runtime.parameters.rounded import note_rounded
+from hf_longctx.runtime.parameters.rounded import note_rounded, noted_rounded
 from hf_longctx.runtime.parameters.sharded import shard_mesh
 from hf_longctx.runtime.process_groups import GroupPool
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What plans decide in a run; the loop of a stock trainer decides the rest.
+
+    steps: what a step consists of. Else a plan has one micro-batch, of the sequences that a stock loader drew for one forward.
+    loss: the loss of a token, and the noise of embeddings (NEFTune). Else the model's own forward computes its loss. states:
+    where the optimizer keeps its states. Else they lie beside the weights, where plans must count them.
+    """
+
+    steps: bool
+    loss: bool
+    states: bool
+
+
+# a trainer with plans, or one to which the callback is attached
+OWN = Mode(steps=True, loss=True, states=True)
+# a stock trainer with the callback alone
+BORROWED = Mode(steps=False, loss=False, states=False)
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """Everything that a run is started from.
 
-    problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; None if a stock
-    loader reads them, and then every plan has one micro-batch. control: the process group that `meet` returned, if it was
-    called before. token_loss: the user's loss of a token, if there is one. reference: the reference model of a loss of
-    log-probabilities, which is whole; see `reference_run`. gives_back: a model that is cut into stages must become whole again.
-    collation: what the user's collator makes of rows.
+    problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; none with
+    `BORROWED`, since a stock loader reads them. control: the process group that `meet` returned, if it was called before.
+    token_loss: the user's loss of a token, if there is one. reference: the reference model of a loss of log-probabilities, which
+    is whole; see `reference_run`. gives_back: a model that is cut into stages must become whole again. collation: what the user's
+    collator makes of rows.
     """
 
     config: LongContextConfig
@@ -98,32 +121,52 @@ class RunRequest:
     args: TrainingArguments
     processing_class: Any
     problems: list[str]
-    datasets: Mapping[str, Any] | None = None
+    datasets: Mapping[str, Any] = field(default_factory=dict)
     control: dist.ProcessGroup | None = None
     token_loss: TokenLoss | None = None
     reference: nn.Module | None = None
     gives_back: bool = False
     collation: Collation = field(default_factory=lambda: Collation(None))
-
-    @property
-    def task(self) -> HeadTask:
-        """The labels of the sets that are read under plans."""
-        given = (each for each in (self.datasets or {}).values() if each is not None)
-        return task_of(self.model, next((each for each in given if not is_stream(each)), None))
+    mode: Mode = OWN
 
     @property
     def problems_of_rows(self) -> list[str]:
         """Problems with what the user's collator makes of the rows of each set."""
-        return [each for name, dataset in (self.datasets or {}).items() for each in self.collation.problems(dataset, name)]
+        return [each for name, dataset in self.datasets.items() for each in self.collation.problems(dataset, name)]
 
-    def problems_of_loss(self, control: dist.ProcessGroup | None) -> list[str]:
-        """Problems with the loss, also if it differs between ranks. Collective."""
-        if self.datasets is None:
-            return stock_loss_problems(self.model, self.args, self.config)
-        if problems := classifier_problems(self.task, self.config, self.args, self.datasets, self.token_loss):
-            return problems
-        digest = loss_digest(self.token_loss, num_outputs(self.model), self.args.device)
-        return loss_problems(self.model, self.args, self.token_loss) + differing_settings({"token_loss": digest}, control)
+    def problems_of_loss(self, facts: ModelFacts, task: HeadTask) -> list[str]:
+        """Problems with the loss, and with settings that the head's labels leave without effect."""
+        if not self.mode.loss:
+            return stock_loss_problems(facts, self.args, self.config)
+        of_classifier = classifier_problems(task, self.config, self.args, self.datasets, self.token_loss)
+        return of_classifier or loss_problems(facts, self.args, self.token_loss)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What the first three phases have found.
+
+    task: the labels that the head learns. forward: name of a user's function around the model's forward, if plans train the loss
+    of the model's logits and never read one that this function returns; else empty.
+    """
+
+    request: RunRequest
+    control: dist.ProcessGroup | None
+    facts: ModelFacts
+    task: HeadTask
+    degrees: tuple[int, ...]
+    token_loss: TokenLoss | ValueLoss | None
+    forward: str
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """With what plans start. kernels_line: tells which kernels there are; may be empty."""
+
+    setup: RunSetup
+    sets: SequenceSets
+    fused: FusedLayers
+    kernels_line: str
 
 
 @dataclass(frozen=True)
@@ -223,19 +266,76 @@ def meet(
 
 
 def start_run(request: RunRequest) -> Run:
-    """Checks everything on every rank, switches the model's attention, cuts the model into stages, makes process groups.
+    """Starts a run in six phases. Needs no `Trainer` object. Collective over all ranks.
 
-    Then it runs the self-test. It needs no `Trainer` object. Collective over all ranks. Raises ValueError on every rank, listing
-    all problems, after giving the model its own attention back.
+    Raises ValueError on every rank, listing all problems. Model and process groups are then as they were, except for the control
+    group, from which slower ranks may still read the problems.
     """
-    try:
-        control = meet(request.config, request.args, request.control)
-        with joint_call(START, request.config.collective_timeout_s):
-            return _started(replace(request, control=control))
-    except BaseException:
-        if (ranges := loaded_ranges(request.model)) is not None:
-            refuse_all(request.model, own_stage(len(ranges)), len(ranges))
-        raise
+    # ranks that have met need not meet again
+    control = request.control if request.control is not None else meet(request.config, request.args)
+    if not request.mode.states:
+        request = replace(request, config=replace(request.config, optimizer_states="device"))
+    with joint_call(START, request.config.collective_timeout_s), ExitStack() as failed, ExitStack() as undo:
+        facts, task = _read(request, failed)
+        checked = _check(request, control, facts, task)
+        basis = _set_up(checked, failed)
+        run, test, mesh = _take(checked, basis, undo)
+        run = _try(checked, run, test, mesh)
+        failed.pop_all()
+        return replace(run, undo=undo.pop_all())
+
+
+def _read(request: RunRequest, failed: ExitStack) -> tuple[ModelFacts, HeadTask]:
+    """Reads what the model is, and which labels its head learns. Lets a model that was loaded as one stage run.
+
+    failed: functions that undo this phase if a later one fails.
+    """
+    facts = ModelFacts.of(request.model)
+    if (ranges := facts.loaded_ranges) is not None:
+        failed.callback(refuse_all, request.model, own_stage(len(ranges)), len(ranges))
+        allow_all(request.model)
+    failed.callback(align_padding(facts.head_kind, request.model, request.processing_class))
+    given = (each for each in request.datasets.values() if each is not None)
+    return facts, task_of(request.model, next((each for each in given if not is_stream(each)), None))
+
+
+def _check(request: RunRequest, control: dist.ProcessGroup | None, facts: ModelFacts, task: HeadTask) -> _Checked:
+    """Raises ValueError on every rank for what cannot run, listing all problems. Collective, in one exchange."""
+    args, mode = request.args, request.mode
+    problems = request.problems + request.problems_of_loss(facts, task) + _lone_stage_problems(facts) + request.problems_of_rows
+    alike = {"token_loss": loss_digest(request.token_loss, facts.num_outputs, args.device)} if mode.loss else {}
+    degrees = checked_degrees(request.config, facts.model, args, request.processing_class, problems, control, alike)
+    token_loss = chosen_loss(args, request.token_loss, task) if mode.loss else None
+    # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none
+    forward = user_forward(facts.model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
+    return _Checked(request, control, facts, task, degrees, token_loss, forward)
+
+
+def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
+    """Decides kernels, costs, limits and stages, and checks the sets by them. Collective.
+
+    failed: functions that undo this phase if a later one fails.
+    """
+    request, control, model = checked.request, checked.control, checked.facts.model
+    config, args = request.config, request.args
+    failed.callback(note_rounded, model, noted_rounded(model))
+    _note_rounded(config, model, args, control)
+    # the loop of a stock trainer runs the model's own code
+    compiles = config.compile_layers if request.mode.steps else False
+    fused, kernels_line = fused_layers(model, args, compiles, control)
+    reference = request.reference.parameters() if request.reference is not None else ()
+    beside = Beside(sum(weight.nbytes for weight in reference), _covered(fused, model))
+    rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task)
+    setup = choose_setup(config, model, args, checked.degrees, control, rows, beside)
+    raise_together(unread_problems(model, setup), control)
+    if args.process_index == 0 and (line := attention_line(model)):
+        logger.warning("%s", line)
+    if not request.mode.steps:
+        setup = setup.in_one_micro_batch()
+    sets = SequenceSets(config, args, setup, control, checked.task, request.collation)
+    if request.mode.steps:
+        sets.check(model, request.datasets)
+    return _Basis(setup, sets, fused, kernels_line)
 
 
 def _covered(fused: FusedLayers, model: PreTrainedModel) -> dict[str, bool]:
@@ -248,124 +348,113 @@ def _covered(fused: FusedLayers, model: PreTrainedModel) -> dict[str, bool]:
         restore_attention(model, name)
 
 
-def _started(request: RunRequest) -> Run:
-    config, model, args = request.config, request.model, request.args
-    if request.datasets is None:
-        # the optimizer of a stock trainer keeps its states beside the weights, so plans must count them there
-        config = replace(config, optimizer_states="device")
-    control = request.control
-    problems_of_stage = _lone_stage_problems(model)
-    align_padding(request.task, model, request.processing_class)
-    problems = request.problems + request.problems_of_loss(control) + problems_of_stage + request.problems_of_rows
-    degrees = checked_degrees(config, model, args, request.processing_class, problems, control)
-    task = request.task
-    token_loss = None if request.datasets is None else chosen_loss(args, request.token_loss, task)
-    # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none
-    forward = user_forward(model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
-    reference = request.reference.parameters() if request.reference is not None else ()
-    rows = TrainingRows(request.collation.rows((request.datasets or {}).get("train_dataset")), task)
-    _note_rounded(config, model, args, control)
-    # the loop of a stock trainer without plans of whole steps runs the model's own code
-    compiles = config.compile_layers if request.datasets is not None else False
-    fused, kernels = fused_layers(model, args, compiles, control)
-    beside = Beside(sum(weight.nbytes for weight in reference), _covered(fused, model))
-    setup = choose_setup(config, model, args, degrees, control, rows, beside)
-    raise_together(unread_problems(model, setup), control)
-    if args.process_index == 0 and (line := attention_line(model)):
-        logger.warning("%s", line)
-    setup = setup.in_one_micro_batch() if request.datasets is None else setup
-    sets = SequenceSets(config, args, setup, control, task, request.collation)
-    if request.datasets is not None:
-        sets.check(model, request.datasets)
-    with ExitStack() as undo:
-        undo.callback(restore_attention, model, attention_name(model))
-        patch_model(model)
-        whole = None
-        if request.gives_back and setup.num_stages > 1:
-            whole = WholeModel(model, is_loaded=loaded_ranges(model) is not None)
-            undo.callback(whole.close, own_stage(setup.num_stages), setup.num_stages)
-        noise_alpha = None if request.datasets is None else args.neftune_noise_alpha
-        if noise_alpha is not None:
-            key_noise(model, noise_alpha)
-            undo.callback(rest_noise, model)
-        if (dropout := keys_of(model)) is not None:
-            dropout.seed = args.seed
-        undo.callback(fused.close)
-        # the self-test copies the model before it is cut or placed
-        test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
-        is_models_loss = request.datasets is not None and (
-            token_loss is None or isinstance(token_loss, LabelSmoothing | ValueLoss)
+def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfTest | None, DeviceMesh | None]:
+    """Patches the model and cuts it into stages, and makes process groups and engines. Collective.
+
+    Returns the run, the self-test, which has copied the model before it was cut, and the mesh over which parameters are sharded.
+    undo: functions that undo this phase, also at the end of the run.
+    """
+    request, control, facts, setup = checked.request, checked.control, checked.facts, basis.setup
+    config, args, model, token_loss = request.config, request.args, facts.model, checked.token_loss
+    undo.callback(restore_attention, model, attention_name(model))
+    patch_model(model)
+    noise_alpha = args.neftune_noise_alpha if request.mode.loss else None
+    if noise_alpha is not None:
+        key_noise(model, noise_alpha)
+        undo.callback(rest_noise, model)
+    whole = None
+    if request.gives_back and setup.num_stages > 1:
+        # what was done to the whole model before is undone once it is whole again
+        whole = WholeModel(model, is_loaded=facts.loaded_ranges is not None)
+        undo.callback(whole.close, own_stage(setup.num_stages), setup.num_stages)
+    if (dropout := keys_of(model)) is not None:
+        dropout.seed = args.seed
+    undo.callback(basis.fused.close)
+    test = SelfTest.of(facts, setup, args.device, args.bf16, control) if config.self_test else None
+    is_models_loss = request.mode.loss and (token_loss is None or isinstance(token_loss, LabelSmoothing | ValueLoss))
+    code = CodeAtStart(facts, config.self_test, args.device if is_models_loss else None)
+    if test is None or not request.mode.loss:
+        _warn_of_forward(checked.forward, args, token_loss)
+    all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
+    stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
+    code.forget_others(model)
+    if setup.num_stages > 1 and not all_stages:
+        check_trained(stage, control)
+    # every rank makes the process groups of shards before those of sequence groups
+    mesh = _new_mesh(config, setup, args)
+    source = open_plan_source(config, setup, control, args)
+    undo.callback(source.pool.close)
+    budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
+    host_bytes = budget.host_bytes if budget is not None else 0
+    own_layers = setup.ranges[stage.stage][0] if all_stages else None
+    replays_experts = budget is not None and config.expert_ranks is not None
+    activations = ActivationRuntime(args.device, host_bytes, source.set_copy_rate, is_last, own_layers, replays_experts)
+    routers = RouterRuntime(args.device)
+    undo.callback(activations.close)
+    undo.callback(routers.close)
+    lends = ReplicatedPlacement(setup.num_stages) if all_stages else None
+    run = Run(
+        config=config,
+        args=args,
+        setup=setup,
+        control=control,
+        sets=basis.sets,
+        placement=lends or _placement(config, setup, args, stage, mesh, source.pool),
+        stage=stage,
+        source=source,
+        activations=activations,
+        routers=routers,
+        recorder=DataRecorder(),
+        report=RunReport(config, source, _opening(checked, basis, source)),
+        undo=undo,
+        fused=basis.fused,
+        all_stages=all_stages,
+        token_loss=token_loss,
+        dropout=dropout,
+        noise_alpha=noise_alpha,
+        code=code,
+        whole=whole,
+    )
+    return run, test, mesh
+
+
+def _opening(checked: _Checked, basis: _Basis, source: PlanSource) -> str:
+    """The text that a run prints once, before anything has run."""
+    lines = [opening_line(basis.setup, checked.request.args, checked.facts.model), basis.kernels_line]
+    if not source.is_timed:
+        lines.append(
+            "full_determinism: plans follow the costs known at the start and no measured seconds, so that equal "
+            "runs get equal bits (`hardware` gives measured costs)"
         )
-        code = CodeAtStart(model, config.self_test, args.device if is_models_loss else None)
-        if test is None or request.datasets is None:
-            _warn_of_forward(forward, args, token_loss)
-            forward = ""
-        all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
-        stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
-        code.forget_others(model)
-        if setup.num_stages > 1 and not all_stages:
-            check_trained(stage, control)
-        # every rank makes the process groups of shards before those of sequence groups
-        mesh = _new_mesh(config, setup, args)
-        source = open_plan_source(config, setup, control, args)
-        undo.callback(source.pool.close)
-        budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
-        host_bytes = budget.host_bytes if budget is not None else 0
-        own_layers = setup.ranges[stage.stage][0] if all_stages else None
-        activations = ActivationRuntime(args.device, host_bytes, source.set_copy_rate, is_last, own_layers, budget is not None)
-        routers = RouterRuntime(args.device)
-        undo.callback(activations.close)
-        undo.callback(routers.close)
-        opening = opening_line(setup, args, model)
-        if kernels:
-            opening = f"{opening}\n{kernels}"
-        if not source.is_timed:
-            opening = (
-                f"{opening}\nfull_determinism: plans follow the costs known at the start and no measured seconds, so that equal "
-                f"runs get equal bits (`hardware` gives measured costs)"
-            )
-        if token_loss is not None:
-            opening = f"{opening}\nloss of a token: {loss_name(token_loss)}"
-        retest = None
-        if test is not None:
-            count = partial(count_over_ranks, group=control)
-            place = RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count, *probed(token_loss, task))
-            place = replace(place, fused=fused)
-            opening = f"{opening}\n{test.run(place, forward)}"
-            # where hooks inside mixers or indexes were looked for at the start, none may come later
-            is_plain = setup.costs.model.states.is_empty and setup.costs.model.index.is_empty
-            if mesh is None and setup.num_stages == 1 and is_plain:
-                retest = partial(_tested_again, model, setup, args, place, control)
-        if budget is not None and host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank:
-            # now, since it takes long: what the longest rows need, alone and together in one step
-            longest = sets.longest_rows("train_dataset", max(1, args.per_device_train_batch_size * args.world_size))
-            needed = source.most_host_bytes([longest[:1], longest] if longest else [])
-            opening = "\n".join(filter(None, (opening, activations.reserve(needed))))
-        return Run(
-            config=config,
-            args=args,
-            setup=setup,
-            control=control,
-            sets=sets,
-            placement=ReplicatedPlacement(setup.num_stages)
-            if all_stages
-            else _placement(config, setup, args, stage, mesh, source.pool),
-            stage=stage,
-            source=source,
-            activations=activations,
-            routers=routers,
-            recorder=DataRecorder(),
-            report=RunReport(config, source, opening),
-            undo=undo.pop_all(),
-            fused=fused,
-            all_stages=all_stages,
-            token_loss=token_loss,
-            dropout=dropout,
-            noise_alpha=noise_alpha,
-            code=code,
-            whole=whole,
-            retest=retest,
+    if checked.token_loss is not None:
+        lines.append(f"loss of a token: {loss_name(checked.token_loss)}")
+    return "\n".join(filter(None, lines))
+
+
+def _try(checked: _Checked, run: Run, test: SelfTest | None, mesh: DeviceMesh | None) -> Run:
+    """Compares plans with the plain model, then gets the host memory that the longest rows need. Collective.
+
+    Returns the run with its `retest`. Raises ValueError on every rank if a plan fails.
+    """
+    setup, args, control = run.setup, run.args, run.control
+    lines, retest = [run.report.opening], None
+    if test is not None:
+        count = partial(count_over_ranks, group=control)
+        place = RunPlace(
+            run.pool, mesh, args.device, run.config.fp32_gradients, count, *probed(run.token_loss, run.task), fused=run.fused
         )
+        lines.append(test.run(place, checked.forward if checked.request.mode.loss else ""))
+        # where hooks inside mixers or indexes were looked for at the start, none may come later
+        is_plain = setup.costs.model.states.is_empty and setup.costs.model.index.is_empty
+        if mesh is None and setup.num_stages == 1 and is_plain:
+            retest = partial(_tested_again, checked.facts.model, setup, args, place, control)
+    budget = setup.planner.activations
+    if budget is not None and budget.host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank:
+        # now, since it takes long: what the longest rows need, alone and together in one step
+        longest = run.sets.longest_rows("train_dataset", max(1, args.per_device_train_batch_size * args.world_size))
+        lines.append(run.activations.reserve(run.source.most_host_bytes([longest[:1], longest] if longest else [])))
+    run.report.opening = "\n".join(filter(None, lines))
+    return replace(run, retest=retest)
 
 
 def _tested_again(
@@ -376,7 +465,7 @@ def _tested_again(
     Returns a line for the log; an empty one if there is no room for the test, so that nothing was compared.
     Raises ValueError on every rank if a plan fails.
     """
-    test = SelfTest.of(model, setup, args.device, args.bf16, control)
+    test = SelfTest.of(ModelFacts.of(model), setup, args.device, args.bf16, control)
     is_models_loss = place.token_loss is None or place.value_loss is not None
     return "" if test is None else test.run(place, user_forward(model) if is_models_loss else "")
 
@@ -442,16 +531,14 @@ def _changed_settings(config: LongContextConfig) -> list[str]:
     return []
 
 
-def _lone_stage_problems(model: Any) -> list[str]:
-    """Problem with a model that a training which failed left as one stage; lets a model that was loaded as one run again."""
-    if loaded_ranges(model) is not None:
-        allow_all(model)
-    elif refuses(base_of(model)):
-        return [
-            f"a training with pipeline stages ended in an error and left a part of {type(base_of(model)).__name__} on this rank; "
-            f"load the model again, from the last checkpoint"
-        ]
-    return []
+def _lone_stage_problems(facts: ModelFacts) -> list[str]:
+    """Problem with a model that a training which failed left as one stage."""
+    if facts.loaded_ranges is not None or not refuses(facts.base):
+        return []
+    return [
+        f"a training with pipeline stages ended in an error and left a part of {facts.name} on this rank; "
+        f"load the model again, from the last checkpoint"
+    ]
 
 
 def _own_stage(setup: RunSetup, model: Any) -> StageModel:

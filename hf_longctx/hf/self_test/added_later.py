@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.refusing import refuses
 from hf_longctx.hf.self_test.reduced_copy import is_user_function, package_of, user_functions
 from hf_longctx.hf.start.losses import model_loss_problems
@@ -37,9 +37,9 @@ class CodeAtStart:
     is probed, if plans train the model's own; else None.
     """
 
-    def __init__(self, model: nn.Module, is_compared: bool, device: torch.device | None) -> None:
-        self._is_compared, self._device, self._loss = is_compared, device, _own_loss(model)
-        self.accept(model)
+    def __init__(self, facts: ModelFacts, is_compared: bool, device: torch.device | None) -> None:
+        self._is_compared, self._device, self._facts, self._loss = is_compared, device, facts, _own_loss(facts)
+        self.accept(facts.model)
 
     def accept(self, model: nn.Module) -> None:
         """Takes what is on `model` now for what it had at its start, since a self-test has compared it."""
@@ -57,8 +57,8 @@ class CodeAtStart:
 
     def problem(self, model: nn.Module) -> str:
         """Problem with the first function that a user has put on `model` since; empty if there is none."""
-        if self._device is not None and (loss := _own_loss(model)) is not self._loss:
-            if problems := model_loss_problems(model, self._device):
+        if self._device is not None and (loss := _own_loss(self._facts)) is not self._loss:
+            if problems := model_loss_problems(self._facts, self._device):
                 return problems[0]
             self._loss = loss
         if self._seen.modules[0] is not model:
@@ -167,9 +167,9 @@ def _are(found: list[Any], known: list[Any]) -> bool:
     return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
-def _own_loss(model: nn.Module) -> Any:
+def _own_loss(facts: ModelFacts) -> Any:
     """The loss that was set on a model in place of that of its class; None if there is none."""
-    return vars(base_of(model)).get("_loss_function")
+    return vars(facts.base).get("_loss_function")
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:

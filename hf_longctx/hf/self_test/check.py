@@ -45,10 +45,9 @@ from torch import Tensor
 from hf_longctx.families.registry import MIXERS
 from hf_longctx.hf.data.labels import HeadTask
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.document_rope import shorten_limits
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.positions import absent_token_ids
-from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import host_bytes
@@ -100,19 +99,18 @@ class SelfTest:
 
     @classmethod
     def of(
-        cls, model: Any, setup: RunSetup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
+        cls, facts: ModelFacts, setup: RunSetup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
     ) -> SelfTest | None:
-        """Copies `model`, which will run under plans of `setup`; returns None, and logs why, if the test cannot run.
+        """Copies a model, which will run under plans of `setup`; returns None, and logs why, if the test cannot run.
 
-        The attention of `model` is switched already. Collective over the ranks of `control`.
+        The attention of the model is switched already. Collective over the ranks of `control`.
         """
-        if loaded_ranges(model) is not None:
+        model = facts.model
+        if facts.loaded_ranges is not None:
             _left_out(
                 "every rank loaded its own pipeline stage, so that no rank has the plain model to compare with", model, control
             )
             return None
-        # sharding replaces the model's class, so take its name before that
-        name = type(base_of(model)).__name__
         boundaries = sorted(layers.first_layer for ranges in setup.ranges for layers in ranges)
         elements = num_elements(model, boundaries)
         # a stage is cut from a second copy, which also takes memory
@@ -138,14 +136,13 @@ class SelfTest:
         exact = reduced_copy(model, boundaries, longest_window, dtype)
         # make the document so long that, for its last third, windows and indexes hide tokens
         long_tokens = max(long_tokens, max((exact.most_chosen, *exact.windows.values())) * 3 // 2)
-        is_packed = bool(four_bit_layers(model))
-        is_rounded = is_autocast or is_packed or model.dtype != dtype
+        is_rounded = is_autocast or facts.has_four_bits or model.dtype != dtype
         is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
         working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
         lengths = probe_lengths(min(most, long_tokens))
         # half of the long document is longer than its slices, and longer than the other documents
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
-        return cls(model, exact, working, setup, lengths, dtype, is_autocast, name, is_packed, max(limits))
+        return cls(model, exact, working, setup, lengths, dtype, is_autocast, facts.name, facts.has_four_bits, max(limits))
 
     def run(self, place: RunPlace, forward: str = "") -> str:
         """Compares plans with the plain model, frees the copies and returns a line for the log.

@@ -17,8 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.models.activations import activation_problem
-from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.heads import head_kind, num_outputs
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, BinaryCrossEntropy, LabelSmoothing, SquaredError, TokenLoss, ValueLoss
 
 # the losses of transformers that plans train by default, by what the head predicts: module and names
@@ -58,17 +57,17 @@ def loss_name(token_loss: TokenLoss | ValueLoss | None) -> str:
     return f"token_loss {getattr(token_loss, '__qualname__', type(token_loss).__qualname__)}"
 
 
-def loss_problems(model: Any, args: TrainingArguments, token_loss: TokenLoss | None) -> list[str]:
+def loss_problems(facts: ModelFacts, args: TrainingArguments, token_loss: TokenLoss | None) -> list[str]:
     """Problems with a user's `token_loss`, and with losses elsewhere that plans would not train."""
     if token_loss is None:
-        return model_loss_problems(model, args.device)
-    problems = token_loss_problems(token_loss, num_outputs(model), args.device)
+        return model_loss_problems(facts, args.device)
+    problems = token_loss_problems(token_loss, facts.num_outputs, args.device)
     if factor := args.label_smoothing_factor:
         problems.append(f"label_smoothing_factor={factor!r} has no effect beside token_loss; leave one of them out")
     return problems
 
 
-def stock_loss_problems(model: Any, args: TrainingArguments, config: LongContextConfig) -> list[str]:
+def stock_loss_problems(facts: ModelFacts, args: TrainingArguments, config: LongContextConfig) -> list[str]:
     """Problems with losses that a stock loop cannot compute from one rank's share of a plan (the callback alone)."""
     problems = []
     if factor := args.label_smoothing_factor:
@@ -76,44 +75,42 @@ def stock_loss_problems(model: Any, args: TrainingArguments, config: LongContext
             f"label_smoothing_factor={factor!r} needs the logits of whole batches, which a plan spreads over ranks; call "
             f"attach(trainer), or use LongContextTrainer"
         )
-    found = _other_loss(model)
-    if found is None or _is_cross_entropy(found, num_outputs(model), args.device, is_shifted=True):
+    found = _other_loss(facts)
+    if found is None or _is_cross_entropy(found, facts.num_outputs, args.device, is_shifted=True):
         return problems
-    name = _described(model, found)
-    if not _adds_up(found, num_outputs(model), args.device):
+    name = _described(facts.base, found)
+    if not _adds_up(found, facts.num_outputs, args.device):
         problems.append(
             f"{name}, whose values on two parts of a row do not add up to that on the whole row, as those of the ranks must; let "
             f"it read shift_labels and divide a sum by num_items_in_batch, or {WAY_OUT}"
         )
-    elif config.activations == "auto" and config.tile_tokens != 0 and not activation_problem(base_of(model)):
+    elif config.activations == "auto" and config.tile_tokens != 0 and not activation_problem(facts.base):
         problems.append(f"{name}, but a loss in tiles would never call it; set tile_tokens=0 to keep whole logits, or {WAY_OUT}")
     return problems
 
 
-def model_loss_problems(model: Any, device: torch.device) -> list[str]:
+def model_loss_problems(facts: ModelFacts, device: torch.device) -> list[str]:
     """Problem with a model whose `loss_function` is not the token mean of cross-entropy that plans train."""
-    found = _other_loss(model)
-    if found is None or (head_kind(model) == "next_token" and _is_cross_entropy(found, num_outputs(model), device)):
+    found = _other_loss(facts)
+    if found is None or (facts.head_kind == "next_token" and _is_cross_entropy(found, facts.num_outputs, device)):
         return []
     return [
-        f"{_described(model, found)}, but plans train {_TRAINED[head_kind(model)]} and would never call it; {WAY_OUT}, or "
+        f"{_described(facts.base, found)}, but plans train {_TRAINED[facts.head_kind]} and would never call it; {WAY_OUT}, or "
         f"restore the model's own loss"
     ]
 
 
-def _other_loss(model: Any) -> Any:
+def _other_loss(facts: ModelFacts) -> Any:
     """The model's loss function if it is not that of transformers for causal language models, else None."""
-    base = base_of(model) if isinstance(model, nn.Module) else None
     # other models are refused for their class
-    if not isinstance(base, PreTrainedModel) or not num_outputs(model):
+    if not isinstance(facts.base, PreTrainedModel) or not facts.num_outputs:
         return None
-    found = base.loss_function
-    stock = (_MODULE, _STOCK[head_kind(base)])
+    found = facts.base.loss_function
+    stock = (_MODULE, _STOCK[facts.head_kind])
     return None if (getattr(found, "__module__", ""), getattr(found, "__qualname__", "")) == stock else found
 
 
-def _described(model: Any, found: Any) -> str:
-    base = base_of(model)
+def _described(base: PreTrainedModel, found: Any) -> str:
     how = "loss_function" if "_loss_function" in vars(base) else f"loss_type={getattr(base, 'loss_type', None)!r}"
     return f"the model's {how} computes {found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
 

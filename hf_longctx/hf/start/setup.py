@@ -27,7 +27,7 @@ from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spec
 from hf_longctx.hf.models.states import mixer_of, scan_line
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, host_bytes
 from hf_longctx.hf.rules.arguments import launch_problems, low_bits, setup_problems, stage_ranks
 from hf_longctx.hf.start.budget import Beside, activation_budget, describe_states, rank_memory
@@ -104,10 +104,12 @@ def checked_degrees(
     processing_class: Any,
     problems: list[str],
     control: dist.ProcessGroup | None,
+    alike: Mapping[str, Any] = {},
 ) -> tuple[int, ...]:
     """The degrees that sequence groups may have; raises ValueError on every rank for settings, models or ranks that do not fit.
 
-    problems: problems that the caller has found already. Collective over the ranks of `control`.
+    problems: problems that the caller has found already. alike: further values that must not differ between ranks. Collective
+    over the ranks of `control`, in one exchange.
     """
     config_of_text = model.config.get_text_config() if hasattr(model, "config") else None
     heads = getattr(config_of_text, "num_attention_heads", args.world_size)
@@ -115,9 +117,8 @@ def checked_degrees(
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
     problems += _hardware_problems(config.hardware)
     problems += setup_problems(model, processing_class, config, args.world_size, degrees)
-    # compare settings before raising: a rank with other settings may be the only one with a problem
-    problems += differing_settings({**asdict(config), **_shared_arguments(args)}, control)
-    raise_together(problems, control)
+    # a rank with other settings may be the only one with a problem
+    raise_together(problems, control, alike={**asdict(config), **_shared_arguments(args), **alike})
     return (config.static_degree,) if config.static_degree else degrees
 
 

@@ -197,10 +197,9 @@ class ParameterMixin(CheckpointMixin):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm over all ranks that share the model, as one plain number that is equal on all of them."""
-        host = host_steps_of(self._plain_optimizer)
         if self._guard.was_skipped:
-            if host is not None:
-                host.forget_early()
+            if self._host_steps is not None:
+                self._host_steps.forget_early()
             # its gradients were dropped, and a norm of 0 would be a lie
             return math.nan
         with self._explained():
@@ -217,15 +216,12 @@ class ParameterMixin(CheckpointMixin):
             norm = self._placement.clip(max_norm)
             return trainers_own() if norm is None else norm
 
-        host = host_steps_of(self._plain_optimizer)
+        host = self._host_steps
         return clip() if host is None else host.clipped(clip, max_norm)
 
     def _early_updates(self) -> HostSteps | None:
         """Taker of gradients that leave for the host during the backward; None if the user's code may still change them."""
-        if self.optimizer is None:
-            # a step by hand before any training
-            return None
-        host = host_steps_of(self._plain_optimizer)
+        host = self._host_steps
         return None if host is None or changes_before_updates(self, self._plain_optimizer) else host
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -306,6 +302,12 @@ class ParameterMixin(CheckpointMixin):
 
     def _folder(self, output_dir: str | None) -> str:
         return str(self.args.output_dir if output_dir is None else output_dir)
+
+    @property
+    def _host_steps(self) -> HostSteps | None:
+        """Mover of the optimizer's steps to the host, if the run lets it step there; None before the optimizer is made."""
+        is_asked = self.longctx_run.setup.costs.model.updates_on_host and self.optimizer is not None
+        return host_steps_of(self._plain_optimizer) if is_asked else None
 
     @property
     def _plain_optimizer(self) -> Any:

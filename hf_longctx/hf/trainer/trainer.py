@@ -36,6 +36,7 @@ from hf_longctx.hf.log_probs.rewards import passes_of
 from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
 from hf_longctx.hf.log_probs.two_passes import LoaderCheck, ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout import check_rates, noise_problems
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.models.kernel_places import without_liger
 from hf_longctx.hf.models.towers import freeze_towers
@@ -111,6 +112,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
     # kept between steps, since it owns gradient buffers
     _executor: StepExecutor | None
     _guard: NonfiniteGuard
+    # whether steps count tokens that were predicted right, and sum up entropies
+    _counts_tokens: bool
     # plans of the present optimizer step, until the first of them runs
     _plans_of_step: list[Any]
     # the collator that `Trainer` made, or that was checked; plans do not call it
@@ -470,7 +473,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 # experts are balanced over all plans of the step, so route all of them before the first plan runs
                 executor.route([(b["step"].plan.for_rank(run.pool.rank), b["chunks"]) for b in self._plans_of_step], engine)
             self._plans_of_step = []
-            tally = TokenTally(self.args.device) if counts_tokens(type(self), self.longctx_config) else None
+            tally = TokenTally(self.args.device) if self._counts_tokens else None
             result = executor.run(rank_plan, inputs["chunks"], total_weight, reduce, plan.estimate.peak_bytes, engine, tally)
             result = result if loss is None else replace(result, loss=loss)
             if not self._guard.plan_done(inputs["step"], inputs["chunks"], engine, result, reduce):
@@ -594,7 +597,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             problems += smoother_problems(self, run.token_loss)
             problems += collator_of_own_problems(self, self._first_collator) if self.plans_evaluation else []
         if run.token_loss is None or isinstance(run.token_loss, LabelSmoothing | ValueLoss):
-            problems += model_loss_problems(self.model, self.args.device)
+            problems += model_loss_problems(ModelFacts.of(self.model), self.args.device)
         raise_together(problems, run.control)
 
     def _start(self, request: RunRequest) -> None:
@@ -610,6 +613,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         problems += hook_problems(type(self)) + override_problems(type(self), LongContextMixin, self.plans_evaluation)
         self.longctx_run = start_run(replace(request, problems=problems))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
+        self._counts_tokens = counts_tokens(type(self), self.longctx_config)
         self._guard = NonfiniteGuard(self.longctx_run)
         self._replicas = ReplicaCheck(self.longctx_config, self.longctx_run)
         self._staged, self._chosen, self._control, self._saving, self._writers = None, None, None, None, None

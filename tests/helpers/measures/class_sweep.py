@@ -36,6 +36,7 @@ from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stage_problems
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import head_problem, logit_change
 from hf_longctx.hf.models.spec import model_spec
@@ -251,7 +252,7 @@ def self_tested(model: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, use_cpu=True, report_to=[])
     setup = choose_setup(LongContextConfig(tokens_per_rank=96), model, args, (1,), None)
-    test = SelfTest.of(model, setup, CPU, False, None)
+    test = SelfTest.of(ModelFacts.of(model), setup, CPU, False, None)
     return "left out" if test is None else test.run(RunPlace(GroupPool((1,), 1.0), None, CPU, False, lambda count: count))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback, LongContextConfig
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.self_test.added_later import CodeAtStart
 from hf_longctx.hf.self_test.reduced_copy import user_functions
@@ -206,7 +207,7 @@ def test_what_plans_leave_alone_may_be_replaced_without_a_self_test(ranks) -> No
 def test_a_look_at_the_model_in_every_step_takes_no_time() -> None:
     """32 layers with adapters everywhere: far below a millisecond on an idle core; the bound is for a busy one."""
     model = build_model(ModelCase(num_layers=32, lora=(("r", 2), ("target_modules", "all-linear"))))
-    code = CodeAtStart(model, True, None)
+    code = CodeAtStart(ModelFacts.of(model), True, None)
     assert code.problem(model) == ""
     fast_s = min(timeit.repeat(lambda: code.problem(model), number=5, repeat=5)) / 5
     slow_s = min(timeit.repeat(lambda: list(user_functions(model)), number=1, repeat=3))
@@ -357,7 +358,7 @@ def test_layers_that_went_to_another_stage_are_let_go_and_their_classes_stay_kno
         layer.mlp.__class__ = Doubled
         layer.self_attn.register_forward_hook(lambda *_: None)
     del layer
-    code, other = CodeAtStart(model, True, None), weakref.ref(model.model.layers[1].self_attn)
+    code, other = CodeAtStart(ModelFacts.of(model), True, None), weakref.ref(model.model.layers[1].self_attn)
     model.model.layers = model.model.layers[:1]
     code.forget_others(model)
     gc.collect()
