@@ -36,7 +36,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: Any) -> ModelFacts:
-        """Read the facts of `model`, which may be any object."""
+        """Reads the facts of `model`, which may be any object."""
         base = base_of(model)
         is_module = isinstance(model, nn.Module)
         return cls(

@@ -176,11 +176,6 @@ def raise_together(
     raise RefusedRun.of(text, headline)
 
 
-def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:
-    """One problem per setting whose value differs between ranks; every rank gets an equal list."""
-    return _differing(gather_objects({name: repr(value) for name, value in settings.items()}, group))
-
-
 def _differing(everyone: Sequence[Mapping[str, str]]) -> list[str]:
     """One problem per setting with several values; everyone: the settings of each rank."""
     problems = []

@@ -8,7 +8,7 @@ done to model and ranks is undone in reverse if it, or a later one, fails.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -107,7 +107,7 @@ BORROWED = Mode(steps=False, loss=False, states=False)
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Everything that a run is started from.
+    """What a run is started from.
 
     problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; none with
     `BORROWED`, since a stock loader reads them. control: the process group that `meet` returned, if it was called before.
@@ -161,7 +161,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Basis:
-    """With what plans start. kernels_line: tells which kernels there are; may be empty."""
+    """The basis of plans. kernels_line: names the kernels of layers; empty if there are none."""
 
     setup: RunSetup
     sets: SequenceSets
@@ -171,7 +171,7 @@ class _Basis:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything between a model and its plans, from the start of a run to its end.
+    """What lies between a model and its plans, from the start of a run to its end.
 
     control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
     reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
@@ -216,7 +216,7 @@ class Run:
         return self.source.pool
 
     def executor(self, model: nn.Module, fp32_gradients: bool = True) -> StepExecutor:
-        """An executor for the placed model; the executor owns gradient buffers."""
+        """Makes an executor for the placed model; it owns gradient buffers."""
         stage = replace(self.stage, model=model)
         all_stages = [replace(each, model=model) for each in self.all_stages]
         self.fused.bind(model)
@@ -226,7 +226,7 @@ class Run:
         return executor
 
     def make_room(self, plan: StepPlan) -> None:
-        """Gets the host memory that the plan needs, on all ranks before its first collective, and says how long that took."""
+        """Gets the host memory that the plan needs, on all ranks before its first collective, and logs how long that took."""
         if line := self.activations.reserve(plan.estimate.host_bytes):
             self.report.say(line)
 
@@ -243,12 +243,11 @@ class Run:
         self.undo.close()
 
 
-def meet(
-    config: LongContextConfig, args: TrainingArguments | None, control: dist.ProcessGroup | None = None
-) -> dist.ProcessGroup | None:
-    """Waits for all ranks; returns the process group over which they agree on things, made here unless `control` is one.
+def meet(config: LongContextConfig, args: TrainingArguments | None, problems: Sequence[str] = ()) -> dist.ProcessGroup | None:
+    """Waits for all ranks; returns a new process group over which they agree on things.
 
-    Raises ValueError on every rank if a setting was changed to something that is not allowed.
+    problems: what the caller found before. Raises ValueError on every rank for these, and for a setting that was changed to
+    something that is not allowed.
     """
     follow_launcher()
     broken = _changed_settings(config)
@@ -259,9 +258,8 @@ def meet(
     with joint_call(START, timeout_s):
         # only the default group has a time-out before the first meeting
         PartialState().wait_for_everyone()
-        if control is None:
-            control = control_group(timeout_s, longest_s)
-        raise_together(broken, control)
+        control = control_group(timeout_s, longest_s)
+        raise_together([*broken, *problems], control)
     return control
 
 
@@ -339,7 +337,7 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
 
 
 def _covered(fused: FusedLayers, model: PreTrainedModel) -> dict[str, bool]:
-    """`FusedLayers.covered` of a model whose attention runs under plans, which may put forwards of its own in place."""
+    """Returns what kernels cover in `model` while its attention runs under plans, which may put forwards of its own in place."""
     name = attention_name(model)
     patch_model(model)
     try:
@@ -471,7 +469,7 @@ def _tested_again(
 
 
 def reference_run(run: Run, model: Any) -> Run:
-    """A run of a second model of the same class and shape beside that of `run`, for forwards under the same plans.
+    """Makes a run of a second model of the same class and shape, for forwards under the plans of `run`.
 
     It ends with `run`. Patches the model's attention and cuts it into the same stages.
     """
@@ -510,7 +508,7 @@ def _note_rounded(config: LongContextConfig, model: Any, args: TrainingArguments
 
 
 def _warn_of_forward(forward: str, args: TrainingArguments, loss: TokenLoss | ValueLoss | None) -> None:
-    """Tells what becomes of the loss of a user's forward, where no self-test compares it with that of plans."""
+    """Logs that plans ignore the loss of a user's forward, if no self-test compares it with that of plans."""
     if forward and args.process_index == 0:
         way_out = "" if isinstance(loss, ValueLoss) else f"; to train another loss, {WAY_OUT}"
         logger.warning(
@@ -523,7 +521,7 @@ def _warn_of_forward(forward: str, args: TrainingArguments, loss: TokenLoss | Va
 
 
 def _changed_settings(config: LongContextConfig) -> list[str]:
-    """The problem with a setting that was changed after the config was made."""
+    """Returns the problem with a setting that was changed after the config was made."""
     try:
         config.check()
     except ValueError as error:
@@ -532,7 +530,7 @@ def _changed_settings(config: LongContextConfig) -> list[str]:
 
 
 def _lone_stage_problems(facts: ModelFacts) -> list[str]:
-    """Problem with a model that a training which failed left as one stage."""
+    """Refuses a model that was left as one stage by a training that failed."""
     if facts.loaded_ranges is not None or not refuses(facts.base):
         return []
     return [
@@ -554,7 +552,7 @@ def _own_stage(setup: RunSetup, model: Any) -> StageModel:
 
 
 def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArguments) -> DeviceMesh | None:
-    """The mesh over which parameters are sharded; None if every rank has them whole. Collective over all ranks."""
+    """Makes the mesh over which parameters are sharded; None if every rank has them whole. Collective over all ranks."""
     if setup.costs.parameters != "replicated":
         return shard_mesh(args.device.type, setup.costs.shard_ranks, args.ddp_timeout, setup.num_stages)
     if config.parameters != "replicated":

@@ -25,7 +25,7 @@ from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
 from hf_longctx.hf.models.cutting import loaded_ranges
-from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.start.setup import RunSetup, settings_for
 from hf_longctx.hf.start.stages import own_stage
@@ -148,9 +148,8 @@ class SequenceSets:
             problems += scan.problems
             self._scans[name] = (given[name], scan)
             settings[f"tokens of {name}"] = scan.digest
-        problems += differing_settings(settings, self.control)
         problems += self._differing_rows({name: self._scans[name][1] for name in given})
-        raise_together(problems, self.control)
+        raise_together(problems, self.control, alike=settings)
 
     def _differing_rows(self, scans: Mapping[str, DatasetScan]) -> list[str]:
         """Problems with the first row that differs between ranks, for sets that run code to make rows. Collective."""
@@ -171,9 +170,8 @@ class SequenceSets:
             late = stream_problems({name: dataset}, self.config, self.args) + self.collation.problems(dataset, name)
             raise_together(late, self.control)
             scan = self._scan({name: dataset})[name]
-            problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self.control)
-            problems += self._differing_rows({name: scan})
-            raise_together(problems, self.control)
+            problems = scan.problems + self._differing_rows({name: scan})
+            raise_together(problems, self.control, alike={f"tokens of {name}": scan.digest})
             self._scans[name] = (dataset, scan)
         index = self._cut(scan)
         if self.args.process_index == 0 and name not in self._told:

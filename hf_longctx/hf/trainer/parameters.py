@@ -127,7 +127,7 @@ class ParameterMixin(CheckpointMixin):
         return optimizer
 
     def _step_on_whole_weights(self, plain: torch.optim.Optimizer, on_host: bool) -> None:
-        """Lets an optimizer that may be wrong on shards update whole weights; raises ValueError where it cannot."""
+        """Makes an optimizer that may be wrong on shards update whole weights; raises ValueError if it cannot."""
         weights = (weight for group in plain.param_groups for weight in group["params"])
         if not any(isinstance(weight, DTensor) for weight in weights) or not needs_whole_weights(plain):
             return
@@ -196,7 +196,7 @@ class ParameterMixin(CheckpointMixin):
             return self._clipped(lambda: super(ParameterMixin, self)._clip_grad_norm(model), float(self.args.max_grad_norm))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm over all ranks that share the model, as one plain number that is equal on all of them."""
+        """Returns the gradient norm over all ranks that share the model, as one number that is equal on all of them."""
         if self._guard.was_skipped:
             if self._host_steps is not None:
                 self._host_steps.forget_early()
@@ -220,7 +220,7 @@ class ParameterMixin(CheckpointMixin):
         return clip() if host is None else host.clipped(clip, max_norm)
 
     def _early_updates(self) -> HostSteps | None:
-        """Taker of gradients that leave for the host during the backward; None if the user's code may still change them."""
+        """Returns what moves gradients to the host during the backward; None if the user's code may still change them."""
         host = self._host_steps
         return None if host is None or changes_before_updates(self, self._plain_optimizer) else host
 

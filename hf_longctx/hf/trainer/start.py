@@ -1,4 +1,4 @@
-"""The start of a trainer: settings of other systems in our words, models of `model_init`, trainers of TRL."""
+"""Starts a trainer: translates settings of other systems, makes models of `model_init`, prepares trainers of TRL."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class StartMixin(_TrainerBase):
     _given: dict[str, Any]
 
     def _translated(self, config: LongContextConfig, args: TrainingArguments | None) -> tuple[LongContextConfig, list[str]]:
-        """The config with the settings of accelerate and `Trainer` as ours; problems with those that have no such words."""
+        """Translates settings of accelerate and `Trainer` into the config; returns problems with those without a field, too."""
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         words = translate(config, args, LaunchEnvironment.read())
         self._lines = words.lines
         return words.config, list(words.problems)
 
     def _tell_settings(self) -> None:
-        """Says once what became of settings of other systems, and which settings have no effect."""
+        """Logs what became of settings of other systems, and which settings have no effect."""
         if self.is_fsdp_enabled:
             self.longctx_run.close()
             raise ValueError(
@@ -179,7 +179,7 @@ class StartMixin(_TrainerBase):
         raise_together(problems + config_problems(config, args), run.control)
 
     def _check_code(self) -> None:
-        """Lets the self-test compare hooks and forwards that were put on the model since the start, where it can. Collective.
+        """Compares hooks and forwards that were put on the model since the start, by the self-test. Collective.
 
         Raises ValueError on every rank if plans are not exact with them. Where it cannot, the first step refuses them.
         """
@@ -213,7 +213,7 @@ class StartMixin(_TrainerBase):
 
     @contextmanager
     def _telling_trackers(self) -> Iterator[None]:
-        """Context of a training, at whose beginning callbacks see the arguments of the user, which trackers write down."""
+        """Context of a training: when it begins, callbacks see the user's arguments, which trackers write down."""
         begin, handler = self.callback_handler.on_train_begin, vars(self.callback_handler)
 
         def begin_with_users(*args: Any, **kwargs: Any) -> TrainerControl:
@@ -284,6 +284,6 @@ def _seed(args: TrainingArguments) -> None:
 
 
 def _objective(metrics: dict[str, float]) -> float:
-    """The objective of `Trainer`, which adds up all metrics but the loss if there are others, of the user's metrics alone."""
+    """Computes the objective of `Trainer`, which adds up all metrics but the loss, from the user's metrics alone."""
     own = {name: value for name, value in metrics.items() if not name.endswith(_ADDED_METRICS)}
     return float(default_compute_objective(own))

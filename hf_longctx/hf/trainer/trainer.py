@@ -165,8 +165,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 model_init = given.pop("model_init", None)
                 unusable: list[str] = []
                 model = self._first_model(model, model_init, args, unusable)
-                control = meet(config, args)
-                raise_together(unusable, control)
+                control = meet(config, args, unusable)
                 self._given = {"data_collator": data_collator, **given}
                 problems += run_problems(type(self), config, model, args, self._given)
                 collation = Collation(data_collator, head_kind(model), forward_columns(model, args))
@@ -253,7 +252,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         return self._stop.stopped_by
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Planned steps of the training set; not sharded again by accelerate, since every rank draws the same steps.
+        """Makes the loader of planned steps; accelerate must not shard it again, since every rank draws the same steps.
 
         A trainer of TRL that keeps its own batches keeps its own loader.
         """
@@ -278,7 +277,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         return stream.epochs_ended, num_skipped
 
     def _steps_done(self) -> int:
-        """Optimizer steps whose batches the loader of a resumed training leaves out.
+        """Counts the optimizer steps whose batches the loader of a resumed training leaves out.
 
         None outside of a training, and none while the state is still that of the training before.
         """
@@ -286,7 +285,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         return self.state.global_step if self.is_in_train and is_resumed else 0
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Planned steps of an evaluation set, in its order; a set given here is checked like the sets given at the start.
+        """Makes the loader of an evaluation set, in its order; a set given here is checked like those given at the start.
 
         eval_dataset: a set, or the name of one if the trainer has a dict of them.
         """
@@ -299,14 +298,14 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         return eval_loader(self.longctx_run, name, dataset, marks)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Planned steps of a set to predict, in its order; its rows need no labels if the model classifies."""
+        """Makes the loader of a set to predict, in its order; its rows need no labels if the model classifies."""
         if is_scored(type(self)):
             return super().get_test_dataloader(test_dataset)
         marks = self.longctx_run.task.kind != "next_token"
         return eval_loader(self.longctx_run, TEST_SET, whole(self._columns_read(test_dataset)), marks)
 
     def _columns_read(self, dataset: Any) -> Any:
-        """A dataset, or a dict of several, with the columns that the run's collator reads."""
+        """Reduces a dataset, or a dict of several, to the columns that the run's collator reads."""
         return read_columns(type(self), dataset, self.longctx_run.sets.collation.reads_all)
 
     def _check_loader(self, loader: Any) -> None:
@@ -323,7 +322,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Sequences of one optimizer step over all ranks; with tokens_per_step, their mean number.
+        """Counts the sequences of one optimizer step over all ranks; with tokens_per_step, returns their mean number.
 
         The lengths of a stream are unknown, so for a stream it is the number without a token budget.
         """
@@ -335,12 +334,11 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         return max(1, round(self.longctx_config.tokens_per_step / float(lengths.mean())))
 
     def _label_sums(self, batches: list[dict[str, Any]], stop: OrderlyStop | None = None) -> tuple[float, int]:
-        """Total weight and number of label tokens over all ranks; tells `stop` which signals asked ranks to stop.
+        """Sums weights and numbers of label tokens over all ranks; the same exchange settles what else ranks must agree on.
 
-        Tells activations, too, by how much slabs that were full on some ranks were too small.
-
-        stop: None in an evaluation; else also looks after a checkpoint that is written behind training. Raises ValueError on
-        every rank if a row of `batches` has changed on any, and for a step without a label that counts.
+        These are: signals that ask to stop, a checkpoint that threads have finished, rows and code that have changed, and the
+        bytes by which full slabs of host memory were too small. stop: None in an evaluation. Raises ValueError on every rank if a
+        row has changed on any, and for a step without a label that counts.
         """
         control = self.longctx_run.control
         _check_planned(batches)
@@ -432,7 +430,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         return self._label_sums([inputs], self._stop)[0]
 
     def _step_in_two_passes(self, passes: TwoPasses, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """The trainer's own step, whose backward ends at log-probabilities; then plans train these. Returns the mean loss."""
+        """Runs the trainer's own step up to log-probabilities, which plans then train; returns the mean loss."""
         # made here, since inside a forward FSDP2 keeps weights gathered
         executor = self._training_executor()
         with self._explained():
@@ -621,7 +619,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
     def _start_two_passes(self) -> None:
-        """Lets the forwards of model and reference model that the trainer's own loss asks for run under plans."""
+        """Puts the forwards of model and reference model, for which the trainer's own loss asks, under plans."""
         run = self.longctx_run
         limits = run.sets.longest_sequence, run.setup.placeholders
         passes = passes_of(run.source, *limits, scored_temperature(self), run.task)
@@ -675,7 +673,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         return control
 
     def _training_executor(self) -> StepExecutor:
-        """The executor of the placed model, kept as long as the placed model is the same object."""
+        """Returns the executor of the placed model, kept as long as that is the same object."""
         model = self._placed_model()
         if self._executor is None or self._executor.model is not model:
             self._executor = self.longctx_run.executor(model, self.longctx_config.fp32_gradients)
@@ -744,7 +742,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             shards.come_back()
 
     def _told_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
-        """Yields like `_planned_forwards`, and tells the callbacks when a step is over."""
+        """Yields like `_planned_forwards`, and calls the callbacks' event after each step."""
         self.callback_handler.eval_dataloader = dataloader
         for each in self._planned_forwards(dataloader):
             yield each
