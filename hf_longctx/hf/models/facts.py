@@ -1,4 +1,4 @@
-"""What a model is, read once on its way into a run."""
+"""Facts of a model, which a run reads once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_longctx.plan.core.types import Ranges
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model is, as a run gets it: read without collectives, before plans patch, cut or shard it.
+    """Facts of a model as a run gets it: read without collectives, before plans patch, cut or shard it.
 
     Of an object that is no model of transformers `base` is that object, and the other fields have the values of a causal language
     model without outputs. The facts hold no layer, since a cut model must not keep the weights of other stages.

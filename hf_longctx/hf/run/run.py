@@ -87,7 +87,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What plans decide in a run; the loop of a stock trainer decides the rest.
+    """Names what plans decide in a run; the loop of a stock trainer decides the rest.
 
     steps: what a step consists of. Else a plan has one micro-batch, of the sequences that a stock loader drew for one forward.
     loss: the loss of a token, and the noise of embeddings (NEFTune). Else the model's own forward computes its loss. states:
@@ -107,7 +107,7 @@ BORROWED = Mode(steps=False, loss=False, states=False)
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What a run is started from.
+    """Contains what a run is started from.
 
     problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; none with
     `BORROWED`, since a stock loader reads them. control: the process group that `meet` returned, if it was called before.
@@ -144,7 +144,7 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What the first three phases have found.
+    """Holds the findings of the first three phases.
 
     task: the labels that the head learns. forward: name of a user's function around the model's forward, if plans train the loss
     of the model's logits and never read one that this function returns; else empty.
@@ -171,7 +171,7 @@ class _Basis:
 
 @dataclass(frozen=True)
 class Run:
-    """What lies between a model and its plans, from the start of a run to its end.
+    """Connects a model and its plans, from the start of a run to its end.
 
     control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
     reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
@@ -362,7 +362,7 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
         undo.callback(rest_noise, model)
     whole = None
     if request.gives_back and setup.num_stages > 1:
-        # what was done to the whole model before is undone once it is whole again
+        # earlier changes are undone once the model is whole again
         whole = WholeModel(model, is_loaded=facts.loaded_ranges is not None)
         undo.callback(whole.close, own_stage(setup.num_stages), setup.num_stages)
     if (dropout := keys_of(model)) is not None:

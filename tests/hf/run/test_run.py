@@ -111,7 +111,7 @@ def test_a_start_that_fails_on_several_ranks_leaves_their_groups_as_they_were(ra
 
 def test_a_run_beside_the_loop_of_a_stock_trainer_decides_less(tmp_path: Path) -> None:
     model = build_model(ModelCase())
-    own = request_of(ModelCase(), str(tmp_path), model, self_test=False)
+    own = request_of(ModelCase(), str(tmp_path), model)
     borrowed = RunRequest(**{**vars(own), "datasets": {}, "mode": BORROWED})
     found = []
     for request in (own, borrowed):

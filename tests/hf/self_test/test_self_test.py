@@ -30,7 +30,7 @@ from transformers import Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
 from hf_longctx.families.family import Modules
-from hf_longctx.hf.models import attention
+from hf_longctx.hf.models import attention, facts
 from hf_longctx.hf.self_test import check
 from hf_longctx.hf.self_test import reduced_copy as copies
 from hf_longctx.hf.self_test.reduced_copy import reduced_copy
@@ -544,7 +544,7 @@ def test_callbacks_run_it_too(ranks, is_attached: bool) -> None:
 
 
 def test_ranks_that_loaded_their_own_stage_are_told_that_it_is_left_out(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(check, "loaded_ranges", lambda model: ((0, 1),))
+    monkeypatch.setattr(facts, "loaded_ranges", lambda model: ((0, 1),))
     with caplog.at_level(logging.WARNING):
         opening = start(MIXED, {}, {}, "")
     assert "self-test left out: every rank loaded its own pipeline stage" in caplog.text
