@@ -1,1 +1,1 @@
-"""Agreement among ranks, the launcher's environment, shared host memory, and the naming of lost ranks."""
+"""Agreement among ranks, the launcher's environment, host memory, stop signals, and detection of lost ranks."""

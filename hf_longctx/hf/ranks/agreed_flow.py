@@ -1,8 +1,8 @@
-"""Lets all ranks take the same decisions in a training: flags of callbacks, settings of its state, metrics, pruned trials.
+"""Makes all ranks take the same decisions in a training: flags of callbacks, settings of its state, metrics, pruned trials.
 
-A callback may act on one rank alone: it looks at a clock, at a file, at a metric of its own. `Trainer` then saves, evaluates or
-stops on that rank, while the others wait in another collective. Here one rank's wish counts for all, at the moment at which it
-would count on one process: a small message follows the callbacks of a step, and each log, evaluation and save.
+A callback may act on one rank only, by a clock, a file or a local metric. `Trainer` then saves, evaluates or stops on that rank,
+while the others wait in another collective. Here one rank's decision applies to all, at the same point as on one process: the
+ranks exchange a small message after the callbacks of a step, and after each log, evaluation and save.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from hf_longctx.plan.core.messages import listed
 logger = logging.getLogger(__name__)
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-# values of the state that decide what the loop does next
+# values of the state on which the loop's next action depends
 _SETTINGS = (
     "max_steps", "logging_steps", "eval_steps", "save_steps", "best_metric", "best_global_step", "best_model_checkpoint",
 )  # fmt: skip
-# events of the loop, which all ranks reach, and after which it reads flags
+# events that all ranks reach, after which the loop reads flags
 _EVENTS = ("on_step_end", "on_substep_end", "on_epoch_end")
 
 
 class AgreedFlow:
-    """The messages of one training by which its ranks agree; every method is collective over all ranks.
+    """Messages by which the ranks of a training agree; every method is collective over all ranks.
 
-    control_group: the process group of all ranks; None for a single rank. stop: learns of signals that came in the last step.
+    control_group: the process group of all ranks; None for a single rank. stop: gets signals that came in the last step.
     """
 
     def __init__(self, control_group: dist.ProcessGroup | None, stop: OrderlyStop) -> None:
@@ -43,7 +43,7 @@ class AgreedFlow:
 
     @contextmanager
     def events(self, trainer: Trainer) -> Iterator[None]:
-        """Context of a training in which ranks agree after the events of the loop, whatever callbacks are added later."""
+        """Context of a training in which ranks agree after the events of the loop, also with callbacks that are added later."""
         handler = trainer.callback_handler
         own = vars(handler)
 
@@ -70,7 +70,7 @@ class AgreedFlow:
                 own.pop(name, None)
 
     def agree(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, is_step_end: bool = False) -> None:
-        """Sets a flag that any rank has set, and a setting of the state to the value to which any rank has changed it."""
+        """Applies, on all ranks, flags that any rank has set and settings of the state that any rank has changed."""
         flags = [int(bool(getattr(control, name))) for name in FLAGS]
         found = _settings(state)
         known = found if self._known is None else self._known
@@ -85,11 +85,11 @@ class AgreedFlow:
                 self._take_changes(state, known, found)
         self._known = _settings(state)
         if is_step_end and state.global_step >= state.max_steps:
-            # no step comes whose exchange could carry a signal that arrived in this one
+            # no later step could carry a signal that arrived in this one
             self._stop.end_with(num_asked, args, state, control)
 
     def first(self, values: dict[str, Any] | None) -> dict[str, Any]:
-        """Metrics with the values of the first rank that has them; warns once of those that differ between ranks."""
+        """Returns metrics of the first rank that has them; warns once about those that differ between ranks."""
         if self._group is None:
             return values or {}
         everyone = gather_objects(values or {}, self._group)
@@ -101,7 +101,7 @@ class AgreedFlow:
         return first
 
     def has_any(self, is_so: bool) -> bool:
-        """Whether something is so on any rank."""
+        """Returns whether `is_so` is true on any rank."""
         return bool(count_over_ranks(int(is_so), self._group))
 
     def _take_changes(self, state: TrainerState, known: tuple[Any, ...], found: tuple[Any, ...]) -> None:
@@ -116,5 +116,5 @@ def _settings(state: TrainerState) -> tuple[Any, ...]:
 
 
 def _split(sums: list[float], num_flags: int) -> tuple[Any, ...]:
-    """The sums of flags, then that of changes, then those of signals as one list."""
+    """Splits sums into those of flags, the sum of changes, and a list of those of signals."""
     return (*sums[:num_flags], sums[num_flags], sums[num_flags + 1 :])

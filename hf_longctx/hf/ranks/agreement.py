@@ -1,6 +1,6 @@
-"""Agreement between ranks on the CPU: gather small values, and raise an error on all ranks or on none.
+"""Agreement between ranks on the CPU: gathers small values, and raises an error on all ranks or on none.
 
-Every start-up check of `hf` uses it before work starts, and the trainer to explain collectives that broke.
+Used by every start-up check of `hf`, and by the trainer to explain broken collectives.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from hf_longctx.hf.ranks.heartbeats import Heartbeats, described, place_of_error
 from hf_longctx.hf.ranks.lost_ranks import BROKEN, Lost, RollCall, connect, rank_0_holds_store
 from hf_longctx.runtime.process_groups import sum_over_ranks
 
-# beginnings of the messages with which gloo and NCCL end a collective; other errors may speak of connections too
+# beginnings of gloo's and NCCL's messages about a broken collective; other errors may mention connections too
 _LOST_RANK = re.compile(
     r"(Gloo connectFullMesh failed|\[[^\]]*gloo/[^\]]*:\d+\] |\[Rank \d+\]: .*monitoredBarrier|NCCL (error|communicator))", re.I
 )
 
-# words for what a constructor or `attach` does
+# description of the work of a constructor or `attach`
 START = "the start"
 
 # time-out of a `Trainer`'s collectives by default
 LONGEST_S = 1800.0
 
-# roll call and beats of this launch, shared by all runs of the process, and how many process groups of all ranks it has had
+# roll call and beats of this launch, shared by all runs of the process, and its number of default process groups so far
 _roll_call: RollCall | None = None
 _hearts: Heartbeats | None = None
 _num_groups = 0
 
 
 def control_group(timeout_s: float, longest_s: float = LONGEST_S) -> dist.ProcessGroup | None:
-    """Creates a CPU group of all ranks for messages about the run, apart from the groups that move tensors of the model.
+    """Creates a CPU group of all ranks for messages about the run, separate from groups for tensors of the model.
 
-    Its collectives wait for a rank that works up to `longest_s`; from now on to the end of the process, a rank that gives no sign
-    of life for `timeout_s` is named, and this process ends if it waits for it. None for a single rank. Collective over all ranks.
+    Its collectives wait up to `longest_s` for a working rank. From now on to the end of the process, a rank without any beat for
+    `timeout_s` is named, and this process ends if it waits for it. None for a single rank. Collective over all ranks.
     """
     global _roll_call, _hearts
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_s))
-    # a launcher that restarts its ranks may keep the store, and torchrun counts restarts on every node for itself
+    # a launcher that restarts its ranks may keep the store, and torchrun counts restarts separately on every node
     begin_beats(timeout_s, longest_s)
     start_id = "" if _hearts is None else _hearts.start_id
     is_new = _roll_call is None or start_id not in _roll_call.start_ids
     attempts, start_ids, are_new = zip(*gather_objects((uuid.uuid4().hex, start_id, is_new), group), strict=True)
     if any(are_new):
         _roll_call = RollCall.of_launch(attempts[0])
-    # every rank has written its process number, unless nobody reads it
+    # every rank has written its process number, unless it is not read
     has_store = count_over_ranks(_roll_call is not None, group) == dist.get_world_size()
     if _roll_call is not None and has_store:
         _roll_call.meet()
@@ -71,9 +71,9 @@ def control_group(timeout_s: float, longest_s: float = LONGEST_S) -> dist.Proces
 
 
 def begin_beats(timeout_s: float, longest_s: float) -> None:
-    """Begins to tell the other ranks that this one is alive, until its process ends, and sets both limits of `control_group`.
+    """Starts this rank's beats, which last until its process ends, and sets both limits of `control_group`.
 
-    Does nothing for a single rank, or if no process serves the store of the process group. No other rank needs to take part.
+    Does nothing for a single rank, or if no process serves the store of the process group. Not collective.
     """
     global _hearts, _num_groups
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -105,23 +105,23 @@ def begin_beats(timeout_s: float, longest_s: float) -> None:
         is_needed=lambda: dist.is_initialized() and dist.group.WORLD is group(),
     )
     _hearts.start()
-    # unlike `atexit`, it also runs where a process was started by `multiprocessing`
+    # unlike `atexit`, it also runs in a process started by `multiprocessing`
     Finalize(None, _leave, (_hearts,), exitpriority=100)
 
 
 def _process_here(rank: int) -> psutil.Process | None:
-    """The rank's process, if it is one of this host; None before the ranks have met."""
+    """Returns the rank's process if it is on this host; None before the roll call."""
     return None if _roll_call is None else _roll_call.process_here(rank)
 
 
 def _leave(hearts: Heartbeats) -> None:
-    """Tells the others that this process ends, and why."""
+    """Publishes that this process ends, and why."""
     if hearts is not _hearts:
         # their process groups have ended
         return
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if error is not None and _is_broken_collective(error) and _roll_call is not None:
-        # raised outside of the package, so its own words are all that was said
+        # raised outside of the package, so without an explanation
         hearts.leave(BROKEN)
         found = _roll_call.search(hearts.num_calls, hearts.timeout_s, place_of_error(error))
         print(found.message("", _roll_call.rank, hearts.timeout_s, _waited_s(error)), file=sys.stderr, flush=True)
@@ -130,7 +130,7 @@ def _leave(hearts: Heartbeats) -> None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The `value` of every rank, on every rank, in rank order."""
+    """Returns the `value` of every rank, in rank order, on every rank."""
     if group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -139,12 +139,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def count_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
-    """The sum of a host-side integer over the ranks of `group`, of which no device learns. Collective over the group."""
+    """Sums a host-side integer over the ranks of `group`, without any device. Collective over the group."""
     return int(sum_over_ranks(torch.tensor(count, dtype=torch.int64), group))
 
 
 def sums_over_ranks(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    """The sums of several host-side numbers over the ranks of `group`, in fp64 and in one message; exact for integers."""
+    """Sums several host-side numbers over the ranks of `group`, in fp64 and in one message; exact for integers."""
     sums: list[float] = sum_over_ranks(torch.tensor(values, dtype=torch.float64), group).tolist()
     return sums
 
@@ -191,8 +191,8 @@ def _differing(everyone: Sequence[Mapping[str, str]]) -> list[str]:
 def explain_lost_ranks(step: int | Callable[[], int], rank: int, timeout_s: float, what: str = "") -> Iterator[None]:
     """Context that turns a backend's error about a broken or timed-out collective into one that names the lost ranks.
 
-    After such an error it waits up to `timeout_s` to learn which ranks are lost. `step` may be a function, for contexts that
-    last several steps. `what`: words for work of all ranks that is no step.
+    After such an error it waits up to `timeout_s` to find the lost ranks. step: may be a function, for contexts of several
+    steps. what: description of collective work that is no step.
     """
 
     def number() -> int:
@@ -210,7 +210,7 @@ def explain_lost_ranks(step: int | Callable[[], int], rank: int, timeout_s: floa
 
 
 def joint_call(what: str, timeout_s: float, step: int = 0) -> AbstractContextManager[None]:
-    """Context for a call of all ranks that is no step; see `explain_lost_ranks`. `step`: the last finished step."""
+    """Context for a call of all ranks that is no step; see `explain_lost_ranks`. step: the last finished step."""
     return explain_lost_ranks(step, dist.get_rank() if dist.is_initialized() else 0, timeout_s, what)
 
 
@@ -219,16 +219,16 @@ def _is_broken_collective(error: BaseException) -> bool:
 
 
 def _waited_s(error: BaseException) -> float:
-    """How long a collective waited until it broke by its time-out; 0 if it broke otherwise."""
+    """Returns the seconds that a collective waited until its time-out; 0 if it broke for another reason."""
     return _hearts.longest_s if _hearts is not None and "timed out" in str(error).lower() else 0.0
 
 
 @contextmanager
 def beating(step: Callable[[], int], timeout_s: float) -> Iterator[None]:
-    """Context for a training: ends this process as soon as another rank hangs, whatever this one does.
+    """Context for a training that ends this process as soon as another rank hangs.
 
-    Does nothing for a single rank, or if no process serves the store of the process group. `step`: the present step, for the
-    message.
+    Does nothing for a single rank, or if no process serves the store of the process group. step: returns the current step, for
+    the message.
     """
     if _hearts is None:
         yield

@@ -1,4 +1,4 @@
-"""Ends a refused script with one message: once for all ranks, without tracebacks, and last where a launcher allows it."""
+"""Ends a refused script with one message for all ranks, without tracebacks, and last if the launcher allows it."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from typing import NoReturn
 
 from hf_longctx.plan.core.messages import on_screen
 
-# seconds for which other ranks wait for rank 0's message, after which the launcher ends them
+# seconds for which other ranks wait for rank 0's message, until the launcher ends them
 _GRACE_S = 15.0
-# seconds of that wait where no launcher ends them, so that a rank that was refused alone says so itself
+# seconds of that wait without a launcher, after which a rank that was refused alone prints its own message
 _ALONE_S = 2.0
-# torchrun and accelerate print the file as part of a frame that is as wide as its longest line
+# torchrun and accelerate print the file inside a frame as wide as its longest line
 _COLUMNS = 110
 
 
 class RefusedRun(ValueError):
-    """Raised for settings, models and data that cannot be trained; on every rank with the same message, unless it is data."""
+    """Raised for settings, models and data that cannot be trained; with the same message on every rank, except for data."""
 
     @classmethod
     def of(cls, lines: Iterable[str], headline: str = "this run cannot start") -> RefusedRun:
-        """The refusal of a list of problems, a line each."""
+        """Makes the refusal for a list of problems, a line each."""
         return cls(f"{headline}:\n" + "\n".join(f"- {line}" for line in lines))
 
 
-# errors that libraries raise for code of others, without a word about what to change
+# errors that libraries raise unintentionally, without a remedy
 _UNMEANT = (AttributeError, KeyError, StopIteration, NotImplementedError)
 
 
 @contextmanager
 def naming_errors(name: str) -> Iterator[None]:
-    """Context of other packages' code that makes `name`: says what failed in errors that they did not raise on purpose.
+    """Context around other packages' code that makes `name`; explains errors that were not raised on purpose.
 
-    Errors in a user's own code stay as they are.
+    Errors in a user's own code stay unchanged.
     """
     try:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # torch raises AttributeError for every name that a module does not have
+        # torch raises AttributeError for every missing attribute of a module
         is_meant = "raise " in (frames[-1].line or "") and not isinstance(error, _UNMEANT)
         is_meant = is_meant or "unexpected keyword argument" in str(error)
         if is_meant or not all(map(_is_of_library, frames)):
@@ -62,12 +62,12 @@ def naming_errors(name: str) -> Iterator[None]:
 
 @contextmanager
 def refusals_last() -> Iterator[None]:
-    """Context for a training script, under which a refusal ends the process with its message alone.
+    """Context for a training script, in which a refusal ends the process with only its message.
 
-    Refusals are what this package raises for settings, models and data that cannot be trained, and `SystemExit` with a text.
-    The first rank of a machine says it, or another one that is still there after a wait. Under torchrun or accelerate the
-    launcher prints the message, as the last thing of the run; otherwise that rank prints it on standard error, and others too
-    unless all ranks are sure to have the same message. Other errors keep their tracebacks.
+    Refusals are errors of this package about settings, models and data that cannot be trained, and `SystemExit` with a text.
+    The message comes from the first rank of a machine, or from another one that remains after a wait. Under torchrun or
+    accelerate the launcher prints it, at the end of the run; otherwise that rank prints it on standard error, and others too
+    unless all ranks have the same message. Other errors keep their tracebacks.
 
         with hf_longctx.refusals_last():
             main()
@@ -75,7 +75,7 @@ def refusals_last() -> Iterator[None]:
     try:
         yield
     except RefusedRun as error:
-        # a subclass is about data, which one rank alone may have read
+        # a subclass is about data, which perhaps only one rank has read
         _end(str(error), is_shared=type(error) is RefusedRun)
     except SystemExit as error:
         if not isinstance(error.code, str):
@@ -90,11 +90,11 @@ def _is_of_library(frame: traceback.FrameSummary) -> bool:
 
 
 def _end(message: str, is_shared: bool) -> NoReturn:
-    """Ends this process with status 1; only the message of one rank of the machine remains."""
+    """Ends this process with status 1, so that only one rank of the machine shows the message."""
     file, is_first = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("LOCAL_RANK", "0") == "0"
     sys.stdout.flush()
     if not is_first and not (is_shared and file is None):
-        # the first rank ends meanwhile, and its launcher then ends this one; if it does not, nobody else has the message
+        # meanwhile the first rank ends, and then the launcher ends this one; if not, only this rank has the message
         time.sleep(_ALONE_S if file is None else _GRACE_S)
     if file is None:
         if is_first or not is_shared:

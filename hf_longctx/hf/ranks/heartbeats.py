@@ -1,9 +1,9 @@
-"""Tells ranks that work from ranks that hang: every rank publishes beats, and ends if it waits for one whose beats have stopped.
+"""Distinguishes working ranks from hung ones: every rank publishes beats, and ends if it waits for one without beats.
 
-Collectives wait as long as those of `Trainer` (`ddp_timeout`), since one rank may sample, upload, or prepare data for minutes, at
-any time from the constructor to the end of the process. A rank that works goes on beating, from a thread, and says in its beats
-what it does, so that the ranks that wait for it can name it. The beats of a process that was stopped, or whose machine is gone,
-stop; after `collective_timeout_s` the others end and name it.
+Collectives wait as long as those of `Trainer` (`ddp_timeout`), since one rank may sample, upload or prepare data for minutes, at
+any time from the constructor to the end of the process. A working rank sends beats from a thread, which describe its activity, so
+that waiting ranks can report it. The beats of a process that was stopped, or whose machine is gone, stop; after
+`collective_timeout_s` the others end and name it.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ from hf_longctx.hf.ranks.stop_signals import say
 _BEATS = 10
 _LONGEST_S, _SHORTEST_S = 5.0, 0.2
 
-# beats that a rank may miss whatever the time-out
+# beats that a rank may miss, for any time-out
 _LEAST_BEATS = 3
 
-# share of a time-out without a beat after which the verdict comes, so that the process ends within the time-out
+# share of a time-out without a beat after which a rank counts as lost, so that the process ends within the time-out
 _PATIENCE = 0.7
 
-# beats between the verdict and the end, in which the other ranks come to the same verdict
+# beats between this verdict and the end, in which the other ranks reach the same verdict
 _LAST_BEATS = 2
 
-# seconds of a wait after which a rank says for whom it waits, and the share of a time-out if that is less
+# seconds of a wait after which a rank logs for whom it waits; a share of the time-out if that is less
 _TELLS_AFTER_S, _TELLS_AFTER = 30.0, 0.5
 
-# seconds of processor for which the main thread of a silent process works at least, if it works and lets no thread beat
+# least processor seconds of a silent process's main thread that show work which keeps the beating thread from running
 _WORKS_S = 0.02
-# seconds of the main thread between two beats below which it is blocked
+# processor seconds of the main thread between two beats below which it counts as blocked
 _BLOCKED_S = 0.001
 
-# the thread that writes a checkpoint behind training
+# name of the thread that writes a checkpoint during training
 WRITER_THREAD = "longctx-writer"
-# functions in which the main thread writes a checkpoint, or waits for that thread
+# functions in which the main thread writes a checkpoint, or waits for the writer thread
 _WAITS_FOR_WRITER = "wait_for_writer"
 _WRITES = ("_save_checkpoint", "save_model", _WAITS_FOR_WRITER)
 
 _LAUNCHER_POLL_S = 1.0
-# how long a process that holds the store waits at its end for others that end, too
+# how long a process with the store waits at its end for others to end
 _LEAVES_S, _POLL_S = 1.0, 0.05
 
 _LAUNCHER = "torch.distributed.elastic"
 _LIBRARIES = ("accelerate", "datasets", "hf_longctx", "huggingface_hub", "peft", "tokenizers", "torch", "transformers", "trl")
-# those whose functions say what a script is at
+# packages whose functions describe a script's activity
 _TELLING = ("hf_longctx", "peft", "transformers", "trl")
 # modules that wait for messages of other ranks
 _RECEIVING = ("torch.distributed.", "hf_longctx.runtime.", "hf_longctx.hf.ranks.")
 
 
 class Doing(NamedTuple):
-    """Activity of the main thread in step `number`. `since_s`: when it began."""
+    """Activity of the main thread in step `number`. since_s: time of its beginning."""
 
     words: str = ""
     is_waiting: bool = False
@@ -76,12 +76,12 @@ class Doing(NamedTuple):
 
 
 class Heartbeats:
-    """One rank's beats and its view of those of all ranks, from `start` to the end of the process.
+    """Publishes one rank's beats and watches those of all ranks, from `start` to the end of the process.
 
-    Two threads: one talks to the store, and one judges, since a store whose process was stopped never answers. `timeout_s`: after
-    so long without a beat a rank is lost. `longest_s`: how long collectives wait for a rank that works. `in_rank_0`: rank 0's
-    process holds the store, not a launcher. `process_here`: a rank's process if it is one of this host. `is_needed`: whether the
-    process group still lasts; when it has ended, so do the beats, and this rank has left the others.
+    Uses two threads, one for the store and one for verdicts, since a store whose process was stopped never answers. timeout_s:
+    time without a beat after which a rank is lost. longest_s: longest wait of collectives for a working rank. in_rank_0: the
+    store is in rank 0's process, not in a launcher. process_here: returns a rank's process if it is on this host. is_needed:
+    whether the process group still exists; beats end with it.
     """
 
     def __init__(
@@ -98,28 +98,28 @@ class Heartbeats:
     ) -> None:
         self._store, self._rank, self._in_rank_0, self._process_here = store, rank, in_rank_0, process_here
         self.start_id, self._known, self.is_needed = uuid.uuid4().hex, dict[int, str](), is_needed
-        # where ranks report lost ones, once they have met
+        # store for reports of lost ranks, after the roll call
         self.reports: Any = None
         self._keys = [beat_key(each) for each in range(num_ranks)]
         self._ends, self._is_due = threading.Event(), threading.Event()
         self.limit(timeout_s, longest_s)
-        # seconds that the judge has run; a clock would go on while this process itself is stopped
+        # seconds that the verdict thread has run; a clock would go on while this process is stopped
         self._lived_s = self._read_s = 0.0
         self.is_blind = self._has_left = False
         self.num_calls, self._error, self._has_failed = 0, "", False
-        # the calls of the package that the main thread is in: the number of the step, and words for other work
+        # running calls of the package in the main thread: number of the step, and description of other work
         self._calls: list[tuple[Callable[[], int], str]] = []
         self._verdict: tuple[int, list[int]] | None = None
-        # all ranks but those that hang have come to the verdict
+        # set after all ranks that do not hang have reached the verdict
         self._all_know = threading.Event()
         self._beats: list[tuple[Beat, float]] = [(Beat(), 0.0)] * num_ranks
-        # the first beats that were read
+        # first beats that were read, by rank
         self._first: dict[int, Beat] = {}
         self._taking = threading.Lock()
         self._doing, self._has_told, self._main_s = Doing(), False, 0.0
-        # seconds of processor of silent ranks' main threads
+        # processor seconds of silent ranks' main threads
         self._worked: dict[int, float] = {}
-        # when this rank learned that others will not come any more
+        # when this rank found that another had ended or finished the call
         self._over_s: dict[int, float] = {}
         self._threads = [
             threading.Thread(target=target, name=f"longctx-{target.__name__.strip('_')}", daemon=True)
@@ -127,14 +127,14 @@ class Heartbeats:
         ]
 
     def limit(self, timeout_s: float, longest_s: float) -> None:
-        """Sets both limits anew, for a run with other settings."""
+        """Sets both limits, for a run with other settings."""
         self.timeout_s, self.longest_s = timeout_s, longest_s
         self._interval_s = min(_LONGEST_S, max(_SHORTEST_S, timeout_s / _BEATS))
-        # the others learn the new interval at once
+        # publish the new interval at once
         self._is_due.set()
 
     def know(self, start_ids: Sequence[str], reports: Any) -> None:
-        """Takes the ids of all ranks' beats, which have met, and the store for reports."""
+        """Stores the ids of all ranks' beats after the roll call, and the store for reports."""
         with self._taking:
             self._known, self.reports = dict(enumerate(start_ids)), reports
             for rank, (beat, _) in enumerate(self._beats):
@@ -142,12 +142,12 @@ class Heartbeats:
                     self._beats[rank] = Beat(), 0.0
 
     def start(self) -> None:
-        """Begins to beat and to judge."""
+        """Starts both threads."""
         for thread in self._threads:
             thread.start()
 
     def leave(self, error: str = "") -> None:
-        """Tells the others that this process ends, with `error` or in good order, and stops."""
+        """Publishes that this process ends, with `error` or regularly, and stops."""
         self._error, self._has_left = error or self._error, True
         self._ends.set()
         self._is_due.set()
@@ -156,10 +156,10 @@ class Heartbeats:
 
     @contextmanager
     def during(self, number: Callable[[], int], what: str = "") -> Iterator[None]:
-        """Context for a call in which all ranks take part: one that ends it with an error says so to the others.
+        """Context for a call of all ranks; a rank in which it raises an error publishes that.
 
-        Inside, this process ends as soon as another rank is lost; elsewhere, only if it waits for that rank. `number`: the
-        present step. `what`: words for the call if it is no step.
+        Inside, this process ends as soon as another rank is lost; elsewhere, only if it waits for that rank. number: returns the
+        current step. what: description of the call if it is no step.
         """
         is_outermost = not self._calls
         if is_outermost:
@@ -176,15 +176,15 @@ class Heartbeats:
             self._calls.pop()
 
     def beats(self) -> dict[int, Beat]:
-        """The beats that were read last, by rank."""
+        """Returns the latest beats that were read, by rank."""
         return {rank: beat for rank, (beat, _) in enumerate(self._beats)}
 
     def still(self, patience: float = _PATIENCE) -> list[int]:
-        """Ranks that have not beaten for this share of the time-out."""
+        """Returns ranks without a beat for this share of the time-out."""
         limit_s = patience * self.timeout_s
         is_silent = self._lived_s - self._read_s > limit_s
         if self.is_blind and (found := self._unchanged(limit_s - 2 * self._interval_s)):
-            # the store ended with rank 0, which was perhaps the first to find out
+            # the store ended with rank 0, which perhaps found the lost rank first
             return found
         if self.is_blind or is_silent:
             is_needed = self._in_rank_0 and self._rank and not self._beats[0][0].has_left
@@ -221,11 +221,11 @@ class Heartbeats:
             self._publish(number + 1)
             self._wait_for_others()
         except RuntimeError:
-            # the store is gone, perhaps since rank 0 is through
+            # the store is gone, perhaps since rank 0 has finished
             self.is_blind = True
 
     def _wait_for_others(self) -> None:
-        """Lets ranks that end at the same moment read of it, if the store ends with this process."""
+        """If the store ends with this process, waits until ranks that end at the same time have read this."""
         until_s = time.monotonic() + _LEAVES_S
         while self._in_rank_0 and not self._rank and time.monotonic() < until_s:
             if all(Beat.of(beat.decode()).has_left for beat in self._store.multi_get(self._keys)):
@@ -257,7 +257,7 @@ class Heartbeats:
             self._all_know.set()
 
     def fresh_beats(self) -> dict[int, Beat]:
-        """The beats of the store now, by rank. Raises RuntimeError if nobody answers."""
+        """Reads the current beats from the store, by rank. Raises RuntimeError if it does not answer."""
         self._take(self._read())
         return self.beats()
 
@@ -276,7 +276,7 @@ class Heartbeats:
                     continue
                 if self._first.setdefault(rank, beat).start != beat.start:
                     self._first[rank] = beat
-                # before the ranks have met, one counts as soon as it goes on
+                # before the roll call, a rank counts as soon as its beats advance
                 if rank in self._known or beat.number > self._first[rank].number:
                     self._beats[rank] = beat, since_s if beat == before else now_s
             self._read_s = now_s
@@ -296,7 +296,7 @@ class Heartbeats:
             self._tell_of_wait()
             self._excuse_busy()
             lost = self._lost()
-            # a checkpoint of this rank alone is worth finishing
+            # finish writing a checkpoint, if this rank does not wait for others
             if not lost or (_is_writing() and not self._doing.is_waiting):
                 continue
             calls = list(self._calls)
@@ -315,11 +315,11 @@ class Heartbeats:
             _end(message)
 
     def _lost(self) -> list[int]:
-        """Ranks because of which this process has to end."""
+        """Returns the ranks because of which this process must end."""
         doing = self._doing
         if (self._calls or doing.is_waiting) and (found := self.still()):
             return found
-        # between calls the user's code may have caught an error, and waits for a rank that goes on
+        # between calls, user code may have caught an error and wait for a rank that continues
         over = {
             rank: beat
             for rank, beat in self.beats().items()
@@ -329,27 +329,27 @@ class Heartbeats:
         known = [rank for rank, since_s in self._over_s.items() if self._lived_s - since_s > _PATIENCE * self.timeout_s]
         if doing.is_waiting and self._lived_s - doing.since_s > _PATIENCE * self.timeout_s:
             return known
-        # this rank may wait for a device, which looks like work; one that has done its part of this call is not needed
+        # this rank may wait for a device, which looks like work; a rank that has finished its part of this call is not needed
         return [rank for rank in known if self._calls and (over[rank].has_failed or over[rank].num_calls < self.num_calls)]
 
     def is_over(self, beat: Beat) -> bool:
-        """Whether a rank will not come any more, since its process or its part of the present call has ended."""
+        """Whether a rank's process, or its part of the current call, has ended."""
         return beat.has_left or (beat.has_failed and beat.num_calls >= self.num_calls)
 
     def _look(self) -> None:
-        """Takes a look at what the main thread does."""
+        """Records the activity of the main thread."""
         frames = list(_frames(_main_frame()))
         before_s, self._main_s = self._main_s, _main_thread_s()
         is_waiting = self._main_s - before_s < _BLOCKED_S and _receives(frames)
         words = f"waiting for other ranks {place_of(frames)}" if is_waiting else place_of(frames)
-        # time is counted anew in every step
+        # time counts from zero in every step
         calls = list(self._calls)
         number = calls[-1][0]() if calls else 0
         if (words, is_waiting, number) != self._doing[:3]:
             self._doing, self._has_told = Doing(words, is_waiting, number, self._lived_s), False
 
     def _tell_of_wait(self) -> None:
-        """Says once for whom this rank waits, if it is the first rank that does, and has waited for long."""
+        """Logs once for whom this rank waits, if it is the first waiting rank and has waited long."""
         waited_s, beats = self._lived_s - self._doing.since_s, self.beats()
         if self._has_told or not self._doing.is_waiting or any(beats[rank].is_waiting for rank in range(self._rank)):
             return
@@ -365,7 +365,7 @@ class Heartbeats:
             say(f"all ranks wait for each other ({', '.join(everyone)}); they end after {self.longest_s:g} s (ddp_timeout)")
 
     def _excuse_busy(self) -> None:
-        """Takes work of a silent rank's process on this host for a beat: its thread cannot beat while another never pauses."""
+        """Counts work of a silent rank's process on this host as a beat: its thread cannot beat while another never pauses."""
         silent = self._unchanged(self.timeout_s / 2)
         self._worked = {rank: seconds for rank, seconds in self._worked.items() if rank in silent}
         for rank in silent:
@@ -381,7 +381,7 @@ class Heartbeats:
 
 
 def follow_launcher() -> None:
-    """Ends this process once the launcher that started it has died; does nothing without a launcher. Idempotent."""
+    """Makes this process end after its launcher has died; does nothing without a launcher. Idempotent."""
     name = "longctx-launcher"
     if "TORCHELASTIC_RUN_ID" not in os.environ or any(thread.name == name for thread in threading.enumerate()):
         return
@@ -396,7 +396,7 @@ def follow_launcher() -> None:
 
 
 def described(error: BaseException | None) -> str:
-    """Type and first line of an error, for other ranks; an empty text for the end of a script in good order."""
+    """Returns type and first line of an error, for other ranks; empty for a regular end of the script."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return ""
     lines = str(error).splitlines()
@@ -404,12 +404,12 @@ def described(error: BaseException | None) -> str:
 
 
 def main_thread_calls() -> Iterator[CodeType]:
-    """The code of every function that the main thread is in, innermost first."""
+    """Returns the code objects of the main thread's running functions, innermost first."""
     return (frame.f_code for frame in _frames(_main_frame()))
 
 
 def place_of(frames: list[FrameType]) -> str:
-    """Says where in the user's code a thread is. `frames`: innermost first."""
+    """Describes where in the user's code a thread is. frames: innermost first."""
     for frame in frames:
         if frame.f_code.co_name == "call_event" and _module(frame) == "transformers.trainer_callback":
             names = frame.f_locals
@@ -428,7 +428,7 @@ def place_of(frames: list[FrameType]) -> str:
 
 
 def place_of_error(error: BaseException) -> str:
-    """Says where in the user's code an error was raised."""
+    """Describes where in the user's code an error was raised."""
     frames: list[FrameType] = []
     trace = error.__traceback__
     while trace is not None:
@@ -462,8 +462,8 @@ def _main_frame() -> FrameType | None:
 
 
 def _main_thread_s() -> float:
-    """Seconds for which the main thread has used a processor."""
-    # not on every system
+    """Returns the processor seconds of the main thread."""
+    # not available on every system
     with suppress(AttributeError, OSError):
         return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
     return 0.0
@@ -475,19 +475,19 @@ def _writer_frame() -> FrameType | None:
 
 
 def _receives(frames: list[FrameType]) -> bool:
-    """Whether the innermost function of a thread, apart from those of torch's that call operators, is for messages of ranks."""
+    """Whether a thread's innermost function, ignoring torch's operator calls, exchanges messages between ranks."""
     inner = next((frame for frame in frames if _module(frame) != "torch._ops"), None)
     return inner is not None and (_module(inner).startswith(_RECEIVING) or _module(inner).endswith(".streams.exchange"))
 
 
 def _is_waiting() -> bool:
-    """Whether the main thread is in a collective or another function of torch.distributed, or asks who is lost.
+    """Whether the main thread is in a function of torch.distributed, such as a collective, or searches for lost ranks.
 
-    While it waits for the thread that writes a checkpoint, that thread is meant.
+    While it waits for the writer thread, that thread is examined instead.
     """
     waits_for_writer = any(code.co_name == _WAITS_FOR_WRITER for code in main_thread_calls())
     modules = map(_module, _frames(_writer_frame() if waits_for_writer else _main_frame()))
-    # a launcher's decorator is around all of a script
+    # a launcher's decorator encloses the whole script
     return any(
         name == lost_ranks.__name__
         or (name.startswith("torch.distributed.") and not name.startswith("torch.distributed.elastic"))
@@ -496,7 +496,7 @@ def _is_waiting() -> bool:
 
 
 def _is_writing() -> bool:
-    """Whether the main thread writes a checkpoint and does not wait for another rank there."""
+    """Whether the main thread writes a checkpoint and does not wait for other ranks."""
     return not _is_waiting() and any(code.co_name in _WRITES for code in main_thread_calls())
 
 

@@ -1,8 +1,6 @@
-"""Reads the environment variables that torchrun and accelerate set; `hf.config` and the start-up checks use them.
+"""Reads the environment of this process: variables of torchrun and accelerate, and host memory within its container's limit.
 
-Host memory that this process may use: the machine's, or less if its container has a limit.
-
-Budgets of offloading and the self-test read it.
+Used by `hf.config`, start-up checks, budgets of offloading, and the self-test.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 _USES_FSDP = "ACCELERATE_USE_FSDP"
 
-# launcher of plain processes -> variables with the number of processes that it started together, and with the number of this one
+# launcher of plain processes -> variables with the number of processes started together, and the number of this one
 _TASKS = {
     "srun": (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_PROCID"),
     "mpirun (Open MPI)": (("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
@@ -36,13 +34,13 @@ _TASKS = {
     "horovodrun": (("HOROVOD_SIZE",), "HOROVOD_RANK"),
     "a launcher with PMIx": ((), "PMIX_RANK"),
 }
-# steps of Slurm from this number on are the batch script and shells, of which there is one
+# steps of Slurm from this number on are batch scripts and shells, each a single process
 _FIRST_OWN_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """The launcher's settings for this process; accelerate passes its YAML on in variables."""
+    """The launcher's settings for this process; accelerate passes on its YAML in variables."""
 
     num_ranks: int
     ranks_per_node: int
@@ -53,16 +51,16 @@ class LaunchEnvironment:
     fsdp_reshard: str
     fsdp_offload: bool
     fsdp_recomputes: bool = False
-    # the first rank of each node reads weights, and the others wait for FSDP to send them
+    # whether the first rank of each node reads weights and FSDP sends them to the others
     loads_on_first: bool = False
     uses_parallelism: bool = False
-    # processes that a launcher started together without torchrun's variables, and the launcher with the variable that tells so
+    # processes that a launcher started together without torchrun's variables, and the launcher with the variable that shows it
     num_tasks: int = 1
     task_launcher: str = ""
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """Reads the variables of torchrun and accelerate; defaults to one plain rank where they are missing."""
+        """Reads the variables of torchrun and accelerate; defaults to one plain rank if they are missing."""
 
         def text(name: str, default: str) -> str:
             return os.environ.get(name, default).lower()
@@ -89,9 +87,9 @@ class LaunchEnvironment:
 
 
 def _tasks() -> tuple[int, str]:
-    """The number of processes that were started together with this one, each for itself, and by whom; 1 if none were.
+    """Returns the number of separate processes that were started together with this one, and the launcher; 1 if none were.
 
-    Whoever sets WORLD_SIZE without torchrun has said how many processes train together.
+    A WORLD_SIZE that is set without torchrun is the number of processes that train together.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if "WORLD_SIZE" in os.environ and not (by_torchrun and os.environ["WORLD_SIZE"] == "1"):
@@ -106,7 +104,7 @@ def _tasks() -> tuple[int, str]:
 
 
 def _is_in_step(rank: int | None) -> bool:
-    """Whether `srun` started this process; a batch script, of which there is one, has the variables of the whole job, too."""
+    """Whether `srun` started this process; a batch script, a single process, also has the variables of the whole job."""
     step = _number("SLURM_STEP_ID")
     return bool(rank) or (step is not None and step < _FIRST_OWN_STEP)
 
@@ -117,7 +115,7 @@ def _number(name: str) -> int | None:
 
 
 def separate_runs(num_ranks: int) -> list[str]:
-    """The problem with processes that were started together, but of which each would train alone; num_ranks: of this run."""
+    """Describes the problem of processes that were started together but would train separately. num_ranks: of this run."""
     launch = LaunchEnvironment.read()
     if num_ranks > 1 or launch.num_tasks < 2:
         return []
@@ -131,7 +129,7 @@ def separate_runs(num_ranks: int) -> list[str]:
 
 @contextmanager
 def without_fsdp() -> Iterator[None]:
-    """Context in which the environment does not ask for FSDP, so that accelerate makes no plugin for it."""
+    """Context in which the environment does not enable FSDP, so that accelerate makes no plugin for it."""
     asked = os.environ.pop(_USES_FSDP, None)
     try:
         yield
@@ -142,7 +140,7 @@ def without_fsdp() -> Iterator[None]:
 
 
 def on_first_rank(record: logging.LogRecord) -> bool:
-    """Filter of loggers whose warnings all ranks have alike, so that the first one alone gives them."""
+    """Logging filter that passes warnings on the first rank only, since they are the same on all ranks."""
     return os.environ.get("RANK", "0") == "0" or record.levelno >= logging.ERROR
 
 
@@ -150,7 +148,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_bytes(cgroup: Path = _CGROUP) -> tuple[int, int]:
-    """(available, total) bytes of host memory, within the limit of the control group (version 2) in `cgroup`."""
+    """Returns (available, total) bytes of host memory, within the limit of the control group (version 2) in `cgroup`."""
     machine = psutil.virtual_memory()
     available_bytes, total_bytes = int(machine.available), int(machine.total)
     try:
@@ -158,8 +156,8 @@ def host_bytes(cgroup: Path = _CGROUP) -> tuple[int, int]:
         used_bytes = int((cgroup / "memory.current").read_text())
         pages = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        # there is no such group, or it says "max": no limit
+        # without such a group, or with "max", there is no limit
         return available_bytes, total_bytes
-    # the page cache of recently read files is counted as used, but given up when memory is needed
+    # the page cache of recently read files counts as used, but is freed if memory is needed
     used_bytes -= int(pages.get("inactive_file", 0))
     return min(available_bytes, max(0, limit_bytes - used_bytes)), min(total_bytes, limit_bytes)

@@ -1,9 +1,7 @@
-"""Workers of data loaders, kept alive while a training obeys a signal: its last step still needs their batches.
+"""Keeps workers of data loaders alive while a training stops after a signal, since its last step still needs their batches.
 
-Python's server of forked processes, kept alive while a training obeys a signal.
-
-Where Python starts processes by that server (its default from 3.14), workers of data loaders end when the server does, and a
-signal to all processes of a job reaches the server, too. It imports this module when it starts, and ignores such signals then.
+If Python starts processes by its fork server (the default from 3.14 on), workers end with that server, and a signal to all
+processes of a job also reaches it. The server imports this module when it starts, and then ignores such signals.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from torch.utils.data import DataLoader
 
 from hf_longctx.hf.ranks.stop_signals import listening_flag, outlive_signals
 
-# tells the server that its import of this module is meant to change its signals
+# variable that makes the server change its signals when it imports this module
 _ASKED = "HF_LONGCTX_SHIELDS_FORK_SERVER"
 
 
 def start_fork_server(method: Any = None) -> None:
-    """Starts the server if a loader would start its workers by it; a server that runs already is left as it is.
+    """Starts the fork server if a loader would start its workers by it; a running server stays unchanged.
 
-    method: the name of a start method, a context of `multiprocessing`, or None for the default.
+    method: name of a start method, a context of `multiprocessing`, or None for the default.
     """
     context = multiprocessing.get_context(method) if method is None or isinstance(method, str) else method
     if context.get_start_method() != "forkserver":
@@ -49,7 +47,7 @@ def _outlive_signals() -> None:
         for number, handler in found.items():
             signal.signal(number, handler)
 
-    # processes that are forked from the server end as always
+    # processes forked from the server end as usual
     os.register_at_fork(after_in_child=restore)
 
 
@@ -58,7 +56,7 @@ if os.environ.pop(_ASKED, None):
 
 
 def keep_workers(loader: Any) -> None:
-    """Lets workers that a loader of torch starts from now on outlive a signal to all processes, as the rank does. Idempotent."""
+    """Makes workers that a torch loader starts from now on survive a signal to all processes, like the rank. Idempotent."""
     # accelerate wraps the loader that starts the workers
     inner = getattr(loader, "base_dataloader", loader)
     if not isinstance(inner, DataLoader) or not inner.num_workers:

@@ -1,9 +1,8 @@
-"""Names the ranks for which others waited in vain, and says what is known of each.
+"""Finds and describes the ranks for which others waited in vain, for `agreement.explain_lost_ranks`.
 
-`agreement.explain_lost_ranks` uses it. When a run starts, every rank learns host and process number of all others; when a
-collective breaks, it writes a report to the store of the process group. A rank is lost if it is a process of this host that has
-ended, if it raised an error or came to the end of its script, if its beats have stopped (`heartbeats.py`), or if it does not
-report in time.
+When a run starts, the ranks exchange host and process number; when a collective breaks, each writes a report to the store of the
+process group. A rank is lost if its process is on this host and has ended, if it raised an error or reached the end of its
+script, if its beats have stopped (`heartbeats.py`), or if it does not report in time.
 """
 
 from __future__ import annotations
@@ -25,51 +24,51 @@ from torch.distributed.distributed_c10d import _get_default_store
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 
-# ranks wait for each other in every step, so two that break together are in steps no further apart than this
+# largest distance in steps of two ranks that break together, since ranks wait for each other in every step
 _STEPS_APART = 1
 
-# share of a time-out for which the process that holds the store stays, so that all others learn there who is lost
+# share of a time-out for which the process with the store stays, so that all others can read which ranks are lost
 STORE_STAYS = 0.4
 
 
-# error of a rank whose own code met a collective that another rank broke
+# error of a rank whose collective was broken by another rank
 BROKEN = "a broken connection to other ranks"
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's news of itself, published several times in a time-out."""
+    """A rank's state, published several times per time-out."""
 
-    # grows by one with every beat
+    # counts beats
     number: int = 0
-    # activity of the main thread, such as "inside `on_evaluate` of MyCallback", and for how long
+    # activity of the main thread, such as "inside `on_evaluate` of MyCallback", and its duration
     doing: str = ""
     since_s: float = 0.0
     # whether the main thread is blocked in a collective
     is_waiting: bool = False
-    # how many calls of the package the rank has begun
+    # number of calls of the package that the rank has begun
     num_calls: int = 0
-    # the error with which the last of these calls, or the script after it, ended; whether it was the call
+    # error that ended the last of these calls, or the script after it; whether it was the call
     error: str = ""
     has_failed: bool = False
-    # whether the process has come to its end
+    # whether the process ends
     has_left: bool = False
-    # differs between all starts of a rank; a launcher that restarts its ranks may keep the store
+    # differs between all starts of a rank, since a launcher that restarts its ranks may keep the store
     start: str = ""
-    # seconds until the next beat; a rank that has not begun a run with a shorter time-out beats as slowly as before
+    # seconds until the next beat; longer on a rank that has not yet begun a run with a shorter time-out
     interval_s: float = 0.0
 
     def text(self) -> str:
-        """The beat as it is published."""
+        """Formats the beat for the store."""
         return json.dumps(astuple(self))
 
     @classmethod
     def of(cls, text: str) -> Beat:
-        """The beat that `text` publishes; an empty text is a rank that has not begun."""
+        """Parses a published beat; an empty text is a rank that has not begun."""
         return cls(*json.loads(text)) if text else cls()
 
     def words(self, rank: int) -> str:
-        """Says what the rank does."""
+        """Describes the rank's activity."""
         return f"rank {rank}, which has been {self.doing} for {self.since_s:.0f} s"
 
 
@@ -77,18 +76,18 @@ class Beat:
 class Lost:
     """Ranks for which others waited in vain when a collective broke.
 
-    `ranks`: those that are lost; empty if all of them report the same.
+    ranks: the lost ones; empty if all ranks report the same.
     """
 
     ranks: tuple[int, ...] = ()
-    # those that work and just do not come
+    # working ranks that did not come
     late: tuple[int, ...] = ()
     beats: Mapping[int, Beat] = field(default_factory=dict)
-    # where every rank waited that reports the same
+    # where each rank that reports the same waited
     places: Mapping[int, str] = field(default_factory=dict)
 
     def message(self, what: str, rank: int, timeout_s: float, longest_s: float = 0.0) -> str:
-        """Says on `rank` why `what` could not finish. `longest_s`: the time that it waited in vain; 0 if a connection broke."""
+        """Explains on `rank` why `what` could not finish. longest_s: time waited in vain; 0 if a connection broke."""
         head = f"{what} could not finish on rank {rank}" if what else f"rank {rank} cannot go on"
         if self.late:
             who = " and ".join(self.beats[one].words(one) for one in self.late)
@@ -130,14 +129,14 @@ def _goes_on(before: Beat, after: Beat) -> bool:
 
 
 def _is_consequence(error: str) -> bool:
-    """Whether a rank ended because of another."""
+    """Whether a rank's error was caused by another rank."""
     return any(words in error for words in (BROKEN, "could not finish on rank", "cannot go on: "))
 
 
 class RollCall:
-    """One rank's access to the reports of all ranks. `still`: returns the ranks whose beats have stopped.
+    """One rank's access to the reports of all ranks. still: returns the ranks whose beats have stopped.
 
-    attempt: a name that the ranks of this start share, and ranks that used the store before a restart do not.
+    attempt: name of this start, different from those of earlier starts that used the same store.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, attempt: str) -> None:
@@ -146,7 +145,7 @@ class RollCall:
         # ids of the beats of all ranks
         self.start_ids: tuple[str, ...] = ()
         self.still: Callable[[], list[int]] = list
-        # the beats that were read last, those of the store now, and whether the rank of a beat will not come any more
+        # functions: latest beats that were read, current beats in the store, whether the rank of a beat has ended
         self.beats: Callable[[], Mapping[int, Beat]] = dict
         self.fresh_beats: Callable[[], Mapping[int, Beat]] = dict
         self.is_over: Callable[[Beat], bool] = lambda beat: beat.has_left
@@ -155,14 +154,14 @@ class RollCall:
 
     @classmethod
     def of_launch(cls, attempt: str) -> RollCall | None:
-        """Roll call on the store over which the ranks met; None if nobody answers there."""
+        """Makes the roll call on the store of the process group; None if it does not answer."""
         try:
             return cls(connect(), dist.get_rank(), dist.get_world_size(), attempt)
         except RuntimeError:
             return None
 
     def meet(self) -> None:
-        """Learns the processes of all ranks, which must have been made by now; the store may be gone when they are needed."""
+        """Reads the processes of all ranks, which must exist by now; the store may be gone when they are needed."""
         try:
             for rank in range(0 if self._processes else self.num_ranks):
                 self._processes[rank] = self.store.get(_process_key(rank)).decode()
@@ -170,14 +169,14 @@ class RollCall:
             return
 
     def lost(self, step: int, timeout_s: float, place: str = "") -> list[int]:
-        """Ranks that do not report within `timeout_s` that `step` broke for them too; see `search`."""
+        """Returns the ranks that do not report within `timeout_s` that `step` broke for them too; see `search`."""
         found = self.search(step, timeout_s, place)
         return list(found.ranks or found.late)
 
     def search(self, step: int, timeout_s: float, place: str = "") -> Lost:
-        """Finds out who is lost, waiting up to `timeout_s` for others' reports. `place`: where this rank waited.
+        """Finds the lost ranks, waiting up to `timeout_s` for others' reports. place: where this rank waited.
 
-        Rank 0 returns after the others know as well, if its process holds the store, which ends with it.
+        Rank 0 returns after the others have found them too, if the store is in its process and ends with it.
         """
         lost = self._search(step, timeout_s, place)
         try:
@@ -191,7 +190,7 @@ class RollCall:
         return lost
 
     def _is_needed(self, lost: Sequence[int]) -> bool:
-        """Whether this process holds the store, and another rank still has to learn there who is lost."""
+        """Whether the store is in this process, and another rank still has to read the lost ranks from it."""
         return not self.rank and rank_0_holds_store() and not all_know(self.store, self.num_ranks, lost, self._has_ended)
 
     def _search(self, step: int, timeout_s: float, place: str) -> Lost:
@@ -208,7 +207,7 @@ class RollCall:
             after = self.fresh_beats()
             reports = {rank: self._report(rank)[1] for rank in range(self.num_ranks) if rank not in missing}
         except RuntimeError:
-            # the store died with the process that held it: rank 0 without a launcher, which may have found a lost rank first
+            # the store ended with its process: rank 0 without a launcher, which may have found a lost rank first
             if still := self.still():
                 return Lost(tuple(still), beats=self.beats())
             ended = [rank for rank in others if self._has_ended(rank)] or ([0] if rank_0_holds_store() and self.rank else [])
@@ -238,25 +237,25 @@ class RollCall:
         return int(step), place
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether the rank is a process of this host that has ended."""
+        """Whether the rank's process is on this host and has ended."""
         try:
             process = self.process_here(rank)
-            # a zombie has ended, although nobody has read its exit code yet
+            # a zombie has ended, although its exit code was not read yet
             return process is not None and process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
     def process_here(self, rank: int) -> psutil.Process | None:
-        """The rank's process, if it is one of this host. Raises psutil.NoSuchProcess if it has ended."""
+        """Returns the rank's process if it is on this host. Raises psutil.NoSuchProcess if it has ended."""
         host, _, number = self._processes.get(rank, "").rpartition(" ")
         return psutil.Process(int(number)) if host == host_identity() else None
 
 
 def connect() -> Any:
-    """The store over which the ranks met, by a connection of its own if it is a server's: an answer may never come.
+    """Connects to the store of the process group, separately if it is a server's, since an answer may never come.
 
-    The variables MASTER_ADDR and MASTER_PORT may name a store that is not there (accelerate's `debug_launcher`) or that of
-    another run. Raises RuntimeError if nobody answers.
+    The variables MASTER_ADDR and MASTER_PORT may name a missing store (accelerate's `debug_launcher`) or another run's. Raises
+    RuntimeError if it does not answer.
     """
     store = _get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
@@ -268,28 +267,28 @@ def connect() -> Any:
 
 
 def rank_0_holds_store() -> bool:
-    """Whether the store lives in rank 0's process, as it does unless a launcher holds it."""
+    """Whether the store is in rank 0's process, and not in a launcher."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
 def tell_known(store: Any, rank: int) -> None:
-    """Tells the others that this rank knows who is lost."""
+    """Publishes that this rank has found the lost ranks."""
     store.set(_known_key(rank), "")
 
 
 def all_know(store: Any, num_ranks: int, lost: Sequence[int], has_ended: Callable[[int], bool]) -> bool:
-    """Whether all ranks but the lost ones know who is lost, or have ended."""
+    """Whether all ranks except the lost ones have found them, or have ended."""
     others = [rank for rank in range(num_ranks) if rank not in lost]
     return all(store.check([_known_key(rank)]) or has_ended(rank) for rank in others)
 
 
 def report_key(rank: int) -> str:
-    """Key of the store under which a rank reports the step that broke."""
+    """Returns the store's key for a rank's report of the broken step."""
     return f"longctx/broken/{rank}"
 
 
 def beat_key(rank: int) -> str:
-    """Key of the store under which a rank publishes its beats."""
+    """Returns the store's key for a rank's beats."""
     return f"longctx/beat/{rank}"
 
 
@@ -298,7 +297,7 @@ def _process_key(rank: int) -> str:
 
 
 def host_identity() -> str:
-    """A text that processes of one machine have in common, and others do not."""
+    """Returns a text that is the same for all processes of one machine, and different on others."""
     return f"{socket.gethostname()}-{uuid.getnode()}"
 
 

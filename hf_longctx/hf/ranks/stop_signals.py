@@ -1,13 +1,12 @@
-"""Listens during a training for the signals that ask it to stop: SIGTERM, SIGUSR1, SIGINT (Ctrl-C)
-and SIGHUP (a closed terminal; under nohup it is ignored, and stays so).
+"""Handles signals to stop a training: SIGTERM, SIGUSR1, SIGINT (Ctrl-C) and SIGHUP (a closed terminal; ignored under nohup).
 
-The first signal only sets `asked`; the trainer carries it to all ranks with the next step's token counts, finishes that step,
-saves once and returns. A second signal ends the process at once, even inside a collective that never returns: there Python runs
-no signal handler, so a thread reads signals from the wake-up descriptor that Python's C handler writes.
+The first signal only sets `asked`; the trainer sends it to all ranks with the next step's token counts, finishes that step, saves
+once and returns. A second signal ends the process at once, even inside a collective that never returns: Python runs no signal
+handler there, so a thread reads signals from the wake-up descriptor that Python's C handler writes.
 
-A launcher passes on the signal that it gets, so one Ctrl-C or one `scancel` may reach a rank twice. Signals within
-`_SAME_REQUEST_S` of the first count as one. Launchers and Slurm signal the workers of data loaders, too, which then go on, since
-the last step still needs their batches (`loader_workers.py`).
+A launcher passes on its signals, so one Ctrl-C or one `scancel` may reach a rank twice. Signals within `_SAME_REQUEST_S` of the
+first count as one. Launchers and Slurm also signal the workers of data loaders, which then continue, since the last step still
+needs their batches (`loader_workers.py`).
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from hf_longctx.plan.core.messages import wrapped
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 _SAME_REQUEST_S = 2.0
-# columns of a terminal that does not say how wide it is
+# columns of a terminal of unknown width
 _COLUMNS = 80
 
-# the listener of the present training; processes forked from it must not listen
+# the listener of the current training; processes forked from it must not listen
 _listening: StopSignals | None = None
 
 
 def listening_flag() -> Any:
-    """Shared number that is 1 while this process listens, for its loaders' workers; forked ranks have one each."""
+    """Returns a shared number for loaders' workers that is 1 while this process listens; forked ranks have one each."""
     return _flag_of(os.getpid())
 
 
@@ -48,8 +47,8 @@ def _flag_of(process: int) -> Any:
 class StopSignals:
     """Context that listens for signals; does nothing outside the main thread, where Python cannot install handlers.
 
-    Signals that the process ignores stay ignored. Leaving the context restores the handlers found at its start. `asked`: the
-    first signal that arrived; None if none did.
+    Signals that the process ignores stay ignored. At its end the context restores earlier handlers. asked: the first signal that
+    arrived; None if none did.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -61,8 +60,8 @@ class StopSignals:
         self._wakeup = self._previous_wakeup = -1
 
     def counts(self) -> list[int]:
-        """For every signal of `SIGNALS`, 1 if it asked this rank to stop and 0 if not; sums over ranks name the signal."""
-        # the thread that reads signals may be late, so count what the main thread has handled, too
+        """Returns for every signal of `SIGNALS` 1 if this rank got it, else 0, for sums over ranks."""
+        # the thread that reads signals may be late, so also count what the main thread has handled
         asked = self.asked or self._handled
         return [int(asked is each) for each in SIGNALS]
 
@@ -75,7 +74,7 @@ class StopSignals:
             self._read_wakeups()
         for each in SIGNALS:
             found = signal.getsignal(each)
-            # None: a handler that Python did not install and could not restore
+            # None: a handler that Python did not install and cannot restore
             if found is not None and found is not signal.SIG_IGN:
                 self._previous[each] = found
                 signal.signal(each, self._handle)
@@ -91,7 +90,7 @@ class StopSignals:
             self.restore()
 
     def restore(self) -> None:
-        """Puts the handlers found at the start back."""
+        """Restores the handlers found at the start."""
         for each, handler in self._previous.items():
             # a handler that was installed in the meantime stays
             if signal.getsignal(each) == self._handle:
@@ -108,7 +107,7 @@ class StopSignals:
         os.set_blocking(write, False)
         self._previous_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         if self._previous_wakeup >= 0:
-            # an event loop reads signals, which it must not miss; a second signal then ends the run between two of its lines
+            # an event loop must not miss signals; a second signal then ends the run at the next line of Python
             signal.set_wakeup_fd(self._previous_wakeup)
             os.close(read)
             os.close(write)
@@ -124,7 +123,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled = self._handled or signal.Signals(number)
-        # with a wake-up descriptor the thread hears it
+        # with a wake-up descriptor the thread reads it
         if self._wakeup < 0:
             self._hear(signal.Signals(number))
 
@@ -133,22 +132,22 @@ class StopSignals:
         if self.asked is None:
             self.asked, self._asked_s = heard, now_s
             if self._rank and heard is signal.SIGINT and os.isatty(_error_file()):
-                # Ctrl-C reaches all ranks of a terminal, and the first one says so
+                # Ctrl-C reaches all ranks of a terminal, and the first one prints it
                 return
             say(f"rank {self._rank} got {heard.name}: the training finishes its step, saves and stops; again ends it at once")
         elif now_s - self._asked_s > _SAME_REQUEST_S:
             say(f"rank {self._rank} got {heard.name} after {self.asked.name}: it ends at once, without saving")
             if self._num_ranks == 1 and heard is signal.SIGINT:
-                # a notebook or debugger goes on
+                # a notebook or debugger continues
                 raise KeyboardInterrupt
             os._exit(128 + heard)
 
 
 def outlive_signals(is_listening: Any) -> None:
-    """Lets this process, a loader's worker, go on when a signal that a rank obeys reaches the whole process group.
+    """Makes this process, a loader's worker, survive stop signals to the whole process group.
 
-    is_listening: `listening_flag` of the rank. SIGTERM still ends the worker once the rank listens no more, or has ended; a
-    thread sees to that, since a worker may be deep inside a library then.
+    is_listening: `listening_flag` of the rank. SIGTERM still ends the worker after the rank has ended or stopped listening, by a
+    thread, since the worker may be inside a library.
     """
     rank = os.getppid()
     for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
@@ -169,11 +168,11 @@ def outlive_signals(is_listening: Any) -> None:
 
 def say(text: str) -> None:
     """Writes a line to standard error, from any thread."""
-    # written without the stream's lock, which the interrupted code may hold
+    # without the stream's lock, which the interrupted code may hold
     with suppress(OSError, ValueError):
         file = _error_file()
         if os.isatty(file):
-            # over the bar of the training, which is drawn again; a terminal that nobody has sized has 0 columns
+            # over the training's bar, which is drawn again; a terminal of unknown size has 0 columns
             text = f"\r\x1b[K{wrapped(text, os.get_terminal_size(file).columns or _COLUMNS)}"
         os.write(file, f"{text}\n".encode())
 
@@ -183,7 +182,7 @@ def _error_file() -> int:
 
 
 def _stop_listening_in_child() -> None:
-    """Gives a forked process (a loader's worker) the handlers from before the training, so that it can be ended."""
+    """Restores the handlers from before the training in a forked process (a loader's worker), so that it can be ended."""
     global _listening
     if _listening is not None:
         with suppress(ValueError):

@@ -1,12 +1,10 @@
-"""Ends a training in good order when a signal asks for it, and keeps two jobs out of one output folder.
+"""Stops a training properly after a signal, and locks its output folder against other jobs.
 
-A rank that got a signal says so in the exchange of token counts that begins every step, so all ranks learn of it in the same
-step. They finish that step, save once, evaluate no more, and `train()` returns.
+A rank that got a signal sends it in the exchange of token counts that begins every step, so all ranks receive it in the same
+step. They finish that step, save once, do not evaluate, and `train()` returns.
 
-Locks an output folder, so that two jobs never write checkpoints into it.
-
-The lock is the operating system's (fcntl): it ends with its process, however that ends, and holds across machines where the file
-system passes locks on (NFS with lockd, Lustre with flock). The file tells a refused job who holds the folder.
+The lock is the operating system's (fcntl): it ends with its process in any case, and works across machines if the file system
+supports that (NFS with lockd, Lustre with flock). The file names the holder of the folder, for a refused job.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ LOCK_NAME = ".longctx.lock"
 
 
 class FolderLock:
-    """The lock of one folder; a process can take it once at a time."""
+    """Lock of one folder; a process can take it once at a time."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / LOCK_NAME
         self._file = -1
 
     def take(self) -> list[str]:
-        """Locks the folder, which is made if it does not exist; returns the problem if another process holds the lock."""
+        """Locks the folder, which is created if missing; returns the problem if another process holds the lock."""
         while True:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +62,7 @@ class FolderLock:
                 return []
             if self._is_current(file):
                 break
-            # the holder before this one removed the file between open and lock
+            # the earlier holder removed the file between open and lock
             os.close(file)
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -74,27 +72,27 @@ class FolderLock:
     def release(self) -> None:
         """Unlocks the folder and removes the file. Idempotent."""
         if self._file >= 0:
-            # removed before it is unlocked, or another process could lock a file that is about to vanish
+            # remove before unlocking, or another process could lock a file that is about to vanish
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = -1
 
     def _is_current(self, file: int) -> bool:
-        """Whether the folder's lock file is the one that is open."""
+        """Whether the open file is still the folder's lock file."""
         try:
             return os.path.samestat(os.fstat(file), self._path.stat())
         except FileNotFoundError:
             return False
 
 
-# methods of the trainer that run while the number of finished steps is one less than the present step's
+# methods of the trainer that run inside a step, when the number of finished steps is one less than the current step's
 _INSIDE_A_STEP = ("get_batch_samples", "training_step", "_clip_grad_norm", "_get_grad_norm")
 
 
 class OrderlyStop(TrainerCallback):
-    """Stops the training after the step in which the ranks agreed. `stopped_by`: the signal's name; "" if none came.
+    """Stops the training after the step in which the ranks agreed. stopped_by: the signal's name; "" if none came.
 
-    `timeout_s`: the time-out of a step's collectives. `control`: the control group of all ranks.
+    timeout_s: time-out of a step's collectives. control: the control group of all ranks.
     """
 
     def __init__(self, timeout_s: float, control: dist.ProcessGroup | None) -> None:
@@ -107,7 +105,7 @@ class OrderlyStop(TrainerCallback):
 
     @property
     def present_step(self) -> int:
-        """The number of the step that runs, if one does."""
+        """The number of the running step, if one runs."""
         return self._finished_steps() + 1
 
     @contextmanager
@@ -133,11 +131,11 @@ class OrderlyStop(TrainerCallback):
                 args.load_best_model_at_end, args.save_total_limit = at_end
 
     def asked(self) -> list[int]:
-        """For every signal, 1 if it asked this rank to stop; the trainer sums it over ranks with other numbers, once per step."""
+        """Returns 1 for every signal that this rank got; the trainer sums it over ranks with other numbers, once per step."""
         return self._signals.counts()
 
     def agree(self, num_asked: Sequence[float]) -> None:
-        """Takes the sums of `asked` over all ranks; if one is not 0, the present step is the last."""
+        """Takes the sums of `asked` over all ranks; if one is not 0, makes the current step the last."""
         if any(num_asked) and not self.stopped_by:
             self.stopped_by = next(each.name for each, heard in zip(SIGNALS, num_asked, strict=True) if heard)
 
@@ -159,7 +157,7 @@ class OrderlyStop(TrainerCallback):
             self._save_and_stop(args, state, control)
         else:
             control.should_save = control.should_evaluate = control.should_log = False
-        # the checkpoint with which the next job goes on stays, and the best model is for the end of all jobs
+        # keep the checkpoint for the next job; the best model is for the end of all jobs
         args.load_best_model_at_end, args.save_total_limit = False, None
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -184,9 +182,9 @@ class OrderlyStop(TrainerCallback):
 
 @contextmanager
 def without_jit_checkpoint(args: TrainingArguments | None) -> Iterator[None]:
-    """Context in which a `Trainer` is built; keeps it from saving at SIGTERM by itself (enable_jit_checkpoint).
+    """Context for building a `Trainer` without its own saving at SIGTERM (enable_jit_checkpoint).
 
-    That would save on the ranks that got the signal, each in a step of its own, while the others wait; `OrderlyStop` serves the
+    That would save on the ranks that got the signal, in different steps, while the others wait; `OrderlyStop` implements the
     setting instead.
     """
     if args is None or not getattr(args, "enable_jit_checkpoint", False):
@@ -200,5 +198,5 @@ def without_jit_checkpoint(args: TrainingArguments | None) -> Iterator[None]:
 
 
 def _is_inside_a_step() -> bool:
-    """Whether the main thread runs a step, so that the number of finished steps is one less than the present step's."""
+    """Whether the main thread is inside a step, so that the number of finished steps is one less than the current step's."""
     return any(code.co_name in _INSIDE_A_STEP for code in main_thread_calls())
